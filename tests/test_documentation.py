@@ -99,6 +99,7 @@ def test_the_manual_lists_every_option_with_its_default(heading: str, kind: type
     listed = options_in_table(heading)
     if kind is EngineConfig:
         assert listed.pop("offload") == listed.pop("record") == "`None`"
+        assert listed.pop("traces") == "`False`"
     assert listed.keys() == fields.keys()
     for name, default in listed.items():
         if re.fullmatch(r"`\w+`|[0-9.]+", default):
@@ -127,7 +128,7 @@ def test_further_tables_list_every_option_with_its_default(document: str, headin
         elif name in {"reserve_bytes", "max_bytes"} and value is not None:
             assert parse_bytes(name, default) == parse_bytes(name, value)
         else:
-            shown = {"none": "None", "true": "True"}.get(default, default)  # as one writes it in JSON
+            shown = {"none": "None", "true": "True", "false": "False"}.get(default, default)  # as one writes it in JSON
             assert shown == (f"{value:g}" if isinstance(value, float) else str(value)), name
 
 

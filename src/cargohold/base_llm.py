@@ -27,6 +27,7 @@ from cargohold.connector.factory import (
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.connector.recording import RecordingFactory
+from cargohold.connector.tracing import TracingFactory
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.engine_thread import Asked, EngineThread
@@ -60,6 +61,7 @@ class RequestOptions(TypedDict, total=False):
     tenant: str | None
     kv_transfer_params: Mapping[str, Any] | None
     hints: Hints | None
+    trace_headers: Mapping[str, str] | None
 
 
 class BaseLLM:
@@ -78,6 +80,7 @@ class BaseLLM:
         *,
         offload: Offload | Sequence[Offload] | None = None,
         record: str | os.PathLike[str] | None = None,
+        traces: bool = False,
         **options: Any,
     ) -> None:
         config = _engine_config(model, options)
@@ -85,6 +88,8 @@ class BaseLLM:
         factory = connector_factory(offload)
         if record is not None:
             factory = RecordingFactory(factory, os.fspath(record))
+        if traces:
+            factory = TracingFactory(factory)
         self.plan = plan_engine(config, describe_model(config.model, config.dtype))
         if (
             self.plan.executor.kind is not ExecutorKind.RAY

@@ -29,7 +29,7 @@ _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
 
 _SPARE_PART: Final = 1024
 _MAX_SPARE: Final = 64
-"""When room is made in a large tier for one prefix, a few slots more are made free, at most this part of it: an answer grows by
+"""When room is made in a large tier for one chunk, a few slots more are made free, at most this part of it: an answer grows by
 one chunk at a time, and one eviction of many chunks costs a fraction of as many evictions."""
 
 
@@ -216,7 +216,7 @@ class TierManager(OffloadManager):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
         if _are_apart(offers):
-            if len(offers) > 1 or self._num_spare:
+            if len(offers) > 1 or (self._num_spare and [len(offer.keys) for offer in offers] == [1]):
                 self._make_room_ahead(offers, parents, found)
             for offer, before, slots in zip(offers, parents, found, strict=True):
                 self._place_offer(placement, offer, before, slots)
@@ -261,7 +261,7 @@ class TierManager(OffloadManager):
     ) -> None:
         """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table.
 
-        For one alone it evicts some more, to spare.
+        For one chunk alone it evicts some more, to spare.
         """
         newcomers = [
             Newcomers(offer.keys, before)

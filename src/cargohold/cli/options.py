@@ -68,6 +68,10 @@ class EngineOptions:
         str | None, typer.Option(metavar="FILE", help="Write a block trace for cargohold replay: hashes, no text.")
     ] = None
 
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Make OpenTelemetry spans of what is done for each request.")
+    ] = False
+
     def llm_options(self) -> dict[str, Any]:
         """Keyword arguments for ``LLM``. Raises ``ConfigError`` for impossible options."""
         own = ("host_bytes", "disk_dir", "disk_bytes", "shared_url")

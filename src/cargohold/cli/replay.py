@@ -26,12 +26,14 @@ from cargohold.cli.traces import (
 )
 from cargohold.errors import ConfigError
 from cargohold.replay.costs import CostModel, Size, parse_size, parse_sizes
+from cargohold.replay.derived import HINTED
 from cargohold.replay.html import page, write_text
 from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.replay.workload import Workload
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)
+_DERIVED = "derived"
 _DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
 
 
@@ -47,6 +49,9 @@ class GridOptions:
         str, typer.Option("--size", "-s", help="Sizes of host memory: blocks, bytes (64GiB) or % of all blocks.")
     ] = _DEFAULT_SIZES
     disk: Annotated[str | None, typer.Option(help="Size of a disk tier below host memory; by default none.")] = None
+    hints: Annotated[
+        str | None, typer.Option(help="derived: also replay each policy with hints that an orchestrator could give.")
+    ] = None
     model: Annotated[str | None, typer.Option(help="Model that tells KV bytes per token.", metavar="MODEL")] = None
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
 
@@ -55,7 +60,11 @@ class GridOptions:
         names = [name.strip() for text in self.policy or _DEFAULT_POLICIES for name in text.split(",")]
         look_here_for(names)
         check_policies(names)
-        return names
+        if self.hints is None:
+            return names
+        if self.hints != _DERIVED:
+            raise ConfigError("hints", self.hints, f"it must be {_DERIVED}")
+        return [each for name in names for each in ((name,) if name in BOUNDS else (name, name + HINTED))]
 
     def sizes(self) -> tuple[list[Size], list[Size]]:
         """Sizes of host memory, and the size of the disk if there is one. Raises ``ConfigError`` for what is not a size."""

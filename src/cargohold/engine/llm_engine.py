@@ -125,6 +125,7 @@ class LLMEngine:
         tenant: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         hints: object = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -139,6 +140,7 @@ class LLMEngine:
             kv_transfer_params: what to ask of the connectors; see the documentation of the connector.
             hints: what is known of the prompt's future: a ``Hint``, several, or an envelope as routers send it. The outcomes
                 are in the request's outputs; none fails the request.
+            trace_headers: the trace that it belongs to, as HTTP headers: ``{"traceparent": ...}``. Needs ``traces``.
 
         Raises:
             RequestError: the request cannot be served; nothing was queued.
@@ -168,6 +170,7 @@ class LLMEngine:
             priority=int(priority),
             salt=salt,
             tenant=tenant,
+            trace_headers=trace_headers,
             kv_transfer_params=params,
             hint_outcomes=tuple(rejected),
             stop_token_ids=self._stop_token_ids(sampling),

@@ -10,6 +10,7 @@ from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker
 from cargohold.protocol.kv_cache import AttentionKind, BlockIds, KVCacheLayout
 from cargohold.protocol.messages import ConnectorMetadata, EmptyMetadata
 from cargohold.protocol.request import RequestView, StepView
+from cargohold.protocol.stats import Episode
 
 
 class Clock(Protocol):
@@ -45,6 +46,8 @@ class SchedulerEnvironment:
         give_up_loads_after_s: seconds after which a load may be reported as failed although its copy has not ended, if the
             connector holds its blocks by ``touch`` or locks: the engine then computes the tokens in other blocks. ``None`` if
             the engine would use the same blocks: then a load must not be reported before its copy has ended.
+        observe: called with what the connector did for a request, once that is over; ``None`` if nobody observes. It must not
+            raise.
     """
 
     layout: KVCacheLayout
@@ -60,6 +63,7 @@ class SchedulerEnvironment:
     full_hits: bool = True
     keeps_partial_loads: bool = True
     give_up_loads_after_s: float | None = None
+    observe: Callable[[Episode], None] | None = None
 
     @property
     def finds_partial_loads(self) -> bool:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 Stats: TypeAlias = Mapping[str, float]
@@ -120,6 +120,27 @@ def times_part(counter: str) -> TimesPart | None:
     name, is_sum, end = found["name"], found["sum"] is not None, found["end"]
     bound_s = float("inf") if end == "inf" else int(end.removesuffix("ms")) / 1000
     return TimesPart(name, bound_s, None if is_sum else f"{name}_sum_le_{end}")
+
+
+# --- what took how long for whom --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Something that a connector did for requests, once it is over; for traces.
+
+    Attributes:
+        what: ``look_up``, ``wait``, ``prefetch``, ``load`` or ``store``.
+        request_ids: the requests, some of which may have ended.
+        began_at, ended_at: times of the engine's clock, in seconds.
+        facts: numbers and words about it, by name.
+    """
+
+    what: str
+    request_ids: Collection[str]
+    began_at: float
+    ended_at: float
+    facts: Mapping[str, int | str] = field(default_factory=dict)
 
 
 # --- what is out of use -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import numpy as np
 from cargohold.cache.policies import find_policy
 from cargohold.cache.policies.offline import OfflineTrace
 from cargohold.errors import CargoholdError, ConfigError
+from cargohold.replay.derived import HINTED
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierLog, TierRun, TierTraffic, run_tiers
 from cargohold.replay.workload import Workload
 from cargohold.worker_pool import WorkerPool
@@ -78,7 +79,7 @@ def replay(
 
     Args:
         workload: the requests.
-        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``.
+        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` behind it, hints are given.
         capacities: the sizes. For an infinite cache there is only one result.
         disk_policy: policy of a second tier.
 
@@ -98,7 +99,7 @@ def check_policies(policies: Sequence[str]) -> None:
     """Raise ``ConfigError`` for a name that is neither a policy nor a bound."""
     for policy in policies:
         if policy not in BOUNDS:
-            find_policy(policy, besides=BOUNDS)
+            find_policy(policy.removesuffix(HINTED), besides=BOUNDS)
 
 
 def count(
@@ -126,7 +127,8 @@ def _counted(workload: Workload, policy: str, capacities: Capacities, run: TierR
 
 def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:
     started = time.perf_counter()
-    return _counted(workload, policy, capacities, run_tiers(workload, policy, capacities, disk_policy), started)
+    run = run_tiers(workload, policy.removesuffix(HINTED), capacities, disk_policy, with_hints=policy.endswith(HINTED))
+    return _counted(workload, policy, capacities, run, started)
 
 
 def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[ReplayResult]:
@@ -163,7 +165,7 @@ def _infinite(workload: Workload) -> ReplayResult:
     return _counted(workload, INFINITE, (len(first_uses),), run, started)
 
 
-_ARRAYS: Final = ("chunks", "prompt_ends", "ends", "prompt_tokens", "reused_blocks", "arrivals_s")
+_ARRAYS: Final = ("chunks", "prompt_ends", "ends", "prompt_tokens", "reused_blocks", "arrivals_s", "sessions")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import numpy as np
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.errors import ConfigError
+from cargohold.replay.derived import DerivedHints
 from cargohold.replay.workload import Ints, Workload
 from cargohold.units import is_positive_int
 
@@ -136,7 +137,12 @@ class _Tier:
 
 
 def run_tiers(
-    workload: Workload, policy: str, capacities: Sequence[int], disk_policy: str = DEFAULT_DISK_POLICY
+    workload: Workload,
+    policy: str,
+    capacities: Sequence[int],
+    disk_policy: str = DEFAULT_DISK_POLICY,
+    *,
+    with_hints: bool = False,
 ) -> TierRun:
     """Replay a workload.
 
@@ -145,6 +151,7 @@ def run_tiers(
         policy: policy of host memory; see ``cargohold.cache.policies.find_policy``.
         capacities: slots of host memory, and of the disk if there is one.
         disk_policy: policy of the disk.
+        with_hints: whether host memory gets the hints that an orchestrator could give; see ``DerivedHints``.
 
     Raises:
         ConfigError: there is no such policy, or a tier has no slot.
@@ -158,15 +165,20 @@ def run_tiers(
     ]
     if len(tiers) > 1:
         tiers[0].manager.admit_all()
+    hints = DerivedHints(workload, tiers[0].manager) if with_hints else None
     names = _names(workload.num_unique)
     hits, present = np.zeros((2, len(workload.ends)), dtype=np.int64)
     for request, (start, prompt_end, end) in enumerate(workload.spans()):
         keys = tuple(names[workload.chunks[start:end]].tolist())
         prompt = keys[: prompt_end - start]
+        if hints is not None:
+            hints.before(request)
         num_hits, present[request] = _serve(tiers, prompt)
         hits[request] = num_hits
         for first, last in _pieces(workload, num_hits, len(prompt), len(keys)):
             _store(tiers, keys[first:last], keys[first - 1] if first else None)
+        if hints is not None:
+            hints.after(request, keys)
         for tier in tiers:
             tier.end_request()
     return TierRun(hits, present, tuple(tier.log() for tier in tiers))

@@ -46,6 +46,7 @@ class Workload:
         prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
         arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
+        sessions: per request, number of its session, or ``UNKNOWN``.
         num_warm: leading requests that only warm the cache up: they are replayed, but not counted.
         num_unique: number of different chunks.
         num_prompt_blocks: blocks of counted prompts, including those left over at the ends of prompts, which are in no chunk.
@@ -63,6 +64,7 @@ class Workload:
     prompt_tokens: Ints
     reused_blocks: Ints
     arrivals_s: Floats
+    sessions: Ints
     num_unique: int
     num_prompt_blocks: int
     blocks_per_chunk: int = 1
@@ -239,6 +241,8 @@ class WorkloadBuilder:
         self._prompt_lengths, self._lengths = array("q"), array("q")
         self._blocks, self._tokens, self._reused = array("q"), array("q"), array("q")
         self._times_ms = array("d")
+        self._sessions = array("q")
+        self._session_numbers: dict[int | str, int] = {}
         self._first_ms = math.inf
         self._last_ms = -math.inf
         self._block_tokens: int | None = None
@@ -275,6 +279,8 @@ class WorkloadBuilder:
         self._tokens.append(UNKNOWN if request.input_length is None else request.input_length)
         self._reused.append(UNKNOWN if request.reused_blocks is None else request.reused_blocks)
         self._times_ms.append(math.nan if arrival_ms is None else arrival_ms)
+        session, known = request.session_id, self._session_numbers
+        self._sessions.append(UNKNOWN if session is None else known.setdefault(session, len(known)))
         self._block_tokens = self._block_tokens or request.block_tokens
         self._step_tokens = self._step_tokens or request.step_tokens
         if request.block_tokens is not None:
@@ -305,6 +311,7 @@ class WorkloadBuilder:
             prompt_tokens=np.array(self._tokens, dtype=np.int64),
             reused_blocks=np.array(self._reused, dtype=np.int64),
             arrivals_s=arrivals_s,
+            sessions=np.array(self._sessions, dtype=np.int64),
             num_unique=len(self._numbers),
             num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[counted].sum()),
             blocks_per_chunk=self._selection.blocks_per_chunk,
@@ -380,5 +387,6 @@ def _taken(workload: Workload, order: Ints) -> Workload:
         prompt_tokens=workload.prompt_tokens[order],
         reused_blocks=workload.reused_blocks[order],
         arrivals_s=workload.arrivals_s[order],
+        sessions=workload.sessions[order],
         num_unique=len(numbers),
     )

@@ -310,6 +310,11 @@ def client_of(request: Request) -> Client:
     return client
 
 
+def trace_of(request: Request) -> dict[str, str] | None:
+    """The trace that the request belongs to, as its headers say it; ``None`` if it belongs to none."""
+    return {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers} or None
+
+
 def _short(model: str) -> str:
     """The name of a directory or a file without what is before it; any other name as it is."""
     return Path(model).name if Path(model).exists() else model

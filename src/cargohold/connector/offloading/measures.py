@@ -9,15 +9,27 @@ on. So both are bounded, and neither prefers old chunks or young ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Final
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
-from cargohold.protocol import AGES_MS, Clock, Stats, Times, TransferOutcome, labelled, level_changes
+from cargohold.protocol import (
+    AGES_MS,
+    Clock,
+    Episode,
+    SchedulerEnvironment,
+    Stats,
+    Times,
+    TransferOutcome,
+    labelled,
+    level_changes,
+)
+from cargohold.tiers.scheduler_side import LowerTiers
 
 MAX_KEPT: Final = 256
 """Maximum number of chunks whose stay in host memory is followed."""
@@ -25,6 +37,7 @@ MAX_USED: Final = 4096
 """Maximum number of chunks whose last use is remembered."""
 LOOK_S: Final = 1.0
 """Seconds after which it is looked again which of the followed chunks are still there."""
+_NO_FACTS: Final[Mapping[str, int | str]] = MappingProxyType({})
 _MOST_APART: Final = 1 << 16
 
 
@@ -33,13 +46,15 @@ class Measures:
 
     Args:
         shared: has the manager, and the counters.
-        clock: monotonic time in seconds.
-        lower_chunks: by the name of a lower tier that has a limit, the number of chunks that it may hold.
+        environment: facts about the engine; tells who observes.
+        lower: the tiers below host memory, if there are any.
     """
 
-    def __init__(self, shared: Shared, clock: Clock, lower_chunks: Mapping[str, int]) -> None:
+    def __init__(self, shared: Shared, environment: SchedulerEnvironment, lower: LowerTiers | None) -> None:
         self._shared = shared
-        self._clock = clock
+        self._clock = clock = environment.clock
+        self._observe = environment.observe
+        self._lower = lower
         self._loads = Times(f"{shared.tier}_load")
         self._stores = Times(f"{shared.tier}_store")
         self._waits = Times("wait")
@@ -47,6 +62,7 @@ class Measures:
         self._levels: Stats = {}
         layout = shared.layout
         self._chunk_bytes = layout.block_bytes * layout.world_size * shared.config.blocks_per_chunk
+        lower_chunks = {} if lower is None else lower.max_chunks
         self._limits = {
             f"num_{name}_capacity_bytes": num_chunks * self._chunk_bytes for name, num_chunks in lower_chunks.items()
         }
@@ -59,17 +75,65 @@ class Measures:
     def note_answer(self, state: RequestState, *, is_known: bool) -> None:
         """Note whether a look-up was answered with "not yet". Called for every look-up, most of which change nothing."""
         since = state.not_yet_since
+        if self._observe is not None:
+            self._note_looked_up(state, is_known=is_known)
         if is_known and since is not None:
-            self._waits.note(self._clock() - since, self._shared.stats)
+            now = self._clock()
+            self._waits.note(now - since, self._shared.stats)
+            self._tell("wait", (state.request.request_id,), since, now)
             state.not_yet_since = None
         elif since is None and not is_known:
             state.not_yet_since = self._clock()
 
+    def _note_looked_up(self, state: RequestState, *, is_known: bool) -> None:
+        if state.asked_at is None:
+            state.asked_at = self._clock()
+        if is_known and state.answered_at is None:
+            state.answered_at = self._clock()
+
+    def note_admitted(self, state: RequestState, num_computed_tokens: int, sources: Mapping[str, int]) -> None:
+        """Tell who observes what the look-up of a request has found.
+
+        Args:
+            state: the request, which is about to forget its wait for lower tiers.
+            num_computed_tokens: number of its leading tokens that are on the device.
+            sources: number of tokens to be loaded, by the tier they came from.
+        """
+        if self._observe is None or state.asked_at is None or state.answered_at is None:
+            return
+        ids, ended_at = (state.request.request_id,), state.answered_at
+        found = {f"found_tokens.{tier}": count for tier, count in sources.items()}
+        self._tell("look_up", ids, state.asked_at, ended_at, {"found_tokens.device": num_computed_tokens, **found})
+        fetch = None if state.waiting is None else state.waiting.fetch
+        if fetch is not None and self._lower is not None:
+            began_at = self._clock() - (self._lower.clock() - fetch.started_at)
+            self._tell("prefetch", ids, began_at, max(began_at, ended_at), {"chunks": len(fetch.sources)})
+        state.asked_at = state.answered_at = None
+
+    def _tell(
+        self,
+        what: str,
+        request_ids: Collection[str],
+        began_at: float,
+        ended_at: float,
+        facts: Mapping[str, int | str] = _NO_FACTS,
+    ) -> None:
+        if self._observe is not None:
+            self._observe(Episode(what, request_ids, began_at, ended_at, facts))
+
     def note_end(self, job: Load | Store | None, since: float | None, outcome: TransferOutcome) -> None:
         """Note that a job has ended which began at ``since``. What failed or was not awaited says nothing of the speed."""
-        if job is None or since is None or outcome is not TransferOutcome.DONE:
+        if job is None or since is None:
             return
-        took_s = self._clock() - since
+        now = self._clock()
+        took_s, how = now - since, outcome.name.lower()
+        if isinstance(job, Load):
+            facts: dict[str, int | str] = {"tokens": len(job.origins.tiers), "outcome": how}
+            self._tell("load", (job.request_id,), since, now, facts)
+        elif self._observe is not None:
+            self._tell("store", job.request_ids, since, now, {"chunks": len(job.keys), "outcome": how})
+        if outcome is not TransferOutcome.DONE:
+            return
         if isinstance(job, Load):
             self._loads.note(took_s, self._shared.stats)
             self._shared.stats["load_tokens"] += len(job.origins.tiers)

@@ -157,6 +157,8 @@ class RequestState:
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
         lookup: the last look-up's answer.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
+        asked_at, answered_at: when the engine asked for it first, and when the answer was not "not yet", since it was admitted
+            last; noted only for traces.
         not_yet_since: since when the engine is told to ask again; ``None`` if the last look-up was answered.
         is_handed_off: whether its chunks are promised to another engine.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
@@ -174,6 +176,8 @@ class RequestState:
     hit_tokens: int = 0
     lookup: Lookup | None = None
     waiting: Waiting | None = None
+    asked_at: float | None = None
+    answered_at: float | None = None
     not_yet_since: float | None = None
     is_handed_off: bool = False
     was_admitted: bool = False

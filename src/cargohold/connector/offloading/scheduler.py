@@ -79,7 +79,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._shared = Shared(
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
-        self._measures = Measures(self._shared, environment.clock, {} if lower is None else lower.max_chunks)
+        self._measures = Measures(self._shared, environment, lower)
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
@@ -232,6 +232,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         sources: Mapping[str, int] = {}
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
+        self._measures.note_admitted(state, lookup.num_computed_tokens, sources)
         state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)

@@ -98,6 +98,7 @@ class Request:
         ask_connector: whether the connector may be asked for this request; ``False`` after a load for it has failed.
         was_deferred: whether a connector has told it to ask again.
         tenant: whose request it is, for quotas and hints; by default the salt.
+        trace_headers: the trace that the request belongs to, as HTTP headers say it; ``None`` if it belongs to none.
         hint_outcomes: the answers to its hints.
         finish_reason, error: why the request ended.
     """
@@ -124,6 +125,7 @@ class Request:
     ask_connector: bool = True
     was_deferred: bool = False
     tenant: str | None = None
+    trace_headers: Mapping[str, str] | None = None
     hint_outcomes: tuple[HintOutcome, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -74,6 +74,12 @@ class SeenRequest:
         return salt
 
     @property
+    def trace_headers(self) -> Mapping[str, str] | None:
+        """The trace that it belongs to; ``None`` unless vLLM itself traces."""
+        headers: Mapping[str, str] | None = getattr(self.own, "trace_headers", None)
+        return headers
+
+    @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """What the client asks of the connectors."""
         params: Mapping[str, Any] | None = self.own.kv_transfer_params

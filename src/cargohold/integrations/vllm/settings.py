@@ -11,6 +11,8 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.connector.options import parse_dataclass, parse_offload
 from cargohold.connector.recording import RecordingFactory
+from cargohold.connector.tracing import TracingFactory
+from cargohold.connector.tracing import require_packages as require_tracing
 from cargohold.errors import ConfigError
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import TierConfig, require_packages
@@ -37,6 +39,7 @@ class AdapterSettings:
             place reset that cache.
         kv_events_salted: whether KV events of this connector's tiers are published for requests with a ``cache_salt``, too;
             vLLM publishes its own of all requests.
+        traces: whether to make OpenTelemetry spans of what is done for each request, in the trace that vLLM passes on.
         record: a new file for the block trace of all requests, for ``cargohold replay``: hashes only.
     """
 
@@ -46,6 +49,7 @@ class AdapterSettings:
     follow_resets: bool = True
     kv_events_salted: bool = False
     record: str | None = None
+    traces: bool = False
 
     def __post_init__(self) -> None:
         for key, choices in (("if_unsupported", (DISABLE, REFUSE)), ("load_failure_policy", (RECOMPUTE, FAIL))):
@@ -106,14 +110,18 @@ class Settings:
         return any(isinstance(child, LazyOffloadConfig) for child in self._children)
 
     def require_packages(self) -> None:
-        """Raise ``ConfigError`` where a package for a tier is not installed."""
+        """Raise ``ConfigError`` where a package for a tier, or for traces, is not installed."""
+        if self.adapter.traces:
+            require_tracing()
         for tier in self._tiers:
             require_packages(tier)
 
     def factory(self) -> KVConnectorFactory:
         """The factory that makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
         factory = connector_factory(self.offload)
-        return factory if self.adapter.record is None else RecordingFactory(factory, self.adapter.record)
+        if self.adapter.record is not None:
+            factory = RecordingFactory(factory, self.adapter.record)
+        return TracingFactory(factory) if self.adapter.traces else factory
 
     @property
     def _tiers(self) -> list[TierConfig]:

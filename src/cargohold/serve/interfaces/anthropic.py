@@ -18,7 +18,7 @@ from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import RequestError
 from cargohold.protocol import Hint
-from cargohold.serve.desk import Job, Outputs, client_of, hall_of
+from cargohold.serve.desk import Job, Outputs, client_of, hall_of, trace_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
 from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
 from cargohold.serve.interfaces.bodies import Body, CachedBody, StopStrings, text_of
@@ -209,6 +209,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     prompt = await make_prompt(llm, partial(body.tokens, llm))
     client = client_of(request)
     options = body.options(client, await asyncio.to_thread(body.implied_hints, llm, prompt))
+    options["trace_headers"] = trace_of(request)
     request_id = f"msg_{hall_of(request).desk.records.new_id()}"
     job = Job(request_id, request.url.path, client, [prompt], [body.sampling()], options, body.stream)
     head = {"id": request_id, "type": "message", "role": "assistant", "model": body.model}

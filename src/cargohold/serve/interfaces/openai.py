@@ -18,7 +18,7 @@ from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of
+from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of, trace_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
 from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
 from cargohold.serve.interfaces.bodies import Message, OpenAIBody, ToolChoice, offered_tools, tool_names
@@ -158,7 +158,11 @@ async def _answer(
     request: Request, body: OpenAIBody, form: Form, prompts: list[list[int]], sampling: list[SamplingParams]
 ) -> Response:
     client = client_of(request)
-    options: RequestOptions = {**body.options(client, body.implied_hints()), "priority": body.priority}
+    options: RequestOptions = {
+        **body.options(client, body.implied_hints()),
+        "priority": body.priority,
+        "trace_headers": trace_of(request),
+    }
     request_id = f"{form.prefix}-{hall_of(request).desk.records.new_id()}"
     job = Job(request_id, request.url.path, client, prompts, sampling, options, body.stream)
     head = {"id": request_id, "created": int(time.time()), "model": body.model}

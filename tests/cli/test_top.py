@@ -1,0 +1,138 @@
+"""``cargohold top``: against a real server, a recorded scrape of vLLM, and engines that are not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cargohold import OffloadConfig
+from cargohold.errors import ConfigError
+from cargohold.serve.scrapes import Scrape, metrics_url
+from tests.command import Command
+from tests.forks import ForkedCommand
+from tests.serve.running import call, running
+
+RECORDED = Path(__file__).parents[1] / "data" / "vllm_metrics.txt"
+
+
+class Told(BaseHTTPRequestHandler):
+    """Answers every request with a text."""
+
+    def __init__(self, text: bytes, *args: object) -> None:
+        self._text = text
+        super().__init__(*args)  # type: ignore[arg-type]  # as the server calls it
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self._text)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a server that tells what vLLM told."""
+    text = getattr(request, "param", RECORDED.read_bytes())
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Told, text)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_real_server_is_shown(cargohold: Command, chat_model: str) -> None:
+    with running(chat_model, offload=OffloadConfig(host_bytes="1MiB"), num_device_blocks=60) as server:
+        body = {"model": "chat", "prompt": "The ship sails on. " * 40, "max_tokens": 2}
+        for _ in range(2):
+            assert call(server, "/v1/completions", body).status == 200
+        shown = cargohold("top", server.url)
+    assert shown.status == 0
+    assert "0 running, 0 waiting" in shown.out
+    rows = {line.split()[1]: line for line in shown.out.splitlines() if line.startswith(("│ device", "│ host"))}
+    assert "944" in rows["device"] and rows.keys() == {"device", "host"}
+    assert "device" in shown.out and "computed" in shown.out and "tokens/s" in shown.out
+
+
+def test_vllm_is_shown_with_our_connector_in_it(cargohold: Command, recorded: str) -> None:
+    shown = cargohold("top", recorded, "--once")
+    assert shown.status == 0
+    for expected in RECORDED_FACTS:
+        assert expected in shown.out
+
+
+RECORDED_FACTS = ("1 running", "host", "speed: loads")
+
+
+@pytest.mark.parametrize("recorded", [b"vllm:num_requests_running 3\n"], indirect=True)
+def test_an_engine_without_cargohold_is_told_from_one_with(cargohold: Command, recorded: str) -> None:
+    shown = cargohold("top", recorded)
+    assert "3 running" in shown.out and "no Cargohold here" in shown.out
+
+
+@pytest.mark.parametrize("recorded", [b"<html>not { metrics", b"\xff\xfe"], indirect=True)
+def test_what_is_no_metrics_is_no_riddle(cargohold: Command, recorded: str) -> None:
+    shown = cargohold("top", recorded)
+    assert shown.status == 1 and "cannot be asked" in shown.out
+
+
+def test_engines_that_are_not_there_leave_the_others_in_view(cargohold: Command, recorded: str) -> None:
+    shown = cargohold("top", "127.0.0.1:1", recorded)
+    assert shown.status == 0
+    assert "cannot be asked" in shown.out and "host" in shown.out
+    assert cargohold("top", "127.0.0.1:1").status == 1
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "http://", "host:99999", "ftp://host/metrics", ""])
+def test_what_is_no_address_is_refused(cargohold: Command, url: str) -> None:
+    shown = cargohold("top", url)
+    assert shown.status == 2 and "such as localhost:8000" in shown.err
+    with pytest.raises(ConfigError):
+        metrics_url(url)
+
+
+def test_addresses_are_completed() -> None:
+    expected = "http://localhost:8000/metrics"
+    assert {metrics_url(text) for text in ("localhost:8000", "http://localhost:8000", "localhost:8000/")} == {expected}
+    assert metrics_url("https://host/prefix/metrics") == "https://host/prefix/metrics"
+
+
+def test_ctrl_c_ends_the_live_view_and_gives_the_terminal_back(recorded: str) -> None:
+    ours, its = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    process = ForkedCommand(("top", recorded, "--interval", "0.1"), environment, its)
+    try:
+        seen = ""
+        while "speed:" not in seen:
+            seen += os.read(ours, 65536).decode(errors="replace")
+        assert "\x1b[?1049h" in seen, "it has a screen of its own"
+        process.send_signal(signal.SIGINT)
+        while "\x1b[?1049l" not in seen:
+            seen += os.read(ours, 65536).decode(errors="replace")
+        assert process.wait(30) == 130
+    finally:
+        process.close()
+        os.close(ours)
+
+
+COUNTED = """\
+# TYPE cargohold_load_seconds histogram
+cargohold_load_seconds_bucket{tier="host",le="0.1",engine="0"} %d
+cargohold_load_seconds_bucket{tier="host",le="+Inf",engine="0"} %d
+cargohold_load_seconds_count{tier="host",engine="0"} %d
+"""
+
+
+def test_what_happened_between_two_looks_is_told_and_a_restart_is_no_negative_number() -> None:
+    first, second = Scrape.parse(0.0, COUNTED % (5, 6, 6)), Scrape.parse(1.0, COUNTED % (5, 9, 9))
+    (window,) = second.since(first).times("cargohold_load_seconds").values()
+    assert (window.num_values, window.quantile(0.5)) == (3, float("inf"))
+    (window,) = first.since(second).times("cargohold_load_seconds").values()
+    assert (window.num_values, window.quantile(0.5)) == (6, 0.1), "it has restarted: since then"
