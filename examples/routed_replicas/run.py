@@ -65,7 +65,7 @@ def main() -> None:
         ):
             replicas = (first, second)
             for replica in replicas:
-                replica.generate("A first prompt takes longer.")
+                replica.generate("A first prompt takes longer.", SamplingParams(max_tokens=1))
             turns = count()
             in_turn = tell("round robin", play(replicas, lambda _: next(turns) % len(replicas)))
             for replica in replicas:
