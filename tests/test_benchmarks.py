@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, gpu, holes, paths, policies, serve, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, handoff, holes, paths, policies, serve, soak, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -52,12 +52,24 @@ def test_transfers() -> None:
     assert all(row["gigabytes_per_s"] > 0 and row["caller_held_up_ms"] >= 0 for row in rows)
 
 
+@pytest.mark.long
+def test_soak() -> None:
+    pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+    result = soak.run(quick=True)
+    assert result["after"]["requests"] == 0 and result["requests"]["answered"] > 0
+
+
 def test_serve(chat_model: str) -> None:
     pytest.importorskip("uvicorn", reason="the extra serve is not installed")
     result = serve.run(quick=True, model=chat_model)
     assert [row["way"] for row in result["rows"]] == ["library", "http", "http_streams"]
     assert all(row["tokens_per_s"] > 0 and row["first_token_s"] > 0 for row in result["rows"])
     assert result["rows"][0]["tokens_per_s_over_library"] == 1
+
+
+def test_handoff(chat_model: str) -> None:
+    result = handoff.run(quick=True, model=chat_model)
+    assert result["decode"]["handed_off_s"] > 0 and result["writing"]["after_one_step_s"] > 0
 
 
 def test_gpu_runs_on_a_cpu_too_and_measures_every_part() -> None:

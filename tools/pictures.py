@@ -27,7 +27,7 @@ VIEWS: Final[dict[str, dict[str, Any]]] = {
     "page-dark": {"color_scheme": "dark", "viewport": {"width": 1180, "height": 1000}},
     "page-phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 1000}},
 }
-SERVER: Final = ("--port", "0", "--num-device-blocks", "100", "--max-model-len", "1500", "--host-bytes", "60MiB")
+SERVER: Final = ("--port", "0", "--num-device-blocks", "100", "--max-model-len", "1500")
 PART: Final = 1800
 """Characters of one text: some 450 tokens."""
 
@@ -36,11 +36,12 @@ def main() -> None:
     """Serve, ask, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", help="what is served")
+    parser.add_argument("--host-bytes", default="60MiB", help="host memory, which holds some of the texts")
     parser.add_argument("--seconds", type=float, default=100, help="how long people ask")
     parser.add_argument("--to", type=Path, default=PICTURES, help="where the pictures go")
     arguments = parser.parse_args()
     arguments.to.mkdir(parents=True, exist_ok=True)
-    with serving(arguments.model) as url:
+    with serving(arguments.model, arguments.host_bytes) as url:
         sys.stderr.write(f"serving at {url}\n")
         until = time.monotonic() + arguments.seconds
         people = [threading.Thread(target=ask, args=(url, number, until)) for number in range(3)]
@@ -52,10 +53,10 @@ def main() -> None:
 
 
 @contextmanager
-def serving(model: str) -> Iterator[str]:
+def serving(model: str, host_bytes: str) -> Iterator[str]:
     """A server with a disk below host memory, each too small for all that is asked; yields where it is."""
     with tempfile.TemporaryDirectory() as disk:
-        below = ("--disk-dir", disk, "--disk-bytes", "2GiB")
+        below = ("--host-bytes", host_bytes, "--disk-dir", disk, "--disk-bytes", "2GiB")
         command = [sys.executable, "-m", "cargohold", "serve", model, *SERVER, *below]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own command
         try:
