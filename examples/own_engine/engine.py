@@ -26,6 +26,7 @@ class Request:
     num_prompt_tokens: int
     block_hashes: list[bytes] = field(default_factory=list)
     adapter: None = None
+    tenant: None = None
     kv_transfer_params: Mapping[str, Any] | None = None
 
     @property

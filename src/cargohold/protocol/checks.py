@@ -177,7 +177,7 @@ def _is_sequence_of(items: object, kinds: AbstractSet[type]) -> bool:
 
 
 def _are_all(items: Iterable[object], kind: Any) -> bool:
-    return all(isinstance(item, kind) for item in items)
+    return all(issubclass(found, kind) for found in {*map(type, items)})
 
 
 # --- which blocks a connector has announced as stored -----------------------------------------------------------------

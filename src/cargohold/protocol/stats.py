@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 Stats: TypeAlias = Mapping[str, float]
@@ -29,12 +30,16 @@ Behind the name there may be values of labels, each after a ``SEPARATOR``, such 
 SEPARATOR: Final = "\t"
 """Stands before each label of a counter; no label contains it."""
 
+_NUM_NAMES: Final = 4096
+"""Names of counters whose parts are remembered: the same few are taken apart in every step."""
+
 
 def labelled(counter: str, *labels: str) -> str:
     """Return the name of a counter with values of labels behind it."""
     return SEPARATOR.join([counter, *(" ".join(label.split()) for label in labels)])
 
 
+@lru_cache(maxsize=_NUM_NAMES)
 def last_name(counter: str) -> str:
     """Return a counter's name without the dotted connector names in front of it."""
     if "." not in counter:
@@ -43,6 +48,7 @@ def last_name(counter: str) -> str:
     return name.rpartition(".")[2] + separator + labels
 
 
+@lru_cache(maxsize=_NUM_NAMES)
 def is_level(counter: str) -> bool:
     """Whether a counter is a level (see ``Stats``); its name may have connector names in front."""
     return last_name(counter).startswith("num_")
