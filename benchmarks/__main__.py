@@ -27,6 +27,7 @@ NAMES = (
     "policies",
     "replay",
     "tiers",
+    "handoff",
     "gpu",
     "generating",
     "vllm",

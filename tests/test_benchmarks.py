@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, gpu, holes, paths, policies, serve, soak, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, handoff, holes, paths, policies, serve, soak, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -65,6 +65,11 @@ def test_serve(chat_model: str) -> None:
     assert [row["way"] for row in result["rows"]] == ["library", "http", "http_streams"]
     assert all(row["tokens_per_s"] > 0 and row["first_token_s"] > 0 for row in result["rows"])
     assert result["rows"][0]["tokens_per_s_over_library"] == 1
+
+
+def test_handoff(chat_model: str) -> None:
+    result = handoff.run(quick=True, model=chat_model)
+    assert result["decode"]["handed_off_s"] > 0 and result["writing"]["after_one_step_s"] > 0
 
 
 def test_gpu_runs_on_a_cpu_too_and_measures_every_part() -> None:

@@ -47,6 +47,7 @@ def test_another_split_of_the_tokens_is_told_and_not_waited_for(
     extra = {**RESTARTED, "tiers": [{"kind": "shared", "url": f"file://{tmp_path / 'store'}"}]}
     (first,) = start(model, extra).ask([prompt], 1, wishes={"do_remote_decode": True})
     other = start(model, {**extra, "blocks_per_chunk": 2})
+    other.ask(make_prompts(2, 40)[1:], 1)  # its worker says with its first step what it has loaded
     (answer,) = other.ask([prompt], wishes={HANDOFF: first.params[HANDOFF]})
     assert answer.restored == 0
     assert any("differs in its layout" in note for note in answer.notes), answer.notes

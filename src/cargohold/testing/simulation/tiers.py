@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -395,6 +395,9 @@ class TieredOffloading:
         make_transfers: makes a worker's transfers between device and host memory.
         make_queue: makes a worker's queue to its shard of a medium.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
+
+    Attributes:
+        shards: the media's shards, by tier and rank; made when a worker first opens them.
     """
 
     def __init__(
@@ -411,8 +414,7 @@ class TieredOffloading:
         self._make_transfers = make_transfers
         self._make_queue = make_queue
         self._num_epochs = 0
-        # Shards by tier and rank.
-        self._shards: dict[tuple[int, int], SimulatedMedium] = {}
+        self.shards: dict[tuple[int, int], SimulatedMedium] = {}
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
@@ -436,13 +438,25 @@ class TieredOffloading:
             make_transfers, TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock, environment.rank)
         )
 
+    def shared_shards(self) -> Iterator[list[SimulatedMedium]]:
+        """Yield the shards of each tier that other machines share."""
+        for at, plan in enumerate(self._plans):
+            if plan.options.locality == "REMOTE":
+                yield [shard for (tier, _), shard in self.shards.items() if tier == at]
+
+    def share(self, other: TieredOffloading, num_workers: int) -> None:
+        """Use the shards of another engine's tiers where other machines share them."""
+        for at, plan in enumerate(self._plans):
+            for rank in range(num_workers if plan.options.locality == "REMOTE" else 0):
+                self.shards[at, rank] = other._shard(at, rank)
+
     def open_namespace(self) -> None:
         """Engines made from now on find nothing of what was stored so far."""
-        self._shards.clear()
+        self.shards.clear()
 
     def _next_epoch(self) -> bytes:
         self._num_epochs += 1
         return self._num_epochs.to_bytes(8, "little")
 
     def _shard(self, tier: int, rank: int) -> SimulatedMedium:
-        return self._shards.setdefault((tier, rank), SimulatedMedium(self._plans[tier].max_chunks))
+        return self.shards.setdefault((tier, rank), SimulatedMedium(self._plans[tier].max_chunks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
@@ -32,6 +32,7 @@ class World:
         scenario: the engines and everything around them.
         checksums: whether tiers notice corruption; if not, the oracles must.
         prepare: called with every engine before its first step; not with engines of vLLM.
+        beside: the world around another engine, with which this one shares time, faults, and tiers that machines share.
 
     Attributes:
         clock: virtual time. The code under test reads it by calls, which may let time pass; what surrounds it does not.
@@ -45,14 +46,16 @@ class World:
         *,
         checksums: bool = True,
         prepare: Callable[[SimulatedEngine], None] = lambda _: None,
+        beside: World | None = None,
     ) -> None:
         self._scenario = scenario
         self._prepare = prepare
         self._checksums = checksums
-        self.clock = VirtualClock()
+        self.clock: VirtualClock = VirtualClock() if beside is None else beside.clock
         random = Random(f"{scenario.seed}/chance")  # noqa: S311  # repeatable, on purpose
-        self.source = FaultSource(scenario.rates, random, self._now, scenario.quiet_from)
-        if Fault.STALLS in scenario.rates:
+        drawn = FaultSource(scenario.rates, random, self._now, scenario.quiet_from)
+        self.source: FaultSource = drawn if beside is None else beside.source
+        if Fault.STALLS in scenario.rates and beside is None:
             self.clock.before_reading = Stalls(self.source)
         self._is_gone = Spells(self.source, Fault.GONE)
         self._is_slow = Spells(self.source, Fault.SLOW)
@@ -63,6 +66,8 @@ class World:
         self.tiers: list[SimulatedOffloading] = []
         self._tiered: list[TieredOffloading] = []
         self._factory = scenario.connector.build(self._make_tier, self._faulty_connector)
+        if beside is not None:
+            self._share_tiers(beside)
 
     def new_engine(self) -> Replica:
         """An engine as after a start of its process."""
@@ -82,6 +87,15 @@ class World:
         engine.runner.before_forward = self._advance_links
         self._prepare(engine)
         return engine
+
+    def _share_tiers(self, other: World) -> None:
+        for own, theirs in zip(self._tiered, other._tiered, strict=True):  # of the same class
+            own.share(theirs, self._scenario.shape.world_size)
+
+    def shared_shards(self) -> Iterator[list[SimulatedMedium]]:
+        """Yield the shards of each tier that other machines share."""
+        for tiered in self._tiered:
+            yield from tiered.shared_shards()
 
     def open_namespace(self) -> None:
         """Make the tiers look empty to the next engine, because it has other weights than the last one started with."""

@@ -112,7 +112,9 @@ class LowerTiers:
     @property
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for a request. Probes and touches, which move none, may be in flight."""
-        return not self._fetches and all(task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self._tasks)
+        return not (self._fetches or self.promises) and all(
+            task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self._tasks
+        )
 
     @property
     def is_fetching(self) -> bool:
