@@ -166,7 +166,7 @@ def test_who_waits_in_the_queue_and_goes_away_is_forgotten(chat_model: str) -> N
 def test_until_there_is_a_model_requests_are_told_to_wait(chat_model: str) -> None:
     with serving(ServeConfig(port=0)) as server:
         health, refused = call(server, "/health"), call(server, CHAT, BODY)
-        assert (health.status, health.json) == (503, {"status": "starting"})
+        assert (health.status, health.json["status"]) == (503, "starting")
         assert (refused.status, refused.json["error"]["code"]) == (503, "starting")
         assert "retry-after" in refused.headers
 
@@ -183,7 +183,7 @@ def test_at_the_end_requests_get_time_to_finish_and_new_ones_are_refused(chat_mo
         wait_until(lambda: server.desk.state is State.DRAINING)
         if asking.is_alive():
             assert call(server, CHAT, BODY).status == 503
-        assert call(server, "/health").json == {"status": "draining"}
+        assert call(server, "/health").json["status"] == "draining"
         asking.join()
         draining.join()
     assert replies[0].status == 200
@@ -218,7 +218,7 @@ def test_when_the_engine_ends_clients_are_told_and_the_server_stops_waiting(
         assert (refused.status, "out of order" in refused.json["error"]["message"]) == (503, True)
         with pytest.raises(EngineDeadError, match="out of order"):
             server.wait()
-        assert call(server, "/health").json == {"status": "stopped"}
+        assert call(server, "/health").json["status"] == "stopped"
         assert call(server, CHAT, BODY).json["error"]["code"] == "stopped"
 
 
