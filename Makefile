@@ -26,7 +26,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve docs figures dist test test-long test-browser test-lowest pictures check bench format clean test-vllm test-routers \
+.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-routers \
 	demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
 
 help: ## Show this list

@@ -104,7 +104,10 @@ def draw_top(url: str, directory: Path) -> None:
     time.sleep(LOOK_S)
     console = Console(record=True, width=128, file=io.StringIO(), force_terminal=True)
     console.print(draw("localhost:8000", scrape(metrics_url(url)), before))
-    console.save_svg(str(directory / "top.svg"), title="cargohold top localhost:8000")
+    drawn = console.export_svg(title="cargohold top localhost:8000")
+    # Without the fonts that it would fetch from elsewhere.
+    drawn = re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL).replace("Fira Code, monospace", "monospace")
+    (directory / "top.svg").write_text(drawn, encoding="utf-8")
     sys.stderr.write(f"{directory / 'top.svg'}\n")
 
 

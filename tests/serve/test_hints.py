@@ -11,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from cargohold import ConfigError, OffloadConfig
+from cargohold import ConfigError, DiskTierConfig, OffloadConfig
 from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig, Tenant, with_shares
 from tests.serve.running import Reply, call, running, wait_until
@@ -133,6 +133,26 @@ def test_prompts_are_pinned_and_released_by_their_tenants_alone(chat_model: str)
 def test_what_cannot_be_brought_up_is_told(server: Server) -> None:
     (outcome,) = call(server, "/cache/prefetch", {"prompt": TEXT, "deadline_s": 60}).json["outcomes"]
     assert (outcome["status"], outcome["reason"]) == ("rejected", "there is no tier below host memory")
+
+
+def test_a_prompt_is_brought_up_from_the_disk_of_an_earlier_server(chat_model: str, tmp_path: Path) -> None:
+    offload = OffloadConfig(
+        host_bytes="16MiB", tiers=[DiskTierConfig(directory=tmp_path, max_bytes="64MiB", reserve_bytes=0)]
+    )
+    asked = {"model": "chat", "prompt": TEXT, "max_tokens": 1}
+    with running(chat_model, ServeConfig(port=0), offload=offload) as server:
+        assert call(server, "/v1/completions", asked).status == 200
+    with running(chat_model, ServeConfig(port=0), offload=offload) as server:
+
+        def held_by_host() -> int:
+            return int(call(server, "/cache").json["tiers"][1]["held_bytes"])
+
+        assert not held_by_host()
+        (outcome,) = call(server, "/cache/prefetch", {"prompt": TEXT, "deadline_s": 60}).json["outcomes"]
+        assert outcome["status"] == "deferred", outcome
+        wait_until(held_by_host)
+        usage = call(server, "/v1/completions", asked).json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 # --- tenants ----------------------------------------------------------------------------------------------------------
