@@ -129,7 +129,7 @@ def test_a_worker_reports_the_health_of_a_tier_when_it_changes_and_only_then() -
 
     for job_id in range(3):
         probe(job_id)
-    suspended = {(3, 0): TierHealth(look_up=BreakerState.OPEN, reason="cable unplugged")}
+    suspended = {(3, 0): TierHealth(look_up=BreakerState.OPEN, reason="cable unplugged", retry_s=1.0)}
     assert healths == [{}, {}, suspended]
     assert worker.take_report() is None
     clock.advance(1.0)
