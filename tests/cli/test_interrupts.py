@@ -20,6 +20,7 @@ from typing import IO
 import psutil
 import pytest
 
+from cargohold.cli.signals import termination
 from tests.command import Command
 from tests.data.make_trace import TRACE
 from tests.forks import ForkedCommand
@@ -139,8 +140,9 @@ def test_sigterm_ends_a_job_in_the_background_which_ignores_ctrl_c(chat_model: s
 
 
 @pytest.fixture
-def default_sigterm() -> Iterator[None]:
+def default_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """SIGTERM as in a new process: other tests' libraries, such as Ray, may have set a handler in this one."""
+    monkeypatch.setattr(termination, "is_asked_for", False)  # for those that come after, too
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)

@@ -587,7 +587,10 @@ def test_of_messages_that_cannot_be_the_wrong_one_is_named(
         ({"max_tokens": 5}, r"max_tokens=5 .* give sampling=SamplingParams\(max_tokens=...\) to METHOD"),
         ({"sampling_params": 5}, r"there is no such option of METHOD; did you mean sampling\?"),
         ({"kv_transfer_param": 5}, r"there is no such option of METHOD; did you mean kv_transfer_params\?"),
-        ({"colour": "red"}, "of METHOD; there are .*, sampling, .*request_id, priority, salt, kv_transfer_params"),
+        (
+            {"colour": "red"},
+            "of METHOD; there are .*, sampling, .*request_id, priority, salt, tenant, kv_transfer_params",
+        ),
     ],
 )
 @pytest.mark.parametrize("method", ["generate", "stream", "chat"])

@@ -157,6 +157,6 @@ def test_impossible_splits_are_refused_by_name(
 def test_a_share_of_the_tier_that_its_machine_cannot_hold_is_refused(
     tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.tiers.config.memory_limit_bytes", lambda: 2**20)
+    monkeypatch.setattr("cargohold.tiers.memory.memory_limit_bytes", lambda: 2**20)
     with pytest.raises(ConfigError, match=r"host_bytes=\d+ .* one worker's share, and its machine allows 1.0 MiB"):
         LLM(tiny_model("llama"), **OPTIONS, offload=OFFLOAD)

@@ -19,7 +19,7 @@ from tests.tiers.common import disk_tier, key, load, payload
 from tests.tiers.crash import MAX_BYTES, NUM_KEYS
 
 NUM_KILLS = 20
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])

@@ -113,7 +113,7 @@ with brief_lock(Path(sys.argv[1])):
 def test_a_forked_child_does_not_keep_a_directory_of_a_parent_that_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED_WITH_A_CHILD, str(tmp_path)]
     with subprocess.Popen(
-        command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin and process.stdout
         assert process.stdout.read(6) == b"forked"
@@ -238,7 +238,7 @@ def test_a_start_waits_for_the_lock_of_an_ending_process(tmp_path: Path) -> None
     )
     command = [sys.executable, "-c", script]
     with subprocess.Popen(
-        command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout and process.stdin
         assert process.stdout.readline() == "stored\n"

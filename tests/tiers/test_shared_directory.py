@@ -27,7 +27,7 @@ from cargohold.tiers.inventory.factory import open_inventory
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 from tests.tiers.shared import raising, shared, store
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def bytes_of_chunks(directory: Path) -> int:

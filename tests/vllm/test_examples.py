@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
 from tests import example_runs
 from tests.example_runs import NAMES
 from tests.vllm.engine import Engine

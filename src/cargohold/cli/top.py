@@ -18,6 +18,7 @@ from rich.text import Text
 
 from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, app
 from cargohold.cli.common import Answers
+from cargohold.interrupts import deferred_interrupt
 from cargohold.serve.scrapes import Scrape, metrics_url, scrape, tiers_of
 from cargohold.units import format_bytes
 
@@ -209,12 +210,17 @@ def top(
             if all(seen.error for seen in now):
                 raise typer.Exit(EXIT_FAILED)
             return
-        with Live(_page(of, now, [None] * len(now)), console=screen, screen=True, auto_refresh=False) as live:
+        live = Live(_page(of, now, [None] * len(now)), console=screen, screen=True, auto_refresh=False)
+        try:
+            with deferred_interrupt():  # in the middle of drawing, it would leave the terminal as it is
+                live.start(refresh=True)
             while True:
-                live.refresh()
                 time.sleep(interval)
                 before, now = now, look()
-                live.update(_page(of, now, before))
+                with deferred_interrupt():
+                    live.update(_page(of, now, before), refresh=True)
+        finally:
+            live.stop()
 
 
 def _page(names: Iterable[str], now: Sequence[Scrape], before: Sequence[Scrape | None]) -> Group:
