@@ -209,7 +209,8 @@ def test_levels_are_shown_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_wrappers, "ray_metrics", ray_metrics)  # nothing, where Ray Serve is not
     monkeypatch.setattr(ray_metrics.Gauge, "set", note)
     monkeypatch.setattr(ray_metrics.Counter, "inc", note)
-    types = {Gauge: ray_wrappers.RayGaugeWrapper, Counter: ray_wrappers.RayCounterWrapper, Histogram: None}
+    types = {Gauge: ray_wrappers.RayGaugeWrapper, Counter: ray_wrappers.RayCounterWrapper}
+    types[Histogram] = ray_wrappers.RayHistogramWrapper
     metrics = PromMetrics(CONFIG, types, ["model_name", "engine"], {0: ["tiny", "0"]})
     for stored, removed in ((5, 0), (3, 4)):
         change = {"stored_chunks": stored, "removed_chunks": removed, "num_host_bytes": stored - removed}
@@ -253,7 +254,8 @@ def test_events_say_of_adapters_and_salts_what_vllm_says(
     vllm_model: Callable[[str], str], start: Callable[..., Any]
 ) -> None:
     model = vllm_model("llama")
-    engine = start(model, EAGER, **EVENTS, enable_lora=True, max_loras=2, max_lora_rank=8)
+    salted = {**EAGER, "kv_events_salted": True}
+    engine = start(model, salted, **EVENTS, enable_lora=True, max_loras=2, max_lora_rank=8)
     adapter = LoRARequest("french", 7, save_adapter(model, "french"))
     prompt = {"prompt_token_ids": make_prompts(1, 330)[0]}
 

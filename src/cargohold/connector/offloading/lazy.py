@@ -182,16 +182,20 @@ class BlockContents:
         for share in step.scheduled:
             state = requests[share.request_id]
             num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
-            noted = self._num_noted.setdefault(share.request_id, [0] * len(state.keys))
-            ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
-            if noted == ends or not events.is_published(state.request):
-                continue  # most, while generating
-            state.extend_keys()
-            for group, (keys, table) in enumerate(zip(state.keys, share.block_ids, strict=True)):
-                for at in range(noted[group], min(ends[group], len(keys.keys))):
-                    noted[group] = at + 1
-                    if table[at] != NULL_BLOCK_ID:
-                        self._of_block[table[at]] = keys.keys[at], contents_of(state.request, keys, at)
+            self.note_filled(state, share.block_ids, num_tokens, events)
+
+    def note_filled(self, state: RequestState, block_ids: BlockIds, num_tokens: int, events: TierEvents) -> None:
+        """Remember the blocks of a request that its leading ``num_tokens`` tokens fill."""
+        noted = self._num_noted.setdefault(state.request.request_id, [0] * len(state.keys))
+        ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
+        if noted == ends or not events.is_published(state.request):
+            return  # most, while generating
+        state.extend_keys()
+        for group, (keys, table) in enumerate(zip(state.keys, block_ids, strict=True)):
+            for at in range(noted[group], min(ends[group], len(keys.keys), len(table))):
+                noted[group] = at + 1
+                if table[at] != NULL_BLOCK_ID:
+                    self._of_block[table[at]] = keys.keys[at], contents_of(state.request, keys, at)
 
     def forget(self, request_id: str) -> None:
         """Forget how many chunks of a request were noted: it has ended, or begins anew."""
@@ -267,6 +271,9 @@ class LazyStores:
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember what another engine was promised; all other blocks are found when they come near eviction."""
+        if self._shared.events is not None:
+            # With asynchronous scheduling, its last tokens became known after the last step that named it.
+            self._seen.note_filled(state, block_ids, state.request.num_tokens, self._shared.events)
         self._seen.forget(state.request.request_id)
         if state.is_handed_off:
             self._promised.end_request(state, block_ids)

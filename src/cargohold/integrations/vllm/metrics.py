@@ -98,7 +98,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
                     if part is not None and part.sum_counter is not None:
                         # The mean of the values in a bucket is in that bucket, so numbers and sum are right.
                         for _ in range(int(value)):
-                            shown.observe(transfer_stats_data[part.sum_counter] / value)
+                            shown.observe(transfer_stats_data.get(part.sum_counter, 0.0) / value)
 
     def _find(self, engine: int, series: Series) -> Any:
         """The time series, made when first asked for."""
