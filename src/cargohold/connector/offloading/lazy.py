@@ -29,6 +29,7 @@ from cargohold.protocol import (
     NULL_BLOCK_ID,
     BlockIds,
     KVCacheBlockView,
+    ScheduledRequest,
     SchedulerContext,
     SchedulerEnvironment,
     StepView,
@@ -176,11 +177,21 @@ class BlockContents:
         self._of_block: dict[int, tuple[OffloadKey, Contents]] = {}
         # By request, the number of its chunks noted so far, per group.
         self._num_noted: dict[str, list[int]] = {}
+        # By request, its part of the last step that it was in.
+        self._last: dict[str, ScheduledRequest] = {}
 
     def note(self, step: StepView, requests: Mapping[str, RequestState], events: TierEvents) -> None:
-        """Remember the blocks that this step fills, or that its requests have found on the device."""
-        for share in step.scheduled:
-            state = requests[share.request_id]
+        """Remember the blocks that this step fills, or that its requests have found on the device.
+
+        With asynchronous scheduling, a step may be planned before the tokens of the one before are known. So a request that is
+        preempted now may have filled a block in its last step whose key was not known then.
+        """
+        lost = (self._last.pop(request_id) for request_id in step.preempted_req_ids & self._last.keys())
+        for share in (*lost, *step.scheduled):
+            state = requests.get(share.request_id)
+            if state is None:
+                continue  # it has ended
+            self._last[share.request_id] = share
             num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
             self.note_filled(state, share.block_ids, num_tokens, events)
 
@@ -200,6 +211,7 @@ class BlockContents:
     def forget(self, request_id: str) -> None:
         """Forget how many chunks of a request were noted: it has ended, or begins anew."""
         self._num_noted.pop(request_id, None)
+        self._last.pop(request_id, None)
 
     def of(self, blocks: Iterable[tuple[OffloadKey, KVCacheBlockView]]) -> list[tuple[OffloadKey, Contents]]:
         """Return the contents of blocks that hold the chunks with these keys, where they are known."""
