@@ -24,7 +24,7 @@ the block that they go on from: in bfloat16, what is computed behind it is round
 
 
 @pytest.mark.skipif(probe.vllm_version() != (0, 32), reason="what vLLM's CPUs lack was written for vLLM 0.32")
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_state_behind_accepted_drafts_is_that_without_drafts(
     async_scheduling: bool,
     vllm_model: Callable[[str], str],
