@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import count, takewhile
 
@@ -26,6 +27,8 @@ zmq = pytest.importorskip("zmq", reason="publishing events needs the extra cargo
 BLOCK_TOKENS = 4
 NUM_PROMPTS = 5
 LONGEST = 44
+PATIENCE_S = 60.0
+PAUSE_S = 0.01
 _MARKS = count(1_000_000)
 _WORKERS = count(1)
 
@@ -81,7 +84,8 @@ class Replica:
     def tell(self) -> None:
         """Publish what has happened, until the indexer knows it: marks in the same stream show how far it is."""
         self.publisher.publish(self.engine.scheduler.take_events())
-        for _ in range(300):
+        deadline = time.monotonic() + PATIENCE_S  # after a restart, it takes the indexer a moment to connect again
+        while time.monotonic() < deadline:
             token = next(_MARKS)
             block_hash = token.to_bytes(32, "big")
             tokens = (token,) * BLOCK_TOKENS
@@ -90,6 +94,7 @@ class Replica:
             self.publisher.publish([BlockRemoved((block_hash,), 0, "GPU")])
             if is_heard:
                 return
+            time.sleep(PAUSE_S)
         pytest.fail("the indexer hears nothing")
 
     def can_find(self, token_ids: list[int]) -> Found:
