@@ -20,14 +20,14 @@ def test_example(
     vllm_model: Callable[[str], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if lacking := example_runs.missing(name):
         pytest.skip(f"needs {', '.join(lacking)}")
     model = vllm_model("llama")
     monkeypatch.chdir(tmp_path)
     try:
-        printed = example_runs.run(name, model, monkeypatch, capsys)
+        printed = example_runs.run(name, model, monkeypatch, capfd)
     finally:
         Engine.clean_up()
     assert example_runs.differences(example_runs.shown(name), printed) == [], printed

@@ -79,25 +79,23 @@ class SharesMachine(RuleBasedStateMachine):
             for name, limits in self.quotas.items()
         }
         levels = dict(self.levels)
-        handle = self.manager.prepare_stores(
-            [StoreOffer(keys[first:], keys[first - 1] if first else None, tenant, 80 if wanted else NORMAL)]
-        )
+        parent = keys[first - 1] if first else None
+        idle = [key for key in self.idle() if key != parent]
+        handle = self.manager.prepare_stores([StoreOffer(keys[first:], parent, tenant, 80 if wanted else NORMAL)])
         self.owners.update(dict.fromkeys(handle.keys, share))
         self.writing.append((handle, share))
         gone = self.forget_absent()
         assert not any(levels.get(key) == HELD for key in gone), "a held chunk was evicted"
         for name, least in reserved.items():
             assert name == share or self.used(name) >= least, f"{share} has pushed {name} below what is reserved for it"
-        self.check_order(gone, levels)
+        self.check_order(gone, [key for key in idle if key not in gone], levels)
         if at_once:
             self.commit()
 
-    def check_order(self, gone: list[bytes], levels: dict[bytes, int]) -> None:
-        """What could still be evicted is never of a lower level than what was, except across shares."""
-        if not gone or self.quotas:
-            return
+    def idle(self) -> list[bytes]:
+        """Chunks that could be evicted."""
         table: ChunkTable = self.manager._table
-        idle = [
+        return [
             key
             for key in self.owners
             if (slot := table.find(key)) >= 0
@@ -105,11 +103,16 @@ class SharesMachine(RuleBasedStateMachine):
             and not table.children[slot]
             and not table.pins[slot]
         ]
+
+    def check_order(self, gone: list[bytes], spared: list[bytes], levels: dict[bytes, int]) -> None:
+        """What could have been evicted and was not is never of a lower level than what was, except across shares."""
+        if not gone or self.quotas:
+            return
         worst = max(levels.get(key, NORMAL) for key in gone)
         if worst > NORMAL:  # all normal ones had to go first
-            assert all(levels.get(key, NORMAL) >= min(worst, HELD) or key in self.fresh() for key in idle)
+            assert all(levels.get(key, NORMAL) >= min(worst, HELD) for key in spared)
         elif worst == NORMAL:
-            assert all(levels.get(key, NORMAL) >= NORMAL for key in idle), "a lowered chunk was passed over"
+            assert all(levels.get(key, NORMAL) >= NORMAL for key in spared), "a lowered chunk was passed over"
 
     def fresh(self) -> set[bytes]:
         return {key for handle, _ in self.writing for key in handle.keys}
