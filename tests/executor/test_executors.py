@@ -352,6 +352,7 @@ def test_an_exception_in_a_rank_ends_the_engine_with_its_traceback(kind: str, ma
         executor.execute(step(0))
 
 
+@pytest.mark.long
 def test_a_model_split_over_ray_actors_answers_as_a_whole_one(
     model_with_heads: MakeModel, make_llm: Callable[..., LLM], ray_cluster: None
 ) -> None:

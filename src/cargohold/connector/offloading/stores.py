@@ -28,6 +28,7 @@ from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
+from cargohold.tiers.scheduler_side.promises import Deadline
 from cargohold.tiers.scheduler_side.tier_state import parents_in
 
 MAX_LEFTOVERS: Final = 256
@@ -46,7 +47,7 @@ class Leftover:
         contents: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
         starts: per group, the number of the block that the first entry of ``contents`` is about.
         held: blocks that are held because another engine was promised their KV.
-        held_until: time until which they are held.
+        held_until: until when they are held.
     """
 
     state: RequestState
@@ -54,7 +55,7 @@ class Leftover:
     contents: tuple[list[_BlockContent], ...]
     starts: tuple[int, ...]
     held: tuple[int, ...] = ()
-    held_until: float = 0.0
+    held_until: Deadline | None = None
 
     def known_blocks(self) -> tuple[int, ...]:
         """Return the blocks of the chunks not offered yet whose contents are known."""
@@ -344,8 +345,9 @@ class EagerStores:
         if self._shared.promises is not None:
             self._shared.promises.give_up(key for keys, at in unstored for key in keys.keys[at:])
 
-    def _has_passed(self, deadline: float) -> bool:
-        return self._shared.promises is None or self._shared.promises.has_passed(deadline)
+    def _has_passed(self, deadline: Deadline | None) -> bool:
+        promises = self._shared.promises
+        return promises is None or deadline is None or promises.has_passed(deadline)
 
     def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
         """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""

@@ -8,7 +8,8 @@
 
 A promised chunk is pinned in host memory until every shared tier that can take it has it: a host memory smaller than a prompt
 would evict the prompt's start before its turn comes. No promise lasts longer than ``hold_s``, which is as long as the other
-engine waits, so a tier that hangs does not keep host memory from other requests.
+engine waits, so a tier that hangs does not keep host memory from other requests; but it lasts for ``HOLD_STEPS`` steps, however
+long they take: what one step begins is reported one or two steps later.
 
 Hard limits are kept: a tier whose daily allowance is spent or whose writes are suspended gets nothing, and ``states`` says so.
 """
@@ -26,7 +27,17 @@ from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
 from cargohold.protocol import Clock
 from cargohold.tiers.scheduler_side.writing import Writes
 
+HOLD_STEPS: Final = 8
+"""Steps for which a promise lasts at least, from when it is made, and again from when host memory has the chunk."""
 _NEVER: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The end of a wait: ``at`` seconds of the engine's clock, but not before so many ``steps`` of the engine."""
+
+    at: float
+    steps: int
 
 
 @dataclass(slots=True)
@@ -35,12 +46,12 @@ class _Promise:
 
     Attributes:
         parent: the chunk before it in its prefix, or ``None``.
-        until: time at which it is given up.
+        until: when it is given up.
         pin: its pin in host memory; ``None`` while it is not there.
     """
 
     parent: OffloadKey | None
-    until: float
+    until: Deadline
     pin: LoadHandle | None = None
 
 
@@ -51,7 +62,7 @@ class Promises:
         host: the manager of host memory; promised chunks are pinned there.
         writes: what is written to each tier below. Those that other machines share get promised chunks.
         clock: time in which the engine steps.
-        hold_s: seconds after which a promise is given up.
+        hold_s: seconds after which a promise is given up, unless that is less than ``HOLD_STEPS`` steps.
     """
 
     def __init__(self, host: OffloadManager, writes: Sequence[Writes], clock: Clock, hold_s: float) -> None:
@@ -66,6 +77,7 @@ class Promises:
         # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
         self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
         self._check_at = _NEVER
+        self._num_steps = 0
         self._are_names_private = False
 
     def __len__(self) -> int:
@@ -93,13 +105,13 @@ class Promises:
         """Number of chunks that promises pin in host memory."""
         return sum(promise.pin is not None for promise in self._made.values())
 
-    def deadline(self) -> float:
-        """Return the time until which something that is promised now is held."""
-        return self._clock() + self._hold_s
+    def deadline(self) -> Deadline:
+        """Return until when something that is promised now is held."""
+        return Deadline(self._clock() + self._hold_s, self._num_steps + HOLD_STEPS)
 
-    def has_passed(self, deadline: float) -> bool:
-        """Whether a time that ``deadline`` has returned is over."""
-        return self._clock() >= deadline
+    def has_passed(self, deadline: Deadline) -> bool:
+        """Whether a deadline is over."""
+        return self._num_steps >= deadline.steps and self._clock() >= deadline.at
 
     def make(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Promise those of ``keys`` that no shared tier was found to have lately; pin those that host memory has.
@@ -117,7 +129,7 @@ class Promises:
             promise = self._made.setdefault(key, _Promise(parents[key], until))
             if promise.pin is None:  # it is on offer again, because there was no slot for it
                 promise.until = until
-        self._check_at = min(self._check_at, until)
+        self._check_at = min(self._check_at, until.at)
         self.note_ready(missing)
 
     def note_ready(self, keys: Iterable[OffloadKey]) -> None:
@@ -163,11 +175,11 @@ class Promises:
 
     def give_up_late(self) -> None:
         """Forget the promises whose time is over. Call it once in every step."""
-        now = self._clock()
-        if now < self._check_at:
+        self._num_steps += 1
+        if self._clock() < self._check_at:
             return
-        self.give_up([key for key, promise in self._made.items() if promise.until <= now])
-        self._check_at = min((promise.until for promise in self._made.values()), default=_NEVER)
+        self.give_up([key for key, promise in self._made.items() if self.has_passed(promise.until)])
+        self._check_at = min((promise.until.at for promise in self._made.values()), default=_NEVER)
 
     def note_reset(self) -> None:
         """Forget all promises: from now on chunks have names that no other engine knows."""
@@ -193,4 +205,4 @@ class Promises:
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""
         assert self._tiers or not self._made, "promised to nobody"
-        assert all(promise.until >= self._check_at for promise in self._made.values()), "a promise without an end"
+        assert all(promise.until.at >= self._check_at for promise in self._made.values()), "a promise without an end"
