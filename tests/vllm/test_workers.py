@@ -36,9 +36,8 @@ def test_two_processes_restore_what_each_has_stored(
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here; make test-vllm installs it")
-@pytest.mark.parametrize(
-    "split", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ray_actors_restore_what_each_has_stored(
     split: str, vllm_model: Callable[[str], str], tmp_path: Path
 ) -> None:
