@@ -349,15 +349,17 @@ def test_waiting_ends_when_computing_would_be_done() -> None:
     assert restored(other, "r") == {}
 
 
-def test_a_request_does_not_wait_for_an_engine_with_another_namespace_and_says_why() -> None:
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_request_does_not_wait_for_an_engine_with_another_namespace_and_says_why(*, is_first: bool) -> None:
     tiering = SimulatedTiering(60, [shared()])
     tiering.namespace = {"id": "aa", "weights": "01", "dtype": "02", "split": "03"}
     _, _, params = handing_off(tiering)
     assert params[HANDOFF]["namespace"] == tiering.namespace
     tiering.namespace = {"id": "bb", "weights": "11", "dtype": "02", "split": "13"}
     other = make_engine(tiering)
-    other.add("first", prompt(1000, 9), 1)
-    other.run()
+    if not is_first:  # with its first step, the worker says what its namespace is
+        other.add("first", prompt(1000, 9), 1)
+        other.run()
     clock = clock_of(other)
     since = clock.now
     other.add("r", prompt(0, 41), 1, kv_transfer_params=params)

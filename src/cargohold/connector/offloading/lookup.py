@@ -62,6 +62,9 @@ class TierLookup:
                 state.notes.append(
                     "the engine had no place for the request for so long that lower tiers were asked anew"
                 )
+            if state.waiting is not None and state.waiting.num_announced:
+                # The first request of an engine waits before a worker has said what the engine's namespace is.
+                state.waiting.num_announced = self._num_announced(state)
             if self._prefetcher.must_wait(state.waiting, wanted):
                 return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
