@@ -15,7 +15,7 @@ from cargohold.engine.engine_thread import Answer, Asked, Mailbox
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.protocol import HintEvent, HintOutcome, KVEvent
+from cargohold.protocol import HintEvent, HintOutcome, KVEvent, TierContents
 
 T = TypeVar("T")
 
@@ -123,6 +123,10 @@ class AsyncLLM(BaseLLM):
     async def stats(self) -> dict[str, float]:
         """Counters of the connector since the start; see ``LLM.stats``. Answered between two steps."""
         return await self._ask(LLMEngine.stats)
+
+    async def contents(self) -> Sequence[TierContents]:
+        """What is kept below the device, tier by tier; see ``LLM.contents``. Answered between two steps."""
+        return await self._ask(LLMEngine.contents)
 
     async def close(self) -> None:
         """End everything and give the memory back; see ``LLM.close``."""

@@ -13,7 +13,7 @@ from cargohold.engine.engine_thread import Answer, Asked, Mailbox
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
-from cargohold.protocol import HintEvent, HintOutcome, KVEvent
+from cargohold.protocol import HintEvent, HintOutcome, KVEvent, TierContents
 
 T = TypeVar("T")
 
@@ -178,6 +178,10 @@ class LLM(BaseLLM):
     def stats(self) -> dict[str, float]:
         """Counters of the connector since the start: lookups, hits, blocks moved, failures; see ``docs/usage.md``."""
         return self._ask(LLMEngine.stats)
+
+    def contents(self) -> Sequence[TierContents]:
+        """What is kept below the device, tier by tier: pins in force, what tenants have, and prefixes of the last requests."""
+        return self._ask(LLMEngine.contents)
 
     def close(self) -> None:
         """End everything and give the memory back. May be called twice. Does nothing in a process that was forked.

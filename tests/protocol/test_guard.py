@@ -24,6 +24,7 @@ from cargohold.protocol import (
     ConnectorMetadata,
     EmptyMetadata,
     Hint,
+    KeptPrefix,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVEvent,
@@ -33,6 +34,7 @@ from cargohold.protocol import (
     SchedulerContext,
     Stats,
     StepView,
+    TierContents,
     add_stats,
 )
 
@@ -204,6 +206,11 @@ ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
     ("get_outages", ["disk"]),
     ("get_outages", [Outage("disk", "loads", None, 1.0)]),  # type: ignore[arg-type]  # that is the point
     ("get_outages", [Outage("disk", "loads", "gone", "noon")]),  # type: ignore[arg-type]  # that is the point
+    ("get_contents", None),
+    ("get_contents", ["host"]),
+    ("get_contents", [TierContents("host", pins=[None])]),  # type: ignore[list-item]  # that is the point
+    ("get_contents", [TierContents("host", prefixes=[KeptPrefix(None, 1, 1, "long")])]),  # type: ignore[arg-type]  # as above
+    ("get_contents", [TierContents("host", tenants=3)]),  # type: ignore[arg-type]  # that is the point
     ("get_finished_count", "all"),
 ]
 

@@ -166,8 +166,9 @@ def write(path: Path, tenants: object) -> str:
 def test_tenants_have_their_shares_and_hints(chat_model: str, tmp_path: Path) -> None:
     shares = {"acme": {"key": "one", "hard": "64KiB", "hints": "off"}, "zebra": {"key": "two", "reserved": "10%"}}
     tenants = Tenant.read(write(tmp_path / "tenants.json", shares))
-    offload = with_shares(OffloadConfig(host_bytes="16MiB"), tenants)
-    with running(chat_model, ServeConfig(port=0, tenants=tenants), offload=offload) as server:
+    config = ServeConfig(port=0, tenants=tenants)
+    offload = with_shares(OffloadConfig(host_bytes="16MiB"), config)
+    with running(chat_model, config, offload=offload) as server:
         stored = {}
         for key in ("one", "two"):
             before = call(server, "/cache", headers=keyed(key)).json["tiers"][1]["held_bytes"]
@@ -203,4 +204,4 @@ def test_impossible_tenants_are_refused_at_the_start(tmp_path: Path, tenants: ob
 
 def test_shares_of_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="need --host-bytes"):
-        with_shares(None, [Tenant(name="acme", key="a")])
+        with_shares(None, ServeConfig(tenants=(Tenant(name="acme", key="a"),)))

@@ -84,7 +84,7 @@ def serve(
     from cargohold.serve.settings import with_shares  # noqa: PLC0415  # as above
 
     config, options = server.config(), engine.llm_options()
-    options["offload"] = with_shares(options["offload"], config.tenants)
+    options["offload"] = with_shares(options["offload"], config)
     with serving(config) as running:
         with loading(model):
             llm = AsyncLLM(model, **options)

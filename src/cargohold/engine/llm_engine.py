@@ -26,6 +26,7 @@ from cargohold.protocol import (
     KVEvent,
     Prefix,
     Stats,
+    TierContents,
     add_stats,
     hints_in,
     parse_hints,
@@ -291,6 +292,11 @@ class LLMEngine:
         self._stats = add_stats(self._stats, self.scheduler.connector.get_stats())
         num_deferred = self.scheduler.num_deferred_lookups
         return {**self._stats, **self._num_hints, **({"deferred_lookups": num_deferred} if num_deferred else {})}
+
+    def contents(self) -> Sequence[TierContents]:
+        """What the connector keeps, tier by tier: pins in force, what tenants have, and prefixes of the last requests."""
+        self._check_alive()
+        return self.scheduler.connector.get_contents()
 
     def status(self) -> EngineStatus:
         """How busy the engine is, and whether its connector works."""

@@ -3,6 +3,7 @@
 from cargohold.protocol.aggregation import OutputAggregator
 from cargohold.protocol.checks import Patience
 from cargohold.protocol.connector import ForwardingScheduler, KVConnectorScheduler, KVConnectorWorker
+from cargohold.protocol.contents import KeptPrefix, Pin, TenantUse, TierContents
 from cargohold.protocol.factory import (
     NULL_CONNECTOR,
     ClassFactory,
@@ -132,12 +133,14 @@ __all__ = [
     "KVConnectorSchedulerOutput",
     "KVConnectorWorker",
     "KVEvent",
+    "KeptPrefix",
     "Locality",
     "NullConnectorScheduler",
     "NullConnectorWorker",
     "Outage",
     "OutputAggregator",
     "Patience",
+    "Pin",
     "Prefix",
     "RequestView",
     "ScheduledRequest",
@@ -146,6 +149,8 @@ __all__ = [
     "ServedModel",
     "Stats",
     "StepView",
+    "TenantUse",
+    "TierContents",
     "Times",
     "TransferOutcome",
     "UndeliveredMetadata",

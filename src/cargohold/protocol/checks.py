@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from cargohold.errors import BlockNotHeldError
+from cargohold.protocol.contents import KeptPrefix, Pin, TenantUse, TierContents
 from cargohold.protocol.factory import Clock
 from cargohold.protocol.hints import Hint, HintEvent, HintOutcome
 from cargohold.protocol.messages import (
@@ -31,6 +32,11 @@ from cargohold.protocol.request import Adapter
 from cargohold.protocol.stats import Outage, Stats
 
 _LOCALITIES: Final = (None, "LOCAL", "REMOTE")
+_FIELDS: Final[Mapping[type, Mapping[str, Any]]] = {
+    kind: {name: int | float if of is float else of for name, of in get_type_hints(kind).items()}
+    for kind in (Pin, TenantUse, KeptPrefix)
+}
+"""What the fields of these must be: texts and numbers."""
 
 
 def checked_transfers(finished: object) -> FinishedTransfers:
@@ -77,6 +83,29 @@ def checked_outages(outages: Any) -> Sequence[Outage]:
     ):
         raise TypeError(f"{outages!r} is no sequence of Outage")
     return outages
+
+
+def checked_contents(contents: Any) -> Sequence[TierContents]:
+    """Check the answer of ``get_contents``, and return it. A server encodes every field, so each is checked."""
+    if not isinstance(contents, Sequence) or not _are_all(contents, TierContents):
+        raise TypeError(f"{contents!r} is no sequence of TierContents")
+    for of_tier in contents:
+        if not all(isinstance(found, kind) for found, kind in _fields_of_contents(of_tier)):
+            raise TypeError(f"{of_tier!r:.500} has a field of another type")
+    return contents
+
+
+def _fields_of_contents(of_tier: Any) -> Iterator[tuple[object, Any]]:
+    """Yield each field's value, and what type it must have."""
+    yield of_tier.tier, str
+    yield of_tier.max_pinned_chunks, int
+    yield of_tier.max_pinned_chunks_each, int
+    for items, kind in ((of_tier.pins, Pin), (of_tier.tenants, TenantUse), (of_tier.prefixes, KeptPrefix)):
+        yield items, Sequence
+        for item in items if isinstance(items, Sequence) else ():
+            yield item, kind
+            if isinstance(item, kind):
+                yield from ((getattr(item, name), of) for name, of in _FIELDS[kind].items())
 
 
 def checked_number(number: Any, of: str) -> int | None:

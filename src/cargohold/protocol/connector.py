@@ -36,6 +36,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from cargohold.protocol.contents import TierContents
 from cargohold.protocol.hints import Hint, HintEvent, HintOutcome, answers_to
 from cargohold.protocol.kv_cache import BlockIds
 from cargohold.protocol.messages import (
@@ -172,6 +173,14 @@ class KVConnectorScheduler(ABC):
 
     def get_outages(self) -> Sequence[Outage]:
         """Return what of it is out of use now, because it has failed: for people, who see it in metrics and on pages."""
+        return ()
+
+    def get_contents(self) -> Sequence[TierContents]:
+        """Return what it keeps, tier by tier: for people, who ask a few times a minute.
+
+        Called between two steps, so it must be cheap: it walks over no tier, and the number of prefixes that it tells of is
+        limited. It changes nothing, and has no prompt in it.
+        """
         return ()
 
     def get_finished_count(self) -> int | None:
@@ -318,6 +327,9 @@ class ForwardingScheduler(KVConnectorScheduler):
 
     def get_outages(self) -> Sequence[Outage]:  # noqa: D102
         return self.inner.get_outages()
+
+    def get_contents(self) -> Sequence[TierContents]:  # noqa: D102
+        return self.inner.get_contents()
 
     def get_finished_count(self) -> int | None:  # noqa: D102
         return self.inner.get_finished_count()

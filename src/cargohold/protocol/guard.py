@@ -27,6 +27,7 @@ from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, R
 from cargohold.protocol.checks import (
     AnnouncedBlocks,
     BlockLedger,
+    checked_contents,
     checked_events,
     checked_hint_events,
     checked_locks,
@@ -38,6 +39,7 @@ from cargohold.protocol.checks import (
     checked_stats,
 )
 from cargohold.protocol.connector import KVConnectorScheduler
+from cargohold.protocol.contents import TierContents
 from cargohold.protocol.hints import Hint, HintEvent, HintOutcome, answers_to
 from cargohold.protocol.kv_cache import NULL_BLOCK_ID, BlockIds
 from cargohold.protocol.messages import (
@@ -324,6 +326,11 @@ class ConnectorGuard(KVConnectorScheduler):
             return outages
         return (Outage(self.name, "everything", self.broken.rule, self._broken_at),)
 
+    def get_contents(self) -> Sequence[TierContents]:
+        """Pass the call on; nothing once the connector is off, because none of its chunks can be found."""
+        nothing: Sequence[TierContents] = ()
+        return self._call("get_contents", nothing, self._contents)
+
     def get_finished_count(self) -> int | None:
         """Pass the call on."""
         return self._call("get_finished_count", None, self._finished_count)
@@ -400,6 +407,9 @@ class ConnectorGuard(KVConnectorScheduler):
 
     def _outages(self) -> Sequence[Outage]:
         return checked_outages(self._inner.get_outages())
+
+    def _contents(self) -> Sequence[TierContents]:
+        return checked_contents(self._inner.get_contents())
 
     def _events(self) -> Sequence[KVEvent]:
         events = checked_events(self._inner.take_events(), self._num_groups)

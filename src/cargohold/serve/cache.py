@@ -21,11 +21,12 @@ from cargohold.connector.factory import Offload
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
-from cargohold.protocol import Hint, last_name
+from cargohold.protocol import Hint, TierContents, last_name
 from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces.bodies import Message
 from cargohold.serve.records import Moved
+from cargohold.serve.settings import Client
 from cargohold.units import parse_bytes
 
 router = APIRouter()
@@ -37,12 +38,18 @@ _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 @router.get("/cache")
 async def cache(request: Request) -> Response:
-    """What is kept, tier by tier, and what became of the last requests. A tenant sees only its own requests."""
+    """What is kept, by tier, tenant and prefix, and what became of the last requests. A tenant sees only its own."""
     hall, client = hall_of(request), client_of(request)
-    await hall.watch.look(_LOOK_S)
+    await hall.watch.look(_LOOK_S, inside=True)
     records = [record.as_json() for record in islice(hall.desk.records.latest(client), _MAX_SHOWN)]
     shown: dict[str, Any] = {"state": hall.desk.state.value, "now": time.time(), "started": hall.started}
-    shown |= {"requests": records, "history": None, "log": None, **_engine(hall)}
+    shown |= {
+        "requests": records,
+        "history": None,
+        "log": None,
+        **_engine(hall),
+        **_contents(hall.watch.contents, client),
+    }
     if client.tenant is None:
         history = [bucket.as_json() for bucket in hall.desk.records.history()]
         shown |= {"history": history, "log": hall.watch.log.lines()}
@@ -122,6 +129,20 @@ async def pin(request: Request, body: PinBody) -> Response:
     return await _hint(request, body, Hint.pin(body.ttl_s, body.lease))
 
 
+@router.get("/cache/pins")
+async def pins(request: Request) -> Response:
+    """What is pinned now, and how much may be. A tenant sees only its own."""
+    client = client_of(request)
+    shown: dict[str, list[dict[str, Any]]] = {"pins": [], "budgets": []}
+    for of_tier in await hall_of(request).desk.llm.contents():
+        own = [pin for pin in of_tier.pins if client.sees(pin.tenant)]
+        most = of_tier.max_pinned_chunks if client.tenant is None else of_tier.max_pinned_chunks_each
+        shown["pins"] += [{"tier": of_tier.tier, **asdict(pin)} for pin in own]
+        num_used = sum(pin.num_chunks for pin in own)
+        shown["budgets"].append({"tier": of_tier.tier, "num_chunks": num_used, "max_chunks": most})
+    return json_response(shown)
+
+
 @router.delete("/cache/pins/{lease}")
 async def release(request: Request, lease: Annotated[str, Path(max_length=128)]) -> Response:
     """End a pin before its time."""
@@ -167,6 +188,16 @@ def _engine(hall: Hall) -> dict[str, Any]:
         "tiers": [vessel.as_json() for vessel in vessels(llm, hall.watch.stats)],
         "engine": {**engine, "refused": hall.desk.num_refused, "connector_error": status.connector_error},
     }
+
+
+def _contents(contents: Sequence[TierContents], client: Client) -> dict[str, list[dict[str, Any]]]:
+    """What of the contents of all tiers a client may see: pins, tenants and prefixes, a limited number of each."""
+    shown: dict[str, list[dict[str, Any]]] = {"pins": [], "tenants": [], "prefixes": []}
+    for of_tier in contents:
+        for name, items in (("pins", of_tier.pins), ("tenants", of_tier.tenants), ("prefixes", of_tier.prefixes)):
+            seen = (item for item in items if client.sees(item.tenant))
+            shown[name] += [{"tier": of_tier.tier, **asdict(item)} for item in islice(seen, _MAX_SHOWN)]
+    return shown
 
 
 # --- how full each place is -------------------------------------------------------------------------------------------

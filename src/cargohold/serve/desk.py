@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +25,7 @@ from cargohold.base_llm import RequestOptions
 from cargohold.engine.outputs import RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import CargoholdError, EngineDeadError
+from cargohold.protocol import TierContents
 from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
 from cargohold.serve.settings import Client, ServeConfig
@@ -220,11 +221,13 @@ class Watch:
 
     Attributes:
         stats: the counters; empty before there are any.
+        contents: what is kept below the device, tier by tier; empty before somebody has asked.
         log: the last warnings.
     """
 
     def __init__(self, desk: Desk, looked: Callable[[AsyncLLM, Mapping[str, float]], object]) -> None:
         self.stats: Mapping[str, float] = {}
+        self.contents: Sequence[TierContents] = ()
         self.log = LogLines()
         self._desk = desk
         self._looked = looked
@@ -240,14 +243,16 @@ class Watch:
         finally:
             logger.removeHandler(self.log)
 
-    async def look(self, timeout_s: float | None = None) -> None:
-        """Look now. A step may take longer than ``timeout_s``: then the counters stay as they were."""
+    async def look(self, timeout_s: float | None = None, *, inside: bool = False) -> None:
+        """Look now, also at contents if ``inside``. A step may take longer than ``timeout_s``: then all stays as it was."""
         llm = self._desk.loaded
         if llm is None:
             return
         try:
             async with asyncio.timeout(timeout_s):
                 self.stats = await llm.stats()
+                if inside:
+                    self.contents = await llm.contents()
             self._looked(llm, self.stats)
         except TimeoutError:
             pass

@@ -234,11 +234,11 @@ class Records:
     def find(self, request_id: str, client: Client) -> Record | None:
         """The request, if it is remembered and this client may see it."""
         record = self._records.get(request_id)
-        return record if record is not None and _may_see(client, record) else None
+        return record if record is not None and client.sees(record.client.tenant) else None
 
     def latest(self, client: Client) -> Iterator[Record]:
         """The requests that this client may see, the latest first."""
-        return (record for record in self.latest_of_all() if _may_see(client, record))
+        return (record for record in self.latest_of_all() if client.sees(record.client.tenant))
 
     def latest_of_all(self) -> Iterator[Record]:
         """The requests of all clients, the latest first."""
@@ -247,7 +247,3 @@ class Records:
     def history(self) -> list[Bucket]:
         """What happened over time, the oldest first."""
         return list(self._history)
-
-
-def _may_see(client: Client, record: Record) -> bool:
-    return client.is_admin or client.tenant == record.client.tenant

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from cargohold.cache.policies import RunsPolicy, find_policy
+from cargohold.cache.shares import MAX_SHARES
 from cargohold.connector.offloading import HintConfig, OffloadConfig, TenantQuota
 from cargohold.errors import ConfigError, one_line
 from cargohold.units import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
@@ -134,6 +136,10 @@ class Client:
     tenant: str | None = None
     is_admin: bool = False
 
+    def sees(self, tenant: str | None) -> bool:
+        """Whether it may see what is a tenant's: its own, or as the admin everybody's."""
+        return self.is_admin or self.tenant == tenant
+
     def salt(self, cache_salt: str | None) -> str | None:
         """The salt of a request: the tenant's own, and within it the client's."""
         if self.tenant is None:
@@ -165,15 +171,25 @@ class Keys:
         return found
 
 
-def with_shares(offload: OffloadConfig | None, tenants: Sequence[Tenant]) -> OffloadConfig | None:
-    """Options of the connector, in which each tenant has its share. Raises ``ConfigError`` if there is nothing to share."""
-    if not tenants:
-        return offload
+def with_shares(offload: OffloadConfig | None, config: ServeConfig) -> OffloadConfig | None:
+    """Options of the connector, in which each tenant has its share. Raises ``ConfigError`` if there is nothing to share.
+
+    Keys without options are tenants without limits. They are counted, too, where there may be so many shares, and the policy
+    has shares at all.
+    """
+    tenants = config.tenants
     if offload is None:
-        raise ConfigError("--tenants", [tenant.name for tenant in tenants], "shares of host memory need --host-bytes")
+        if tenants:
+            names = [tenant.name for tenant in tenants]
+            raise ConfigError("--tenants", names, "shares of host memory need --host-bytes")
+        return None
     allowed: Mapping[str, Any] = {tenant.name: tenant.hints for tenant in tenants if tenant.hints is not None}
     hints = replace(offload.hints, allow_of={**offload.hints.allow_of, **allowed})
-    return replace(offload, quotas=[*offload.quotas, *(tenant.quota() for tenant in tenants)], hints=hints)
+    quotas = [*offload.quotas, *(tenant.quota() for tenant in tenants)]
+    counted = [TenantQuota(tenant=_tenant(key)) for key in config.api_keys]
+    if len(quotas) + len(counted) < MAX_SHARES and issubclass(find_policy(offload.policy), RunsPolicy):
+        quotas += counted
+    return replace(offload, quotas=quotas, hints=hints)
 
 
 def _tenant(key: str) -> str:

@@ -32,6 +32,7 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     Stats,
     StepView,
+    TierContents,
     TransferOutcome,
     add_stats,
     best_outcome,
@@ -227,6 +228,10 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     def get_outages(self) -> Sequence[Outage]:
         """Return what is out of use of all children."""
         return [outage for child in self._children for outage in child.get_outages()]
+
+    def get_contents(self) -> Sequence[TierContents]:
+        """Return what all children keep; two of them may have tiers of the same name."""
+        return [of_tier for child in self._children for of_tier in child.get_contents()]
 
     def get_finished_count(self) -> int | None:
         """Return the count on which the children agree. Raises ``ConfigError`` if they do not agree."""

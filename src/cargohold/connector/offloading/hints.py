@@ -30,6 +30,7 @@ from cargohold.protocol import (
     HintOutcome,
     HintStatus,
     KVCacheLayout,
+    Pin,
     RequestView,
 )
 
@@ -195,8 +196,8 @@ class Hints:
             state.grants = (*state.grants, grant)
         limits += [self._limit_reached(grant)] if num_left else []
         status = HintStatus.CLIPPED if limits else HintStatus.ACCEPTED
-        num_tokens = max((_num_covered(of_group, grant.keys) for of_group in keys), default=0)
-        return HintOutcome(hint.action_id, status, "; ".join(limits), num_tokens)
+        grant.num_tokens = _num_covered(keys, grant.keys)
+        return HintOutcome(hint.action_id, status, "; ".join(limits), grant.num_tokens)
 
     def _prefetch(self, request: RequestView, hint: Hint) -> HintOutcome:
         """Begin to bring chunks up, if there is anything to do; ``share`` also retains what is there already."""
@@ -300,7 +301,9 @@ class Hints:
         """Learn that a request has ended: its grants also cover what it has generated."""
         for grant in state.grants:
             if not grant.is_over and grant.hint.end is None:
-                self._cover(grant, _in_range(self._keys_about(state.request), grant.hint))
+                keys = self._keys_about(state.request)
+                self._cover(grant, _in_range(keys, grant.hint))
+                grant.num_tokens = _num_covered(keys, grant.keys)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -335,6 +338,16 @@ class Hints:
         for grant in self._grants.values():
             pinned[grant.tenant] += len(grant.keys) if grant.is_lease else 0
         return {tenant: number for tenant, number in pinned.items() if number}
+
+    def pins(self) -> list[Pin]:
+        """Return the leases in force, the one that ends first in front."""
+        now = self._clock()
+        pins = [
+            Pin(grant.hint.lease, grant.tenant, len(grant.keys), grant.num_tokens, grant.ends_at - now)
+            for grant in self._grants.values()
+            if grant.is_lease and grant.ends_at > now
+        ]
+        return sorted(pins, key=lambda pin: pin.left_s)
 
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""
@@ -460,6 +473,10 @@ def _in_range(keys: Sequence[ChunkKeys], hint: Hint) -> list[OffloadKey]:
     return found
 
 
-def _num_covered(keys: ChunkKeys, covered: Mapping[OffloadKey, None]) -> int:
-    """Return up to which token chunks of a group are covered."""
-    return max((at + 1 for at, key in enumerate(keys.keys) if key in covered), default=0) * keys.chunk_tokens
+def _num_covered(keys: Sequence[ChunkKeys], covered: Mapping[OffloadKey, None]) -> int:
+    """Return up to which token chunks of any group are covered."""
+    ends = (
+        max((at + 1 for at, key in enumerate(of_group.keys) if key in covered), default=0) * of_group.chunk_tokens
+        for of_group in keys
+    )
+    return max(ends, default=0)

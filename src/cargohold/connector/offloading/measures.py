@@ -48,6 +48,9 @@ class Measures:
         shared: has the manager, and the counters.
         environment: facts about the engine; tells who observes.
         lower: the tiers below host memory, if there are any.
+
+    Attributes:
+        chunk_bytes: size of a chunk, over all workers.
     """
 
     def __init__(self, shared: Shared, environment: SchedulerEnvironment, lower: LowerTiers | None) -> None:
@@ -61,16 +64,16 @@ class Measures:
         self.ages = ChunkAges(shared, clock)
         self._levels: Stats = {}
         layout = shared.layout
-        self._chunk_bytes = layout.block_bytes * layout.world_size * shared.config.blocks_per_chunk
+        self.chunk_bytes = layout.block_bytes * layout.world_size * shared.config.blocks_per_chunk
         lower_chunks = {} if lower is None else lower.max_chunks
         self._limits = {
-            f"num_{name}_capacity_bytes": num_chunks * self._chunk_bytes for name, num_chunks in lower_chunks.items()
+            f"num_{name}_capacity_bytes": num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
         }
         for tenant, limits in shared.manager.quotas.items():
             for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
                 if num_chunks is not None:
                     name = labelled(f"num_{shared.tier}_quota_bytes", tenant, limit)
-                    self._limits[name] = num_chunks * self._chunk_bytes
+                    self._limits[name] = num_chunks * self.chunk_bytes
 
     def note_answer(self, state: RequestState, *, is_known: bool) -> None:
         """Note whether a look-up was answered with "not yet". Called for every look-up, most of which change nothing."""
@@ -144,7 +147,7 @@ class Measures:
 
     def take_levels(self) -> Stats:
         """Return how levels have changed since the last call, so that the counters of all steps sum up to the level."""
-        manager, chunk_bytes, tier = self._shared.manager, self._chunk_bytes, self._shared.tier
+        manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
         num_ready = manager.num_ready
         levels: dict[str, float] = {
             "removed_chunks": manager.num_removed,

@@ -81,6 +81,7 @@ class Grant:
         ttl_s: by how long a use renews it, if it is a lease.
         number: in the order of hints.
         keys: the chunks that it covers, in the tier or not.
+        num_tokens: number of leading tokens whose chunks it covers.
         alone: itself: what most of its chunks have.
         is_over: whether it has ended.
     """
@@ -92,6 +93,7 @@ class Grant:
     ttl_s: float
     number: int
     keys: dict[OffloadKey, None] = field(default_factory=dict)
+    num_tokens: int = 0
     alone: tuple[Grant, ...] = field(init=False)
     is_over: bool = False
 

@@ -19,7 +19,8 @@ from cargohold.connector.offloading.loads import Loads
 from cargohold.connector.offloading.lookup import TierLookup
 from cargohold.connector.offloading.measures import Measures
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
-from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.prefixes import Prefixes
+from cargohold.connector.offloading.requests import Budget, RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
@@ -41,6 +42,8 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     Stats,
     StepView,
+    TenantUse,
+    TierContents,
 )
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, StepPace
 
@@ -80,6 +83,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
         )
         self._measures = Measures(self._shared, environment, lower)
+        self._prefixes = Prefixes(manager, environment.layout, environment.clock)
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
@@ -180,6 +184,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores.end_request(state, block_ids)
         if state.grants:
             self._shared.hints.note_ended(state)
+        self._prefixes.note_ended(state)
         return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
 
     def _announcement(self, state: RequestState) -> Mapping[str, Any] | None:
@@ -322,9 +327,23 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Return how hints have ended since the last call."""
         return self._shared.hints.take_events()
 
-    def tenant_usage(self) -> Mapping[str, int]:
-        """Return how many of host memory's chunks each tenant with a quota has, and ``others``; empty without quotas."""
-        return self._shared.manager.usage()
+    def get_contents(self) -> Sequence[TierContents]:
+        """Return what is in host memory; of a tier below, nobody keeps a list by tenant or prefix."""
+        shared = self._shared
+        hints, chunk_bytes = shared.hints, self._measures.chunk_bytes
+        return [
+            TierContents(
+                tier=shared.tier,
+                pins=hints.pins(),
+                max_pinned_chunks=hints.budgets.limit_of(None, Budget.PINNED),
+                max_pinned_chunks_each=hints.budgets.limit_of("any", Budget.PINNED),
+                tenants=[
+                    TenantUse(tenant, num_chunks, num_chunks * chunk_bytes)
+                    for tenant, num_chunks in shared.manager.usage().items()
+                ],
+                prefixes=self._prefixes.kept(),
+            )
+        ]
 
     def num_stuck_references(self) -> int:
         """Return the number of references that it holds for copies that did not end in time."""
@@ -336,6 +355,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if is_reset:
             self._shared.hints.void_all()
             self._measures.ages.forget()
+            self._prefixes.forget()
         return is_reset
 
     def shutdown(self) -> None:

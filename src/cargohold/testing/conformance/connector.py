@@ -17,7 +17,7 @@ import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.errors import ConfigError
-from cargohold.protocol import Hint, HintKind, KVConnectorFactory, Stats, add_stats, is_level
+from cargohold.protocol import Hint, HintKind, HintStatus, KVConnectorFactory, Stats, add_stats, is_level
 from cargohold.testing.conformance.strict import (
     CodedExecutor,
     Failure,
@@ -207,6 +207,33 @@ class ConnectorConformance(ABC):
             assert engine.tokens(request.request_id) == expected, "a hint changed a token"
             engine.hint(self._prompt(number), None, hints)
             self._settle(engine)
+
+    def test_it_tells_what_it_keeps(self) -> None:
+        """``get_contents`` tells of each lease that was accepted until it is released, and of nothing after a reset.
+
+        No lease covers more than there may be, and no prefix is longer than one that was served. A connector may tell nothing.
+        """
+        engine = self._engine(self.factory())
+        connector = engine.scheduler.connector
+        for number in (0, 1, 0):
+            hints = [Hint.pin(1e6, f"lease {number}")]
+            request = engine.add(f"request {len(engine.requests)}", self._prompt(number), OUTPUT_TOKENS, hints=hints)
+            self._settle(engine)
+            contents = connector.get_contents()
+            is_pinned = request.hint_outcomes[0].status in (HintStatus.ACCEPTED, HintStatus.CLIPPED)
+            told = {pin.lease for of_tier in contents for pin in of_tier.pins}
+            assert not contents or is_pinned == (f"lease {number}" in told)
+            longest = PROMPT_TOKENS + OUTPUT_TOKENS
+            for of_tier in contents:
+                assert len({pin.lease for pin in of_tier.pins}) == len(of_tier.pins), "a lease is told of twice"
+                assert sum(pin.num_chunks for pin in of_tier.pins) <= of_tier.max_pinned_chunks
+                assert all(0 <= pin.num_tokens <= longest and pin.left_s > 0 for pin in of_tier.pins)
+                assert all(0 < prefix.num_tokens <= longest for prefix in of_tier.prefixes)
+        engine.hint(self._prompt(0), None, [Hint.release("lease 0")])
+        assert "lease 0" not in {pin.lease for of_tier in connector.get_contents() for pin in of_tier.pins}
+        assert engine.scheduler.reset_cache()
+        assert not any(of_tier.pins or of_tier.prefixes for of_tier in connector.get_contents())
+        assert connector.broken is None
 
     def test_its_counters_add_up(self) -> None:
         """``get_stats`` gives changes since the last call: only those of levels may be negative, and no sum falls below 0."""
