@@ -11,8 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cargohold import DiskTierConfig, OffloadConfig
+from cargohold.cache.policies import ReplacementPolicy
+from cargohold.cache.shares import MAX_SHARES
 from cargohold.serve.server import Server
-from cargohold.serve.settings import ServeConfig
+from cargohold.serve.settings import ServeConfig, with_shares
 from tests.serve.running import Reply, call, running, wait_until
 
 PROMPT = "The ship sails on. " * 40
@@ -160,3 +162,86 @@ def test_a_salt_tells_nothing_of_the_key(chat_model: str, tmp_path: Path) -> Non
         salt = record.client.salt("mine")
         assert salt is not None and "sesame" not in salt and salt.endswith("/mine")
         assert llm.plan.config.kv_events
+
+
+# --- what is kept, by tenant and prefix, and what is pinned -----------------------------------------------------------
+
+
+def test_what_is_kept_is_told_by_tenant_and_prefix_and_each_sees_its_own(chat_model: str) -> None:
+    config = ServeConfig(port=0, api_keys=("one", "two"), admin_key="all")
+    offload = with_shares(OffloadConfig(host_bytes="16MiB"), config)
+    with running(chat_model, config, offload=offload) as server:
+        asked = {"one": "A secret harbour. " + PROMPT, "two": "Two. " + PROMPT}
+        tokens = {key: complete(server, prompt, key).json["usage"]["prompt_tokens"] for key, prompt in asked.items()}
+        assert complete(server, asked["one"], "one").status == 200
+
+        def seen(key: str, what: str) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = call(server, "/cache", headers=keyed(key)).json[what]
+            return found
+
+        wait_until(lambda: len(seen("all", "prefixes")) == 2)
+        wait_until(lambda: min(prefix["num_tokens"] for prefix in seen("all", "prefixes")) > 100)
+        for key, num_uses in (("one", 2), ("two", 1)):
+            (prefix,) = seen(key, "prefixes")
+            assert tokens[key] - 16 <= prefix["num_tokens"] <= tokens[key] + 2, "all whole chunks of it"
+            assert (prefix["tier"], prefix["num_uses"]) == ("host", num_uses)
+            (tenant,) = seen(key, "tenants")
+            assert tenant["tenant"] == prefix["tenant"] and tenant["num_chunks"] > 0 < tenant["num_bytes"]
+        held = call(server, "/cache", headers=keyed("all")).json["tiers"][1]["held_bytes"]
+        assert sum(tenant["num_bytes"] for tenant in seen("all", "tenants")) == held
+        assert {tenant["tenant"] for tenant in seen("all", "tenants")} > {
+            seen(key, "tenants")[0]["tenant"] for key in ("one", "two")
+        }
+        assert b"harbour" not in call(server, "/cache", headers=keyed("all")).body
+
+
+def test_pins_are_told_with_their_budget_and_each_sees_its_own(chat_model: str) -> None:
+    config = ServeConfig(port=0, api_keys=("one", "two"), admin_key="all")
+    with running(chat_model, config) as server:
+        hint = [{"action_type": "pin", "payload": {"lease": "agent 7", "ttl_s": 60}}]
+        assert complete(server, key="one", cargohold_hints=hint).status == 200
+
+        def told(key: str) -> Any:
+            return call(server, "/cache/pins", headers=keyed(key)).json
+
+        (pin,) = told("one")["pins"]
+        assert (pin["tier"], pin["lease"]) == ("host", "agent 7")
+        assert pin["num_chunks"] > 0 and pin["num_tokens"] > 100 and 0 < pin["left_s"] <= 60
+        (own,), (everybodys,) = told("one")["budgets"], told("all")["budgets"]
+        assert own["num_chunks"] == everybodys["num_chunks"] == pin["num_chunks"]
+        assert 0 < own["max_chunks"] < everybodys["max_chunks"]
+        (foreign,) = told("two")["budgets"]
+        assert (told("two")["pins"], foreign["num_chunks"]) == ([], 0)
+        (seen,) = told("all")["pins"]
+        assert seen["tenant"] == pin["tenant"] and "one" not in seen["tenant"]
+        assert call(server, "/cache", headers=keyed("two")).json["pins"] == []
+        assert call(server, "/cache", headers=keyed("one")).json["pins"][0]["lease"] == "agent 7"
+        assert call(server, "/cache/pins").status == 401
+        assert call(server, "/cache/pins/agent%207", headers=keyed("one"), method="DELETE").status == 200
+        assert told("all") == {"pins": [], "budgets": [{**everybodys, "num_chunks": 0}]}
+
+
+def test_without_offloading_there_is_nothing_to_tell(chat_model: str) -> None:
+    with running(chat_model, offload=None) as server:
+        assert call(server, "/cache/pins").json == {"pins": [], "budgets": []}
+        shown = call(server, "/cache").json
+        assert shown["pins"] == shown["tenants"] == shown["prefixes"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "num_keys", "num_counted"),
+    [({}, 2, 2), ({}, MAX_SHARES, 0), ({"policy": "tests.serve.test_cache_view:OwnOrder"}, 2, 0)],
+)
+def test_keys_are_counted_where_the_policy_and_their_number_allow_it(
+    options: dict[str, Any], num_keys: int, num_counted: int
+) -> None:
+    config = ServeConfig(api_keys=tuple(map(str, range(num_keys))))
+    offload = with_shares(OffloadConfig(host_bytes="16MiB", **options), config)
+    assert offload is not None and len(offload.quotas) == num_counted
+
+
+class OwnOrder(ReplacementPolicy):
+    """A policy that knows nothing of shares; never made."""
+
+    name = "own order"
+    make_room = add = touch = drop = clear = check = None  # type: ignore[assignment]  # none is called

@@ -111,6 +111,18 @@ def test_it_shows_what_is_kept_and_where_prompts_came_from(tiered: Server) -> No
 
 
 @in_a_browser
+def test_it_tells_what_is_pinned_and_which_prefixes_are_kept(tiered: Server) -> None:
+    pin = {"prompt": "First. " + "The ship sails on. " * 40, "lease": "<b>mine</b>", "ttl_s": 600}
+    assert call(tiered, "/cache/pins", pin).status == 200
+    with browsing(tiered) as page:
+        page.wait_for_selector("#contents li")
+        told = page.inner_text("#contents")
+        assert "Pinned: <b>mine</b>: " in told and "10 min left" in told
+        assert "Longest prefixes: " in told and "used 2 times" in told
+        assert page.evaluate(FAINT) == [] and page.evaluate(UNNAMED) == []
+
+
+@in_a_browser
 def test_one_can_talk_to_the_model_with_the_keyboard_alone(server: Server) -> None:
     with browsing(server) as page:
         page.wait_for_selector("#vessels li")

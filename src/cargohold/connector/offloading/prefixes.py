@@ -10,10 +10,11 @@ from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.protocol import AttentionKind, Clock, KeptPrefix, KVCacheLayout
 
-MAX_PREFIXES: Final = 128
+MAX_PREFIXES: Final = 64
 """Maximum number of prefixes that are remembered; beyond it those that were used least recently are forgotten."""
-MAX_MARKS: Final = 64
-"""Maximum number of chunks of a prefix that are looked for: of longer ones, how much is there is known to a 64th."""
+MAX_MARKS: Final = 16
+"""Maximum number of chunks of a prefix that are looked for, so that an answer costs a millisecond at a million chunks. Of a longer
+prefix, what is there is rounded down to a 16th, unless it is all there."""
 
 
 @dataclass(slots=True)
