@@ -13,8 +13,8 @@ from cargohold.protocol import AttentionKind, Clock, KeptPrefix, KVCacheLayout
 MAX_PREFIXES: Final = 64
 """Maximum number of prefixes that are remembered; beyond it those that were used least recently are forgotten."""
 MAX_MARKS: Final = 16
-"""Maximum number of chunks of a prefix that are looked for, so that an answer costs a millisecond at a million chunks. Of a longer
-prefix, what is there is rounded down to a 16th, unless it is all there."""
+"""Maximum number of chunks of a prefix that are looked for, so that an answer costs a millisecond at a million chunks. Of a
+longer prefix, what is there is rounded down to a 16th, unless it is all there."""
 
 
 @dataclass(slots=True)
