@@ -12,7 +12,7 @@ import pytest
 from cargohold.cache import OffloadKey
 from cargohold.testing.conformance import TierConformance
 from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
-from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, Note
 from cargohold.tiers.memory import padded
 from tests.tiers.common import codec, disk_tier
 
@@ -79,8 +79,10 @@ class TestDirectory(TierConformance):
 
 
 class Shortening(MemoryTier):
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
-        return super().store(key, payload[:-1], parent)
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
+        return super().store(key, payload[:-1], parent, note)
 
 
 class Lying(MemoryTier):
@@ -100,7 +102,9 @@ class Boundless(MemoryTier):
 
 
 class Borrowing(MemoryTier):
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
         if key in self._chunks:
             return StoreOutcome.PRESENT
         self._chunks[key] = payload  # type: ignore[assignment]  # that is what is wrong with it
@@ -108,9 +112,11 @@ class Borrowing(MemoryTier):
 
 
 class Replacing(MemoryTier):
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
         self.remove([key])
-        return super().store(key, payload, parent)
+        return super().store(key, payload, parent, note)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,9 @@ class Files(MemoryTier):
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return [self.path(key).exists() for key in keys]
 
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
         if self.path(key).exists():
             return StoreOutcome.PRESENT
         self.path(key).write_bytes(payload)

@@ -106,6 +106,32 @@ def test_events_say_whether_others_have_what_is_stored(
     assert stored == {("GPU", None), ("CPU", None), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")}
 
 
+@pytest.mark.parametrize("key", [None, "env:CARGOHOLD_TEST_KEY"])
+def test_a_restarted_engine_announces_what_is_on_disk(
+    key: str | None,
+    tmp_path: Path,
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CARGOHOLD_TEST_KEY", "7" * 64)
+    config = offload(disk(tmp_path, encryption_key=key), blocks_per_chunk=3)
+    with SettledLLM(tiny_model("llama"), offload=config, kv_events=True, **OPTIONS) as first:
+        ask(first, prompts())
+        first.settle()
+        expected = on_disk(first)
+    assert sum(map(len, expected)) > 200
+    again = make_llm(tiny_model("llama"), offload=config, kv_events=True, **OPTIONS)
+    again.settle()
+    assert on_disk(again) == expected, "with tokens, before anything was asked"
+
+
+def on_disk(llm: LLM) -> list[tuple[int, ...]]:
+    """The tokens that are announced to be on disk, sorted."""
+    events = [event for event in llm.take_events() if isinstance(event, BlockStored) and event.medium == "STORAGE"]
+    return sorted(event.token_ids for event in events)
+
+
 def test_other_weights_under_the_same_name_find_nothing(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:

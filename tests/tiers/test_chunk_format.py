@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,19 @@ from hypothesis import strategies as st
 
 from cargohold.tiers import LoadOutcome, Namespace
 from cargohold.tiers.chunk_format import (
+    HEADER_BYTES,
     MAX_DETAILS_BYTES,
+    TOKEN_TYPE,
     ChunkCodec,
     Details,
     Header,
+    Note,
     Terms,
     details_check,
+    pack_tokens,
     room_for_details,
     unpack_header,
+    unpack_tokens,
 )
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.encryption import EncryptionKey
@@ -31,7 +37,7 @@ NAMESPACE = Namespace("any", "w", "c", "bfloat16", "l", "rank 0 of 1", details_b
 SECRET = bytes(range(32))
 PARENT, KEY, OTHER_KEY = (bytes(range(first, first + 32)) + bytes(4) for first in (0, 32, 64))
 TERMS = Terms(tenant=b"tenant-7", priority=80, lease_ends_s=1_900_000_000)
-DETAILS = Details((1, 2, 128_255), b"\x80")
+DETAILS = Details(pack_tokens(array(TOKEN_TYPE, (1, 2, 128_255))), b"\x80")
 
 MAGIC_VERSION = "9343484b560d0a1a0200"
 KEYS = (
@@ -111,14 +117,15 @@ def test_terms_come_back_as_they_were_and_unknown_ones_as_unknown(terms: Terms) 
 def test_details_come_back_as_they_were_or_not_at_all(
     secret: bytes | None, tokens: tuple[int, ...], extras: bytes, data: st.DataObject
 ) -> None:
-    using = codec(secret, details_bytes=600)
-    stored = using.encode_details(KEY, Details(tokens, extras))
+    using, packed = codec(secret, details_bytes=600), pack_tokens(array(TOKEN_TYPE, tokens))
+    assert tuple(unpack_tokens(packed)) == tokens
+    stored = using.encode_details(KEY, Details(packed, extras))
     assert len(stored) <= 600
     if not tokens and not extras:
         assert stored == b"", "nothing costs nothing"
         return
-    assert using.decode_details(KEY, stored) == Details(tokens, extras)
-    assert using.decode_details(KEY, stored + bytes(100)) == Details(tokens, extras), "as in a table"
+    assert using.decode_details(KEY, stored) == Details(packed, extras)
+    assert using.decode_details(KEY, stored + bytes(100)) == Details(packed, extras), "as in a table"
     assert using.decode_details(OTHER_KEY, stored) is None, "an earlier chunk's, in the same place"
     assert codec(bytes(32)).decode_details(KEY, stored) is None
     changed = bytearray(stored)
@@ -131,7 +138,7 @@ def test_details_come_back_as_they_were_or_not_at_all(
 @given(st.integers(1, 20_000), st.integers(1, 64))
 def test_room_for_details_suffices_for_the_tokens_and_hashes_of_a_chunk(num_tokens: int, num_blocks: int) -> None:
     room = room_for_details(num_tokens, num_blocks)
-    stored = codec(details_bytes=room).encode_details(KEY, Details([1] * num_tokens, bytes(36 * num_blocks)))
+    stored = codec(details_bytes=room).encode_details(KEY, Details(bytes(4 * num_tokens), bytes(36 * num_blocks)))
     assert room % 256 == 0 and len(stored) <= room <= MAX_DETAILS_BYTES
     assert stored or room == MAX_DETAILS_BYTES
 
@@ -169,6 +176,23 @@ def test_a_value_with_details_is_a_chunk_and_one_with_other_bytes_behind_it_is_d
         found = check_value(pieces, using.namespace.id, chunk)
         assert found is (Finding.GOOD if is_good else Finding.DAMAGED)
         assert load(tier, number, 200) == (payload(number, 200) if is_good else LoadOutcome.CORRUPT)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
+def test_what_is_known_of_a_chunk_is_stored_behind_a_value(tmp_path: Path, secret: bytes | None) -> None:
+    using, number = codec(secret), 5
+    tier = ObjectTier(SharedTierConfig(url=f"file://{tmp_path}"), using, 200)
+    chunk = number.to_bytes(32, "big") + bytes(4)
+    tier.store(chunk, memoryview(payload(number, 200)), None, Note(DETAILS, TERMS))
+    (file,) = tmp_path.glob(f"*/*/{chunk.hex()}")
+    value = file.read_bytes()
+    header = unpack_header(value[:HEADER_BYTES])
+    assert header is not None and header.terms == TERMS
+    assert using.decode_details(chunk, value[HEADER_BYTES + 200 :]) == DETAILS
+    assert (DETAILS.tokens in value) is (secret is None)
+    assert load(tier, number, 200) == payload(number, 200)
+    assert check_value([memoryview(value)], using.namespace.id, chunk) is Finding.GOOD
+    assert tier.usage().num_bytes == len(value)
 
 
 def test_a_disk_keeps_room_for_details_and_loads_as_without(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from cargohold.tiers import (
     TierHealth,
     TierJob,
 )
+from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.port import JobLedger
 from tests.tiers.queues import CHUNK, WAIT_S, Gate, chunk, faulty, queue_on
 
@@ -68,9 +69,11 @@ def test_parents_of_chunks_reach_the_tier() -> None:
     parents: dict[bytes, bytes | None] = {}
 
     class Noting(MemoryTier):
-        def store(self, key: bytes, payload: memoryview, parent: bytes | None = None) -> StoreOutcome:
+        def store(
+            self, key: bytes, payload: memoryview, parent: bytes | None = None, note: Note = NO_NOTE
+        ) -> StoreOutcome:
             parents[key] = parent
-            return super().store(key, payload, parent)
+            return super().store(key, payload, parent, note)
 
     with queue_on(Noting(CHUNK)) as setup:
         buffers = [memoryview(chunk(at)) for at in range(4)]

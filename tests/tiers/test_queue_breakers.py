@@ -19,6 +19,7 @@ from cargohold.tiers import (
     StoreOutcome,
     TierHealth,
 )
+from cargohold.tiers.chunk_format import NO_NOTE, Note
 from tests.tiers.queues import CHUNK, WAIT_S, Gate, chunk, faulty, queue_on
 
 
@@ -96,10 +97,10 @@ class BadSpots(MemoryTier):
 
     bad: frozenset[bytes] = frozenset()
 
-    def store(self, key: bytes, payload: Any, parent: bytes | None = None) -> StoreOutcome:
+    def store(self, key: bytes, payload: Any, parent: bytes | None = None, note: Note = NO_NOTE) -> StoreOutcome:
         if key in self.bad:
             raise TierError(self.name, "bad spot")
-        return super().store(key, payload, parent)
+        return super().store(key, payload, parent, note)
 
 
 @pytest.mark.parametrize("bad", [[0], [5], [7], [0, 7]])

@@ -42,8 +42,8 @@ n - 8       checksum of namespace, key, all before   8             XXH3-64
 ==========  =======================================  ============  =========================================================
 
 All numbers are little-endian; what is unused is zero. Checksums are XXH3: they find accidental damage. Against tampering, use
-encryption: it binds details to the namespace, the number of tokens, and the key of the chunk. Engines write neither details
-nor priorities, tenants or leases yet; they read chunks that have them.
+encryption: it binds details to the namespace, the number of tokens, and the key of the chunk. Engines do not write priorities,
+tenants or leases yet; they read chunks that have them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -73,6 +73,9 @@ _CHECK = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
 _DETAILS = struct.Struct("<II12s16s4x")
 _ENCRYPTED = 1
+_TOKEN_BYTES: Final = 4
+TOKEN_TYPE: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
+"""Type of a token id in an array."""
 MAX_PRIORITY: Final = 100
 _NO_PRIORITY = 255
 _NO_TENANT = bytes(8)
@@ -106,12 +109,26 @@ class Details:
     """What events say of a chunk besides its key.
 
     Attributes:
-        tokens: its token ids; empty if they are not known.
+        tokens: its token ids, little-endian, 4 bytes each; empty if they are not known. See ``pack_tokens``.
         extras: MessagePack of what else belongs to the hashes, such as those of its inner blocks; empty if there is nothing.
     """
 
-    tokens: Sequence[int] = ()
+    tokens: bytes = b""
     extras: bytes = b""
+
+
+NO_DETAILS: Final = Details()
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What engines know of a chunk besides its bytes, and a tier may keep with it."""
+
+    details: Details = NO_DETAILS
+    terms: Terms = NO_TERMS
+
+
+NO_NOTE: Final = Note()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +260,14 @@ class ChunkCodec:
 
     def encode_details(self, key: OffloadKey, details: Details) -> bytes:
         """Return a chunk's details as they are to be stored; empty if there is nothing to say, or no room for it."""
-        num_bytes = _DETAILS.size + 4 * len(details.tokens) + len(details.extras) + _CHECK.size
-        if details == Details() or num_bytes > self.namespace.details_bytes:
+        num_bytes = _DETAILS.size + len(details.tokens) + len(details.extras) + _CHECK.size
+        if details == NO_DETAILS or num_bytes > self.namespace.details_bytes:
             return b""
-        said, nonce, tag = memoryview(_little_endian(details.tokens) + details.extras), b"", b""
+        num_tokens = len(details.tokens) // _TOKEN_BYTES
+        said, nonce, tag = memoryview(details.tokens + details.extras), b"", b""
         if self._details_cipher is not None:
-            nonce, said, tag = self._details_cipher.encrypt(said, self._bound_to(key, len(details.tokens)))
-        record = _DETAILS.pack(num_bytes, len(details.tokens), nonce, tag) + said
+            nonce, said, tag = self._details_cipher.encrypt(said, self._bound_to(key, num_tokens))
+        record = _DETAILS.pack(num_bytes, num_tokens, nonce, tag) + said
         return record + _CHECK.pack(details_check(self._digest, key, record))
 
     def decode_details(self, key: OffloadKey, data: bytes | bytearray | memoryview) -> Details | None:
@@ -265,12 +283,8 @@ class ChunkCodec:
             if not self._details_cipher.decrypt(nonce, bytearray(said + tag), bound_to, memoryview(plain)):
                 return None
             said = bytes(plain)
-        if 4 * num_tokens > len(said):
-            return None
-        tokens = array(_UINT32, said[: 4 * num_tokens])
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        return Details(tuple(tokens), said[4 * num_tokens :])
+        end = _TOKEN_BYTES * num_tokens
+        return None if end > len(said) else Details(said[:end], said[end:])
 
     def _bound_to(self, key: OffloadKey, num_tokens: int) -> bytes:
         """Return what encrypted details are bound to: without the number, tokens could be passed off as extras."""
@@ -355,11 +369,20 @@ def details_check(namespace: bytes, key: OffloadKey, record: bytes | memoryview)
     return digest.intdigest()
 
 
-def _little_endian(tokens: Sequence[int]) -> bytes:
-    numbers = array(_UINT32, tokens)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+def pack_tokens(tokens: array[int]) -> bytes:
+    """Return token ids, in an array of type ``TOKEN_TYPE``, as ``Details`` have them."""
+    return _swapped(tokens).tobytes()
 
 
-_UINT32: Final = "I" if array("I").itemsize == 4 else "L"  # bytes of a token id
+def unpack_tokens(data: bytes) -> array[int]:
+    """Return the token ids of ``Details``, in an array of type ``TOKEN_TYPE``."""
+    return _swapped(array(TOKEN_TYPE, data))
+
+
+def _swapped(tokens: array[int]) -> array[int]:
+    """Return token ids in the other of memory's and the format's order of bytes; mostly these are one."""
+    if sys.byteorder == "little":
+        return tokens
+    swapped = tokens[:]
+    swapped.byteswap()
+    return swapped

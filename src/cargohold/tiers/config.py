@@ -72,6 +72,7 @@ class TierConfig(ABC):
     Attributes:
         kind: name of this kind of tier for users, in counters, reports and messages; a second tier of a kind gets a number.
         has_index: the same as its ``Tier.has_index``.
+        is_listed: whether its tiers implement ``Tier.list_chunks``, so that chunks of an earlier engine are known at the start.
         locality: ``LOCAL`` if only this machine has it, ``REMOTE`` if others share it. KV events carry it, so that routers do
             not send requests to one machine for chunks that all have. ``None`` leaves it open.
         admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear a disk.
@@ -82,6 +83,7 @@ class TierConfig(ABC):
 
     kind: ClassVar[str]
     has_index: ClassVar[bool] = False
+    is_listed: ClassVar[bool] = False
     locality: ClassVar[Locality | None] = None
 
     admission: str = "all"
@@ -173,6 +175,7 @@ class DiskTierConfig(TierConfig):
 
     kind = "disk"
     has_index = True
+    is_listed = True
     locality = "LOCAL"
 
     directory: str | PathLike[str]

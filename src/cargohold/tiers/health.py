@@ -21,7 +21,17 @@ from typing import Final
 from cargohold.errors import ConfigError
 from cargohold.protocol import Clock
 from cargohold.rate_limited_log import SparingLog
-from cargohold.tiers.port import ACCESS_OF, FROM_INDEX, Access, Answer, JobKind, JobStatus, StoreOutcome, TierJob
+from cargohold.tiers.port import (
+    ACCESS_OF,
+    FROM_INDEX,
+    SHOW_NOTHING,
+    Access,
+    Answer,
+    JobKind,
+    JobStatus,
+    StoreOutcome,
+    TierJob,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +181,8 @@ class CircuitBreaker:
 class MediumHealth:
     """Judges a medium by how its jobs end. Not thread-safe: its owner holds a lock.
 
-    Touches tell nothing: a medium that fails to note the use of chunks is not worse for that. They pass while look-ups do, but
-    are no trials.
+    Touches tell nothing: a medium that fails to note the use of chunks is not worse for that. Nor do jobs for which nobody
+    waits; see ``SHOW_NOTHING``.
 
     Args:
         name: the tier's name for users.
@@ -205,18 +215,18 @@ class MediumHealth:
 
     def admit(self, kind: JobKind) -> bool:
         """Let a job through if its breaker allows, and return whether it does. If so, call ``note_end`` at its end."""
-        if kind is JobKind.TOUCH:
+        if kind in SHOW_NOTHING:
             return self.state_of(kind) is BreakerState.CLOSED
         return self._breakers[ACCESS_OF[kind]].admit()
 
     def note_answers(self, job: TierJob, answers: list[Answer]) -> None:
         """Note that part of a job that has not ended was carried out."""
-        if set(answers) - self._told_by_index - {StoreOutcome.FAILED}:
+        if job.kind not in SHOW_NOTHING and set(answers) - self._told_by_index - {StoreOutcome.FAILED}:
             self._worked[ACCESS_OF[job.kind]] = self._clock(), job
 
     def note_end(self, job: TierJob) -> Access | None:
         """Judge by how a job that was admitted ended; return the access that it got suspended, if it did."""
-        if job.kind is JobKind.TOUCH:
+        if job.kind in SHOW_NOTHING:
             return None
         breaker = self._breakers[ACCESS_OF[job.kind]]
         told = set(job.answers) - self._told_by_index

@@ -30,6 +30,7 @@ from typing import Final, TypeAlias
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
+from cargohold.tiers.chunk_format import NO_NOTE, Details, Note
 
 
 class StoreOutcome(Enum):
@@ -71,6 +72,35 @@ class TierUsage:
     capacity_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A chunk that a tier has, with what is known of it.
+
+    Attributes:
+        key: its key.
+        details: what events say of it.
+    """
+
+    key: OffloadKey
+    details: Details
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A part of the list of a tier's chunks.
+
+    Attributes:
+        found: chunks whose details are known.
+        cursor: where the next part begins; empty if there is none.
+    """
+
+    found: tuple[Found, ...] = ()
+    cursor: bytes = b""
+
+
+NOTHING_LISTED: Final = Listing()
+
+
 class Tier(ABC):
     """One worker's shard of a tier. Thread-safe; every call blocks until it is done.
 
@@ -92,13 +122,16 @@ class Tier(ABC):
         """Return whether each chunk is there."""
 
     @abstractmethod
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
         """Write a chunk, and let it be found once all of it is written.
 
         Args:
             key: the chunk's key.
             payload: the chunk's bytes: contiguous, ``chunk_bytes`` at most. They must not change during the call.
             parent: key of the chunk before it in its prefix, if there is one, so that eviction leaves no hole.
+            note: what else is known of it, to be kept with it by tiers that can.
         """
 
     @abstractmethod
@@ -118,6 +151,19 @@ class Tier(ABC):
     @abstractmethod
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Remove chunks at once. Absent chunks are ignored."""
+
+    def list_chunks(self, cursor: bytes, limit: int) -> Listing:
+        """Return some of the chunks that are there, without using them.
+
+        A tier that cannot say, or whose medium has its price for each question, lists nothing: the default. Chunks that come
+        or go between two calls may be left out or listed twice.
+
+        Args:
+            cursor: empty for the first part; then what the call before has returned.
+            limit: maximum number of chunks to look at.
+        """
+        del cursor, limit
+        return NOTHING_LISTED
 
     @abstractmethod
     def usage(self) -> TierUsage:
@@ -140,6 +186,10 @@ class JobKind(Enum):
     REMOVE = "remove"
     TOUCH = "touch"
     """Mark chunks as used by a request that got them from elsewhere. Also answers which of them are there."""
+    CHECK = "check"
+    """Answer which chunks are there, for no request: that is no use of them."""
+    LIST = "list"
+    """List chunks that are there. The only key is the cursor; see ``Tier.list_chunks``."""
 
 
 class Access(Enum):
@@ -153,12 +203,18 @@ class Access(Enum):
 ACCESS_OF: Final[Mapping[JobKind, Access]] = {
     JobKind.PROBE: Access.LOOK_UP,
     JobKind.TOUCH: Access.LOOK_UP,
+    JobKind.CHECK: Access.LOOK_UP,
+    JobKind.LIST: Access.LOAD,
     JobKind.LOAD: Access.LOAD,
     JobKind.STORE: Access.WRITE,
     JobKind.REMOVE: Access.WRITE,
 }
 URGENT: Final = frozenset(kind for kind in JobKind if ACCESS_OF[kind] is not Access.WRITE)
 """Kinds of jobs that go before others, because somebody waits for them or they take hardly any time."""
+SHOW_NOTHING: Final = frozenset({JobKind.TOUCH, JobKind.CHECK, JobKind.LIST})
+"""Kinds of jobs whose end does not show whether the medium works. They pass while it does, and are no trials."""
+LISTED_AT_ONCE: Final = 64
+"""Number of chunks that a job of kind ``LIST`` looks at."""
 ONE_BY_ONE: Final = frozenset({JobKind.LOAD, JobKind.STORE})
 """Kinds of jobs whose chunks are worked on one by one, so that several threads share a job."""
 
@@ -198,6 +254,8 @@ class TierJob:
         buffers: for loads and stores, the destination or source of each chunk, parallel to ``keys``. Nobody else may write to
             them until the job was polled; after that, the queue does not read or write them any more.
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty if none has one.
+        notes: for stores, what else is known of each, parallel to ``keys``; empty if that is nothing.
+        listing: what was listed, for a job that lists.
         queued_at: time at which it was queued.
         answers: one per chunk; ``None`` where there is none.
         num_taken: number of chunks that threads were given.
@@ -212,6 +270,8 @@ class TierJob:
     deadline: float
     buffers: Sequence[memoryview] = field(default=(), repr=False)
     parents: Sequence[OffloadKey | None] = ()
+    notes: Sequence[Note] = ()
+    listing: Listing = field(default=NOTHING_LISTED, init=False)
     queued_at: float = field(default=0.0, init=False)
     answers: list[Answer | None] = field(init=False)
     num_taken: int = field(default=0, init=False)

@@ -21,10 +21,12 @@ from typing import Final
 
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.protocol import Clock
+from cargohold.tiers.chunk_format import NO_NOTE
 from cargohold.tiers.health import BreakerConfig, BreakerState, MediumHealth, TierHealth
 from cargohold.tiers.memory import Staging, copy_bytes
 from cargohold.tiers.port import (
     ACCESS_OF,
+    LISTED_AT_ONCE,
     URGENT,
     Access,
     Answer,
@@ -85,6 +87,11 @@ class IoThread:
 
     def _carry_out(self, job: TierJob, at: int) -> list[Answer]:
         match job.kind:
+            case JobKind.CHECK:
+                return list(self._tier.probe(job.keys))
+            case JobKind.LIST:
+                job.listing = self._tier.list_chunks(job.keys[0], LISTED_AT_ONCE)
+                return [True]
             case JobKind.PROBE | JobKind.TOUCH:
                 is_there = self._tier.probe(job.keys)
                 self._tier.touch(job.keys)  # a request that asks for chunks uses them, wherever they then come from
@@ -110,7 +117,8 @@ class IoThread:
         staged = self._staging.view[: len(job.buffers[at])]
         if not self._copy(job, staged, job.buffers[at]):
             return StoreOutcome.REFUSED
-        return self._tier.store(job.keys[at], staged, job.parents[at] if job.parents else None)
+        parent = job.parents[at] if job.parents else None
+        return self._tier.store(job.keys[at], staged, parent, job.notes[at] if job.notes else NO_NOTE)
 
     def _copy(self, job: TierJob, into: memoryview, source: memoryview) -> bool:
         """Copy if the job is still live; return whether it was."""

@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import HIDDEN_OPTION, ConfigError, TierError
 from cargohold.rate_limited_log import SparingLog
-from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec, details_are_sound
+from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, ChunkCodec, Note, details_are_sound
 from cargohold.tiers.memory import copy_bytes
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
 
@@ -51,14 +51,18 @@ class SharedTier(Tier):
         self._num_stored = 0
         self._stored_bytes = 0
 
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
-        """Write a chunk unless it is there already."""
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
+        """Write a chunk, with what is known of it, unless it is there already."""
         if self.probe([key])[0]:
             return StoreOutcome.PRESENT
-        header, body = self._codec.encode(key, payload, parent)
-        value = bytearray(HEADER_BYTES + len(body))
-        value[:HEADER_BYTES] = header
-        copy_bytes(memoryview(value)[HEADER_BYTES:], body)
+        header, body = self._codec.encode(key, payload, parent, note.terms)
+        details = self._codec.encode_details(key, note.details)
+        end = HEADER_BYTES + len(body)
+        value = bytearray(end + len(details))
+        value[:HEADER_BYTES], value[end:] = header, details
+        copy_bytes(memoryview(value)[HEADER_BYTES:end], body)
         if not self._put(key, value):
             return StoreOutcome.REFUSED
         with self._count_lock:

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import TierError
+from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.memory import copy_bytes
-from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.tiers.port import Listing, LoadOutcome, StoreOutcome, Tier, TierUsage
 
 T = TypeVar("T")
 
@@ -44,8 +45,10 @@ class WrappedTier(Tier):
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:  # noqa: D102  # the port says what these do
         return self.call("probe", 0, lambda: self.inner.probe(keys))
 
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:  # noqa: D102
-        return self.call("store", len(payload), lambda: self.inner.store(key, payload, parent))
+    def store(  # noqa: D102
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
+        return self.call("store", len(payload), lambda: self.inner.store(key, payload, parent, note))
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:  # noqa: D102
         return self.call("load", len(into), lambda: self.inner.load(key, into))
@@ -55,6 +58,9 @@ class WrappedTier(Tier):
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
         self.call("remove", 0, lambda: self.inner.remove(keys))
+
+    def list_chunks(self, cursor: bytes, limit: int) -> Listing:  # noqa: D102
+        return self.call("list_chunks", 0, lambda: self.inner.list_chunks(cursor, limit))
 
     def usage(self) -> TierUsage:  # noqa: D102
         return self.inner.usage()
@@ -164,9 +170,11 @@ class MemoryTier(Tier):
         with self._lock:
             return [key in self._chunks for key in keys]
 
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
         """Keep a copy of the chunk."""
-        del parent
+        del parent, note
         with self._lock:
             if key in self._chunks:
                 return StoreOutcome.PRESENT
@@ -219,9 +227,11 @@ class NullTier(Tier):
         """Return ``False`` for every chunk."""
         return [False] * len(keys)
 
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
         """Refuse the chunk."""
-        del key, payload, parent
+        del key, payload, parent, note
         return StoreOutcome.REFUSED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:

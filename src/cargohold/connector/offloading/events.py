@@ -11,72 +11,37 @@ or somebody asks for it::
 
 Of a chunk whose contents are not known nothing is announced. It is announced when they are brought and its tier is heard of
 again. Chunks of salted requests have no contents here unless they are to be published.
+
+Contents are written down with their chunks, so a tier that lists what an earlier engine has left brings them, too.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol
 
 from cargohold.cache.keys import ChunkKeys, split_key
 from cargohold.cache.manager import ChunksRemoved, ChunksStored, OffloadKey
+from cargohold.connector.offloading.contents import Contents, contents_in, contents_of
 from cargohold.protocol import (
     MEDIUM_HOST,
     MEDIUM_STORAGE,
-    Adapter,
     BlockRemoved,
     BlockStored,
-    ExtraKey,
     KVCacheLayout,
     KVEvent,
     Locality,
     RequestView,
     SchedulerEnvironment,
 )
-from cargohold.tiers.scheduler_side import LowerTiers, TierEvent
+from cargohold.tiers.chunk_format import NO_NOTE, Note
+from cargohold.tiers.port import Found
+from cargohold.tiers.scheduler_side import MAX_ANNOUNCED, ChunksFound, LowerTiers, TierEvent
 
-MAX_ANNOUNCED: Final = 2**18
-"""Maximum number of a tier's chunks announced at the same time, even if it can hold more."""
 _NUM_SPARE: Final = 1024
 """Number of contents that are kept although nobody needs them: so many are too few to look through."""
-_FOUR_BYTES: Final = "I"
-"""Type of a token id in an array."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What events say of a chunk besides its key.
-
-    Attributes:
-        parent_hash: hash of the block before the chunk; ``None`` at the start of a prompt.
-        tokens: its token ids, in an array of 4 bytes each.
-        inner_hashes: hashes of its blocks but the last, whose hash is in its key.
-        extra_keys: per block, what its hash covers besides tokens.
-        adapter: adapter with which the KV was computed; ``None`` if there was none.
-    """
-
-    parent_hash: bytes | None
-    tokens: array[int]
-    inner_hashes: tuple[bytes, ...] = ()
-    extra_keys: tuple[tuple[ExtraKey, ...], ...] = ()
-    adapter: Adapter | None = None
-
-
-def contents_of(request: RequestView, keys: ChunkKeys, at: int) -> Contents:
-    """Return the contents of chunk number ``at`` of a request, in the group that ``keys`` are of."""
-    size, block_tokens = keys.chunk_tokens, keys.group.block_tokens
-    start, end = at * size, (at + 1) * size
-    return Contents(
-        split_key(keys.keys[at - 1])[0] if at else None,
-        array(_FOUR_BYTES, request.all_token_ids[start:end]),
-        keys.inner_hashes(request.block_hashes, at),
-        tuple(request.extra_keys(first, first + block_tokens) for first in range(start, end, block_tokens)),
-        request.adapter,
-    )
 
 
 class EventSource(Protocol):
@@ -189,6 +154,11 @@ class TierEvents:
         """Learn that a store of chunks has ended, well or not."""
         self._storing.difference_update(keys)
 
+    def note_of(self, key: OffloadKey) -> Note:
+        """Return what a tier is to keep of a chunk that is written down now."""
+        contents = self._contents.get(key)
+        return NO_NOTE if contents is None else Note(contents.details())
+
     def take(self) -> list[KVEvent]:
         """Return the KV events since the last call, in order per medium."""
         self._translate()
@@ -219,6 +189,8 @@ class TierEvents:
                     self._announce(medium, event.keys)
                 elif isinstance(event, ChunksRemoved):
                     self._take_back(medium, event.keys)
+                elif isinstance(event, ChunksFound):
+                    self._announce(medium, [found.key for found in event.found if self._note_found(medium, found)])
                 else:
                     self._take_back(medium, tuple(medium.announced))
 
@@ -232,6 +204,17 @@ class TierEvents:
                 self._events.append(self._stored(medium, key, contents))
         if medium.max_announced is not None and len(announced) > medium.max_announced:
             self._take_back(medium, tuple(islice(announced, len(announced) - medium.max_announced)))
+
+    def _note_found(self, medium: Medium, found: Found) -> bool:
+        """Remember the contents of a chunk that a tier has listed; return whether it is to be announced now."""
+        _, group = split_key(found.key)
+        if found.key in medium.announced or group >= len(self._block_tokens):
+            return False
+        contents = contents_in(found.details, self._block_tokens[group])
+        if contents is None or (contents.is_salted and not self._salted):
+            return False
+        self._contents.setdefault(found.key, contents)
+        return True
 
     def _stored(self, medium: Medium, key: OffloadKey, contents: Contents) -> BlockStored:
         """Return the event of a chunk's blocks, without those that are announced already: they come first."""

@@ -128,6 +128,7 @@ def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
         max_daily_chunks=_chunks_in(tier.num_daily_bytes, chunk_bytes),
         has_index=tier.has_index,
         locality=tier.locality,
+        is_listed=tier.is_listed,
         max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
         max_asked_chunks=limits.max_urgent_chunks,
         num_asked_at_once=tier.num_asked_at_once,

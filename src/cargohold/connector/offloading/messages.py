@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cargohold.tiers.health import TierHealth
+from cargohold.tiers.port import Listing
 from cargohold.tiers.scheduler_side.tasks import TierCommand, both
 
 
@@ -81,11 +82,13 @@ class TierReport:
             else 0; and the number of these workers. Workers may report the same job in different steps.
         health: the health of tiers by rank of the worker and index of the tier, where it has changed.
         namespace: with the first report of the first worker, the outline of its namespace; else empty.
+        listings: by job, what the first worker has listed.
     """
 
     answers: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     health: dict[tuple[int, int], TierHealth] = field(default_factory=dict)
     namespace: dict[str, str] = field(default_factory=dict)
+    listings: dict[int, Listing] = field(default_factory=dict)
 
     def aggregate(self, other: TierReport) -> TierReport:
         """Return both reports, merged: a chunk succeeded only if it did in both."""
@@ -93,4 +96,5 @@ class TierReport:
         for job_id, (theirs, num_workers) in other.answers.items():
             mine, num_mine = merged.get(job_id, (theirs, 0))
             merged[job_id] = both(mine, theirs), num_mine + num_workers
-        return TierReport(merged, self.health | other.health, self.namespace or other.namespace)
+        listings = self.listings | other.listings
+        return TierReport(merged, self.health | other.health, self.namespace or other.namespace, listings)

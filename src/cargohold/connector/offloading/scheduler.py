@@ -91,6 +91,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._lower = lower
         self._prefetcher = None
         if lower is not None:
+            if events is not None:
+                lower.describe_by(events.note_of)
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
             hints = self._shared.hints
@@ -284,7 +286,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._spoil_stores(output.finished.spoiled_requests)
         if self._lower is not None and isinstance(output.worker_meta, TierReport):
             report = output.worker_meta
-            self._lower.note_report(report.answers, report.health, report.namespace)
+            self._lower.note_report(report.answers, report.health, report.namespace, report.listings)
         for job_id, outcome in output.finished.jobs.items():
             if self._lower is not None and self._lower.end(job_id, outcome):
                 continue

@@ -19,7 +19,7 @@ from cargohold.protocol import (
 )
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.memory import ByteRows
-from cargohold.tiers.port import ONE_BY_ONE, JobStatus, LoadOutcome, StoreOutcome, TierJob
+from cargohold.tiers.port import ONE_BY_ONE, JobKind, JobStatus, Listing, LoadOutcome, StoreOutcome, TierJob
 from cargohold.tiers.scheduler_side.tasks import TierCommand
 from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
 
@@ -88,6 +88,7 @@ class TierWorker:
         self._num_bytes = [0] * len(queues)
         self._knows_bytes = False
         self._answers: dict[int, tuple[bytes, int]] = {}
+        self._listings: dict[int, Listing] = {}
         self._refused: list[TierCommand] = []
         # Told once, by one worker: the others' differ only in the part of the model that they have.
         self._untold = dict(namespace or {}) if rank == 0 else {}
@@ -102,7 +103,9 @@ class TierWorker:
             buffers = [self._chunks[slot].data for slot in command.slots]
         deadline = self._clock() + command.timeout_s
         queue = self._queues[command.tier]
-        if queue.submit(TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents)):
+        notes = () if self._rank else command.notes  # only the first worker lists chunks with what was kept of them
+        job = TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents, notes)
+        if queue.submit(job):
             self._queue_of[command.job_id] = queue
         else:
             self._refused.append(command)
@@ -126,6 +129,8 @@ class TierWorker:
                 assert job.status is not None
                 outcomes[job.job_id] = _OUTCOMES[job.status]
                 self._answers[job.job_id] = bytes(job.succeeded), 1
+                if job.kind is JobKind.LIST and self._rank == 0:
+                    self._listings[job.job_id] = job.listing
         return outcomes
 
     def take_report(self) -> TierReport | None:
@@ -138,7 +143,8 @@ class TierWorker:
             self._stats[f"num_{name}_suspended"] += now.num_open - before.num_open
         self._health = health
         namespace, self._untold = self._untold, {}
-        return TierReport(answers, news, namespace) if answers or news or namespace else None
+        listings, self._listings = self._listings, {}
+        return TierReport(answers, news, namespace, listings) if answers or news or namespace else None
 
     def take_stats(self) -> Stats:
         """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""

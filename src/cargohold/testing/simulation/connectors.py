@@ -299,6 +299,13 @@ def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> T
         "restore": options.get("restore", random.choice((RESTORE_ALWAYS, RESTORE_ALWAYS, RESTORE_IF_FASTER))),
         "restore_timeout_s": random.choice((0.05, 0.5, 5.0)),
     }
+    # One that others share knows nothing of what they do to it, so it tells no changes either.
+    media = tuple(
+        replace(medium, options=replace(medium.options, is_listed=True))
+        if medium.options.has_index and medium.options.locality == "LOCAL"
+        else medium
+        for medium in media
+    )
     # Less room than a tier without lower tiers has: otherwise, nothing would ever have to be brought up.
     num_slots = min(tier.num_slots, random.randint(3, 20))
     return replace(tier, num_slots=num_slots, options={**tier.options, **restoring}, lower=media)

@@ -19,8 +19,9 @@ from cargohold.testing.simulation.faults import Fault, FaultSource, Spells
 from cargohold.testing.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
+from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.health import MediumHealth
-from cargohold.tiers.port import ACCESS_OF, Access
+from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, Access, Found, Listing
 from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
 from cargohold.transfer import TransferWorker
 
@@ -30,6 +31,7 @@ class SimulatedMedium:
 
     Attributes:
         chunks: contents of the chunks that are there, by key.
+        notes: what else was said of them when they were stored.
         max_chunks: most chunks that it holds; the oldest are evicted first.
         is_gone: whether every access fails.
         stalls: whether accesses never end.
@@ -37,18 +39,25 @@ class SimulatedMedium:
 
     def __init__(self, max_chunks: int = 10**9) -> None:
         self.chunks: dict[OffloadKey, bytes] = {}
+        self.notes: dict[OffloadKey, Note] = {}
         self.max_chunks = max_chunks
         self.is_gone = False
         self.stalls = False
 
-    def access(self, kind: JobKind, key: OffloadKey, buffer: memoryview | None) -> Answer:
-        """Probe, touch, load or store one chunk."""
+    def access(self, job: TierJob, at: int) -> Answer:
+        """Do what a job asks for with one of its chunks."""
+        key = job.keys[at]
         chunk = self.chunks.get(key)
-        if kind in {JobKind.PROBE, JobKind.TOUCH}:
+        if job.kind is JobKind.LIST:
+            job.listing = self._list(key)
+            return True
+        if job.kind in {JobKind.PROBE, JobKind.TOUCH, JobKind.CHECK}:
             return chunk is not None
-        assert buffer is not None
-        if kind is JobKind.STORE:
-            self.chunks.setdefault(key, bytes(buffer))
+        buffer = job.buffers[at]
+        if job.kind is JobKind.STORE:
+            if chunk is None:
+                self.chunks[key] = bytes(buffer)
+                self.notes[key] = job.notes[at] if job.notes else NO_NOTE
             while len(self.chunks) > self.max_chunks:
                 del self.chunks[next(iter(self.chunks))]
             return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT
@@ -59,6 +68,13 @@ class SimulatedMedium:
             return LoadOutcome.CORRUPT
         buffer[:] = chunk
         return LoadOutcome.LOADED
+
+    def _list(self, after: OffloadKey) -> Listing:
+        keys = sorted(key for key in self.chunks if key > after)
+        part = keys[:LISTED_AT_ONCE]
+        found = [Found(key, self.notes[key].details) for key in part]
+        known = tuple(chunk for chunk in found if chunk.details != NO_DETAILS)
+        return Listing(known, part[-1] if len(keys) > len(part) else b"")
 
     def corrupt(self, key: OffloadKey) -> None:
         """Damage a chunk, in a way that a check would notice."""
@@ -104,9 +120,8 @@ class HeldQueue:
         """Carry out a pending job now. With a status other than ``DONE``, only its first chunk is done and has an answer."""
         self.on_job(job)
         num_done = len(job.keys) if status is JobStatus.DONE else 1
-        buffers: Sequence[memoryview | None] = job.buffers or [None] * len(job.keys)
-        for at, (key, buffer) in enumerate(zip(job.keys[:num_done], buffers, strict=False)):
-            answer = job.answers[at] = self.medium.access(job.kind, key, buffer)
+        for at in range(num_done):
+            answer = job.answers[at] = self.medium.access(job, at)
             self._health.note_answers(job, [answer])
         self._end(job, status)
 
@@ -255,7 +270,7 @@ class MediumPlan:
             f"{options.name}: {options.locality}, {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
             f"admission={options.admission.value}, write={options.write_mode.value}, "
             f"max_daily_chunks={options.max_daily_chunks}, max_inflight_chunks={options.max_inflight_chunks}, "
-            f"has_index={options.has_index}, num_asked_at_once={options.num_asked_at_once}"
+            f"has_index={options.has_index}, is_listed={options.is_listed}, num_asked_at_once={options.num_asked_at_once}"
         )
 
 
@@ -358,7 +373,7 @@ class LinkedQueue:
             if at < num_done:
                 if job.kind is JobKind.LOAD and key in self._medium.chunks and self._source.strikes(Fault.CORRUPT):
                     self._medium.corrupt(key)
-                answer = job.answers[at] = self._medium.access(job.kind, key, buffer)
+                answer = job.answers[at] = self._medium.access(job, at)
                 if pending.ends < _NEVER:  # what a medium that hangs has done, nobody learns
                     self._health.note_answers(job, [answer])
             elif job.kind is JobKind.LOAD and buffer is not None:

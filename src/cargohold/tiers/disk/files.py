@@ -8,8 +8,8 @@
     segment-00000.uses      use 0 | use 1 | ...            8 bytes each: when the slot was last used
 
 Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: the slot's old
-header is wiped, the payload is written, the header is written. An interruption leaves no header or, after a power failure, one
-whose checksum does not match.
+header is wiped, payload and details are written, the header is written. An interruption leaves no header or, after a power
+failure, one whose checksum does not match.
 """
 
 from __future__ import annotations
@@ -155,6 +155,16 @@ class Segment:
         """Write a slot's header, or wipe it with zeros, the default."""
         _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == HEADER_BYTES)
 
+    def read_details(self, first: int, count: int) -> bytes:
+        """Return what is kept of ``count`` slots' details, ``details_bytes`` each; of earlier chunks too, and of none."""
+        size = self._geometry.details_bytes
+        return os.pread(self._headers.number, count * size, self._details_offset(first))
+
+    def write_details(self, slot: int, details: bytes) -> None:
+        """Write the details of a slot's chunk."""
+        assert len(details) <= self._geometry.details_bytes
+        _require(os.pwrite(self._headers.number, details, self._details_offset(slot)) == len(details))
+
     def read_uses(self) -> bytes:
         """Return the table of last uses, as far as it was written."""
         return os.pread(self._uses.number, USE_BYTES * self._geometry.slots_per_segment, 0)
@@ -187,6 +197,9 @@ class Segment:
 
     def _offset(self, slot: int) -> int:
         return slot * self._geometry.slot_bytes
+
+    def _details_offset(self, slot: int) -> int:
+        return HEADER_BYTES * self._geometry.slots_per_segment + slot * self._geometry.details_bytes
 
     def _reopen_direct(self) -> bool:
         try:

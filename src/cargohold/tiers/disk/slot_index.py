@@ -63,6 +63,11 @@ class SlotIndex:
         slot = self._table.find(key)
         return slot != NO_SLOT and self._table.states[slot] == READY
 
+    def chunks_in(self, slots: Iterable[int]) -> list[tuple[int, OffloadKey]]:
+        """Return those of the slots whose chunk can be loaded, each with the chunk's key."""
+        keys, states = self._table.keys, self._table.states
+        return [(slot, key) for slot in slots if states[slot] == READY and (key := keys[slot]) is not None]
+
     def is_known(self, key: OffloadKey) -> bool:
         """Whether a chunk can be loaded, or is being written."""
         return self._table.find(key) != NO_SLOT

@@ -15,11 +15,11 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
 from cargohold.rate_limited_log import SparingLog
-from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Note
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, restore_index
-from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.tiers.port import Found, Listing, LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GROWTH_WAIT_S: Final = 1.0
 """Seconds that a store waits for another one that makes the files larger or opens them again. That one may itself wait for a
 process that deletes chunks of other models. If all threads waited for it, nothing could be loaded meanwhile."""
+_CURSOR_BYTES: Final = 8
 _GROWTH_PAUSE: Final = 64
 """After a failed attempt to make the files larger, so many stores make none: an attempt looks at all files of the directory."""
 
@@ -77,7 +78,9 @@ class DiskTier(Tier):
             index = self._state.index
             return [index.contains(key) for key in keys]
 
-    def store(self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None) -> StoreOutcome:
+    def store(
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
+    ) -> StoreOutcome:
         """Write a chunk to a free slot, or to the slot of a chunk that the policy evicts for it."""
         with self._errors():
             state = self._living_state()
@@ -87,7 +90,7 @@ class DiskTier(Tier):
             if isinstance(slot, StoreOutcome):
                 return slot
             try:
-                self._write(state, slot, key, payload, parent)
+                self._write(state, slot, key, payload, parent, note)
             except BaseException as error:
                 with self._lock:
                     state.index.forfeit(slot)
@@ -127,6 +130,33 @@ class DiskTier(Tier):
         """Remove chunks from the index, and wipe their headers on the disk."""
         with self._errors():
             self._discard(self._state, keys)
+
+    def list_chunks(self, cursor: bytes, limit: int) -> Listing:
+        """Return the chunks with details in the next slots. The cursor is the number of the first of them."""
+        state, first = self._state, int.from_bytes(cursor, "little")
+        per_segment = state.shard.geometry.slots_per_segment
+        with self._lock:
+            num_slots = state.index.num_slots
+            end = min(first + limit, num_slots, first - first % per_segment + per_segment)
+            chunks = state.index.chunks_in(range(first, end))
+        found = tuple(self._with_details(state, first, end, chunks)) if chunks else ()
+        return Listing(found, end.to_bytes(_CURSOR_BYTES, "little") if end < num_slots else b"")
+
+    def _with_details(
+        self, state: _State, first: int, end: int, chunks: Sequence[tuple[int, OffloadKey]]
+    ) -> Iterator[Found]:
+        """Yield the chunks whose details are known, of slots of one segment."""
+        size = state.shard.geometry.details_bytes
+        segment, at = state.shard.segment_of(first)
+        try:
+            table = memoryview(segment.read_details(at, end - first))
+        except OSError:
+            return  # a bad place on the disk: nothing is announced of these chunks until requests ask for them
+        for slot, key in chunks:
+            start = (slot - first) * size
+            details = self._codec.decode_details(key, table[start : start + size])
+            if details is not None:
+                yield Found(key, details)
 
     def usage(self) -> TierUsage:
         """Return the number of chunks, the bytes of their slots with headers, and the bytes of all slots in the budget."""
@@ -243,11 +273,22 @@ class DiskTier(Tier):
             if is_alone:
                 self._growing.release()
 
-    def _write(self, state: _State, slot: int, key: OffloadKey, payload: memoryview, parent: OffloadKey | None) -> None:
+    def _write(  # all that a slot holds
+        self,
+        state: _State,
+        slot: int,
+        key: OffloadKey,
+        payload: memoryview,
+        parent: OffloadKey | None,
+        note: Note,
+    ) -> None:
         segment, at = state.shard.segment_of(slot)
         segment.write_header(at)  # from now on the slot is empty
-        header, body = self._codec.encode(key, payload, parent)
+        header, body = self._codec.encode(key, payload, parent, note.terms)
         segment.write_payload(at, body)
+        details = self._codec.encode_details(key, note.details)
+        if details:  # without them, those of an earlier chunk stay, but count for that chunk only
+            segment.write_details(at, details)
         segment.write_header(at, header)
 
     def _read(self, state: _State, slot: int, key: OffloadKey, into: memoryview) -> bool:

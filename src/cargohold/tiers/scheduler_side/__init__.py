@@ -9,13 +9,23 @@ from cargohold.tiers.scheduler_side.plan import HostStates, Wanted, sources_per_
 from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask, random_epoch
-from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, AllChunksRemoved, TierEvent, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import (
+    MAX_ANNOUNCED,
+    UNKNOWN,
+    AllChunksRemoved,
+    ChunksFound,
+    TierEvent,
+    TieringConfig,
+    TierOptions,
+)
 
 __all__ = [
+    "MAX_ANNOUNCED",
     "UNKNOWN",
     "Admission",
     "AllChunksRemoved",
     "Chain",
+    "ChunksFound",
     "Fetch",
     "HostStates",
     "LowerTiers",

@@ -22,9 +22,11 @@ from types import MappingProxyType
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.protocol import Clock, Outage, TransferOutcome
+from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import TierHealth
-from cargohold.tiers.port import JobKind
+from cargohold.tiers.port import JobKind, Listing
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
+from cargohold.tiers.scheduler_side.listing import Lister
 from cargohold.tiers.scheduler_side.pace import SteppedClock
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask, random_epoch
@@ -38,6 +40,7 @@ PROGRESS_S = 3.0
 
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
+_NOTHING_LISTED: Mapping[int, Listing] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -83,9 +86,14 @@ class LowerTiers:
         self.max_look_up = min((tier.presence.limit for tier in self.tiers), default=0) // 2
         self.writes = [Writes(at, tier, host, self._tasks, clock) for at, tier in enumerate(self.tiers)]
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
+        self._listers = [Lister(at, tier, self._tasks) for at, tier in enumerate(self.tiers)]
         self.promises = Promises(host, self.writes, self.clock, config.restore_timeout_s)
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
+
+    def describe_by(self, note_of: Callable[[OffloadKey], Note]) -> None:
+        """Let ``note_of`` say what else is known of chunks, to be written with them; it returns ``NO_NOTE`` for nothing."""
+        self._tasks.note_of = note_of
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +139,7 @@ class LowerTiers:
         now = self.clock()
         if self._tasks and now >= self._progressed_at + PROGRESS_S:
             return False
-        if self._is_loading or self.promises:
+        if self._is_loading or self.promises or any(lister.is_at_work for lister in self._listers):
             return True
         if now >= self._settles_at:
             return False
@@ -278,6 +286,8 @@ class LowerTiers:
         """Return the commands for the workers in this step. Call it once in every step."""
         self._fetches.release_expired()
         self.promises.give_up_late()
+        for lister in self._listers:
+            lister.step()
         if not self._tasks:
             self._progressed_at = self.clock()
         commands = []
@@ -306,6 +316,7 @@ class LowerTiers:
         answers: Mapping[int, tuple[bytes, int]],
         health: Mapping[tuple[int, int], TierHealth],
         namespace: Mapping[str, str] | None = None,
+        listings: Mapping[int, Listing] = _NOTHING_LISTED,
     ) -> None:
         """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 
@@ -313,11 +324,13 @@ class LowerTiers:
             answers: by job, one byte per chunk, 1 if all workers that are merged here were successful, and their number.
             health: by the worker's rank and the tier's index, the tier's health where it has changed.
             namespace: what the chunks' bytes depend on, if a worker says it now.
+            listings: by job, what the first worker has listed.
         """
         self.namespace = namespace or self.namespace
         for job_id, (succeeded, num_workers) in answers.items():
             if (task := self._tasks.get(job_id)) is not None:
                 task.note_answers(succeeded, num_workers)
+                task.listing = listings.get(job_id, task.listing)
         for (rank, at), of_tier in health.items():
             self.tiers[at].note_health(rank, of_tier)
             if self.tiers[at].is_off:

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
-from cargohold.tiers.port import ACCESS_OF, Access, JobKind
+from cargohold.tiers.chunk_format import NO_NOTE, Note
+from cargohold.tiers.port import ACCESS_OF, NOTHING_LISTED, SHOW_NOTHING, Access, JobKind, Listing
 
 _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
@@ -33,6 +34,7 @@ class TierCommand:
         slots: for loads and stores, their slots in host memory, parallel to ``keys``.
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
         timeout_s: the job is given up after this time.
+        notes: for stores, what else is known of each chunk, parallel to ``keys``; empty if that is nothing.
     """
 
     job_id: int
@@ -42,6 +44,7 @@ class TierCommand:
     slots: tuple[int, ...]
     parents: tuple[OffloadKey | None, ...]
     timeout_s: float
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +66,7 @@ class TierTask:
         begun_at: time at which it was handed out.
         answers: one byte per chunk: 1 if all workers that have answered were successful, else 0.
         num_answers: number of workers that have answered.
+        listing: what the first worker has listed, for a task that lists.
         has_ended: whether it has ended and its consequences were drawn.
         is_cancelled: whether nobody needs it any more.
     """
@@ -80,6 +84,7 @@ class TierTask:
     begun_at: float = field(default=0.0, init=False)
     answers: bytes = field(default=b"", init=False)
     num_answers: int = field(default=0, init=False)
+    listing: Listing = field(default=NOTHING_LISTED, init=False)
     has_ended: bool = field(default=False, init=False)
     is_cancelled: bool = field(default=False, init=False)
 
@@ -103,16 +108,20 @@ class TaskTable:
     Args:
         clock: time in which the engine steps.
         new_epoch: makes a new name for ``rename``.
+
+    Attributes:
+        note_of: says what else is known of a chunk that is written; ``None`` if nobody knows anything.
     """
 
     def __init__(self, clock: Clock, new_epoch: Callable[[], bytes]) -> None:
         self._clock = clock
         self._new_epoch = new_epoch
         self._epoch = b""
+        self.note_of: Callable[[OffloadKey], Note] | None = None
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
         self._cancelled: list[int] = []
-        # Per tier and access, the number of jobs in flight, touches aside, and the number of their chunks, touches included.
+        # Per tier and access, the number of jobs in flight but for those that show nothing, and the number of chunks of all.
         self._num_jobs: Counter[tuple[int, Access]] = Counter()
         self._num_chunks: Counter[tuple[int, Access]] = Counter()
 
@@ -137,8 +146,14 @@ class TaskTable:
         task.begun_at = self._clock()
         self._in_flight[job_id] = task
         self._count(task, 1)
-        parents = self._names(task.parents) if task.kind is JobKind.STORE else ()
-        return TierCommand(job_id, task.tier, task.kind, self._names(task.keys), tuple(task.slots), parents, timeout_s)
+        if task.kind is JobKind.LIST:
+            return TierCommand(job_id, task.tier, task.kind, tuple(task.keys), (), (), timeout_s)
+        parents: tuple[OffloadKey | None, ...] = ()
+        notes: tuple[Note, ...] = ()
+        if task.kind is JobKind.STORE:
+            parents, notes = self._names(task.parents), self._notes(task.keys)
+        names = self._names(task.keys)
+        return TierCommand(job_id, task.tier, task.kind, names, tuple(task.slots), parents, timeout_s, notes)
 
     def get(self, job_id: int) -> TierTask | None:
         """Return a job in flight; ``None`` if there is none with that id."""
@@ -175,9 +190,21 @@ class TaskTable:
         cancelled, self._cancelled = self._cancelled, []
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
 
+    @property
+    def is_renamed(self) -> bool:
+        """Whether chunks have other names in the tiers than their keys."""
+        return bool(self._epoch)
+
     def rename(self) -> None:
         """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
         self._epoch = self._new_epoch()
+
+    def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
+        """Return what else is known of chunks, or nothing if that is nothing. After a ``rename``, no later engine asks."""
+        if self.note_of is None or self._epoch:
+            return ()
+        notes = tuple(map(self.note_of, keys))
+        return notes if any(note is not NO_NOTE for note in notes) else ()
 
     def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
         """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""
@@ -192,7 +219,7 @@ class TaskTable:
     def _count(self, task: TierTask, change: int) -> None:
         place = task.tier, ACCESS_OF[task.kind]
         self._num_chunks[place] += change * len(task.keys)
-        self._num_jobs[place] += change * (task.kind is not JobKind.TOUCH)
+        self._num_jobs[place] += change * (task.kind not in SHOW_NOTHING)
 
 
 def both(left: bytes, right: bytes) -> bytes:

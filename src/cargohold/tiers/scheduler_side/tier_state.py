@@ -16,7 +16,7 @@ from cargohold.cache.manager import ChunksRemoved, ChunksStored, ManagerEvent, O
 from cargohold.protocol import Clock, Locality, Outage, Times
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
-from cargohold.tiers.port import ACCESS_OF, Access, JobKind
+from cargohold.tiers.port import ACCESS_OF, SHOW_NOTHING, Access, Found, JobKind
 from cargohold.tiers.scheduler_side.pace import LookUpGain, Pace
 from cargohold.tiers.scheduler_side.tasks import TierTask
 
@@ -34,6 +34,7 @@ class TierOptions:
         has_index: whether the tier keeps an index of its chunks. Then it answers probes without asking its medium, and its
             policy must be told of the use of chunks that host memory gives back, or it would evict them.
         locality: whether it is local or shared; see ``TierConfig``.
+        is_listed: whether it can list its chunks; see ``TierConfig``.
         is_read_only: whether nothing is written to it.
         max_inflight_chunks: maximum number of chunks being written at the same time; each keeps its slot in host memory.
         max_asked_chunks: maximum number of chunks in probes, touches and loads in flight at the same time.
@@ -48,6 +49,7 @@ class TierOptions:
     max_daily_chunks: int | None = None
     has_index: bool = True
     locality: Locality | None = None
+    is_listed: bool = False
     is_read_only: bool = False
     max_inflight_chunks: int = 64
     max_asked_chunks: int = 65536
@@ -76,7 +78,14 @@ class AllChunksRemoved:
     """An event: none of a tier's chunks can be found any more."""
 
 
-TierEvent: TypeAlias = ManagerEvent | AllChunksRemoved
+@dataclass(frozen=True, slots=True)
+class ChunksFound:
+    """An event: the tier has chunks that nobody has asked for yet."""
+
+    found: tuple[Found, ...]
+
+
+TierEvent: TypeAlias = ManagerEvent | AllChunksRemoved | ChunksFound
 
 
 class Presence:
@@ -155,6 +164,8 @@ MAX_ANSWER_AGE_S = 10.0
 """Seconds for which an answer of the tier counts: it may evict chunks, and other engines may write to it."""
 REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
+MAX_ANNOUNCED = 2**18
+"""Maximum number of a tier's chunks that KV events announce at the same time, even if it can hold more."""
 _READING = (Access.LOOK_UP, Access.LOAD)
 _GROWTH = 4
 """A look-up that has found n chunks asks for this many times n next; see ``TierState.num_to_ask``."""
@@ -250,9 +261,9 @@ class TierState:
         return self.health.of(access) is BreakerState.HALF_OPEN
 
     def takes(self, kind: JobKind) -> bool:
-        """Whether a job may be handed out now. Touches are no trials."""
-        if kind is JobKind.TOUCH:
-            return not self.is_off and self.health.look_up is BreakerState.CLOSED
+        """Whether a job may be handed out now. Those that show nothing are no trials."""
+        if kind in SHOW_NOTHING:
+            return not self.is_off and self.health.of(ACCESS_OF[kind]) is BreakerState.CLOSED
         return self._admits(ACCESS_OF[kind])
 
     def note_health(self, worker: int, health: TierHealth) -> None:
@@ -269,7 +280,7 @@ class TierState:
                 self.name,
             )
             self.clear()
-        elif not self._can_be_relied_on:
+        elif not self.can_be_relied_on:
             # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
             self._note_events(AllChunksRemoved())
 
@@ -288,9 +299,15 @@ class TierState:
         return not self.is_off and (state is BreakerState.CLOSED or is_in_turn)
 
     @property
-    def _can_be_relied_on(self) -> bool:
+    def can_be_relied_on(self) -> bool:
         """Whether look-ups and loads work, as far as is known."""
-        return all(self.health.of(access) is BreakerState.CLOSED for access in _READING)
+        is_open = self.health is HEALTHY or all(self.health.of(access) is BreakerState.CLOSED for access in _READING)
+        return is_open and not self.is_off
+
+    @property
+    def records_events(self) -> bool:
+        """Whether anybody listens to its events."""
+        return self._events is not None
 
     def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
         """Split keys into parts of as many as the tier's workers take in one job."""
@@ -371,11 +388,16 @@ class TierState:
     def announce(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Record which chunks the tier was found to have, and which not to have."""
         # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
-        if self._events is None or self.is_off or not self._can_be_relied_on:
+        if self._events is None or not self.can_be_relied_on:
             return
         there = tuple(compress(keys, are_there))
         absent = tuple(key for key, is_there in zip(keys, are_there, strict=True) if not is_there)
         self._note_events(ChunksStored(there), ChunksRemoved(absent))
+
+    def announce_found(self, found: tuple[Found, ...]) -> None:
+        """Record that the tier has chunks that nobody has asked for."""
+        if found and self.can_be_relied_on:
+            self._note_events(ChunksFound(found))
 
     def _note_events(self, *events: TierEvent) -> None:
         if self._events is not None:

@@ -1,0 +1,83 @@
+"""Finds again what an earlier engine has left in a tier, for KV events: a few chunks at a time, and behind everything else.
+
+::
+
+    due --> LIST: keys and details, from one worker --> CHECK: does every worker have its shard? --> announced
+             ^                                                                                 |
+             +------------------------------- until the end of the list -----------------------+
+
+A chunk that no request has asked for yet is announced with the contents that were stored with it. After a ``rename``, nothing
+is listed: chunks have names then that tell nobody which chunks they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import compress
+
+from cargohold.tiers.port import JobKind, Listing
+from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
+from cargohold.tiers.scheduler_side.tier_state import MAX_ANNOUNCED, TierState
+
+
+class Lister:
+    """Lists the chunks of one tier at the start, and again each time when the tier can be relied on again.
+
+    Args:
+        at: index of the tier.
+        tier: what is known of it; is told what was found.
+        tasks: the table that jobs are added to.
+    """
+
+    def __init__(self, at: int, tier: TierState, tasks: TaskTable) -> None:
+        self._at = at
+        self._tier = tier
+        self._tasks = tasks
+        self._is_wanted = self._is_due = tier.records_events and tier.options.is_listed
+        self._num_found = 0
+        self._is_running = False
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it is listing, or about to."""
+        may_begin = self._tier.can_be_relied_on and not self._tasks.is_renamed
+        return self._is_running or (self._is_due and may_begin)
+
+    def step(self) -> None:
+        """Begin to list if that is due and possible. To be called once a step."""
+        if not self._is_wanted or self._is_running:
+            return
+        if not self._tier.can_be_relied_on:
+            self._is_due = True
+        elif self.is_at_work:
+            self._is_due = False
+            self._num_found = 0
+            self._list_from(b"")
+
+    def _list_from(self, cursor: bytes) -> None:
+        self._is_running = True
+        self._tasks.want(TierTask(JobKind.LIST, self._at, [cursor], self._end_list))
+
+    def _end_list(self, task: TierTask, _: Sequence[bool], is_done: bool) -> None:
+        if task.is_cancelled or not is_done:
+            self._is_running = False
+        elif task.listing.found:
+            keys = [found.key for found in task.listing.found]
+            self._tasks.want(TierTask(JobKind.CHECK, self._at, keys, partial(self._end_check, task.listing)))
+        else:
+            self._go_on(task.listing)
+
+    def _end_check(self, listing: Listing, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
+        if task.is_cancelled or not is_done:
+            self._is_running = False
+            return
+        there = tuple(compress(listing.found, succeeded))
+        self._num_found += len(there)
+        self._tier.announce_found(there)
+        self._go_on(listing)
+
+    def _go_on(self, listing: Listing) -> None:
+        self._is_running = False
+        if listing.cursor and self._num_found < MAX_ANNOUNCED:
+            self._list_from(listing.cursor)

@@ -1,0 +1,186 @@
+"""Chunks that an earlier engine has left on a disk are announced at the start, with what it knew of them."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cargohold.connector.offloading.contents import Contents, contents_in
+from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockStored, ExtraKey
+from cargohold.testing.simulation import SimulatedEngine
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers import JobKind
+from cargohold.tiers.chunk_format import TOKEN_TYPE, Details
+from cargohold.tiers.port import LISTED_AT_ONCE
+from cargohold.tiers.scheduler_side import TierOptions
+from tests.connector.common import evict_everything, prompt
+from tests.connector.test_events import RouterIndex, blocks_of, finish_all
+from tests.connector.tiering import make_engine, serve
+
+LISTED = TierOptions(name="disk", is_listed=True)
+
+
+def first_engine(
+    tiering: SimulatedTiering, num_prompts: int = 1, salt: str | None = None, *, salted: bool = False
+) -> SimulatedEngine:
+    engine = make_engine(tiering, emit_events=True, emit_salted_events=salted)
+    for number in range(num_prompts):
+        engine.add(f"first {number}", prompt(number, 45), 1, salt=salt)
+        finish_all(engine, tiering)
+    return engine
+
+
+def announced_after_restart(tiering: SimulatedTiering, *, salted: bool = False) -> set[tuple[bytes, int]]:
+    """The blocks that an engine announces at its start, before it has any request."""
+    engine = make_engine(tiering, emit_events=True, emit_salted_events=salted)
+    index = RouterIndex()
+    finish_all(engine, tiering)
+    index.follow(engine.scheduler.take_events())
+    return index.blocks[MEDIUM_STORAGE]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_an_engine_announces_what_an_earlier_one_has_left_on_disk(blocks_per_chunk: int, world_size: int) -> None:
+    tiering = SimulatedTiering(60, [LISTED], world_size, blocks_per_chunk=blocks_per_chunk)
+    first = first_engine(tiering, 3)
+    on_disk = blocks_of(tiering.media[0][0].chunks, first, blocks_per_chunk)
+    assert len(on_disk) > 20
+    assert announced_after_restart(tiering) == on_disk
+    lost = next(iter(tiering.media[0][-1].chunks))
+    del tiering.media[0][-1].chunks[lost]  # one worker has lost its shard
+    there = set(tiering.media[0][0].chunks) - {lost}
+    assert announced_after_restart(tiering) == blocks_of(there, first, blocks_per_chunk)
+
+
+def test_the_next_request_finds_what_was_announced_and_announces_nothing_twice() -> None:
+    tiering = SimulatedTiering(60, [LISTED], blocks_per_chunk=2)
+    first_engine(tiering)
+    engine = make_engine(tiering, emit_events=True)
+    index = RouterIndex()
+    serve(engine, tiering, "second", prompt(0, 45))
+    finish_all(engine, tiering)
+    index.follow(engine.scheduler.take_events())  # it refuses what it has
+    assert engine.outputs["second"].cache_report.restored_tokens["disk"] == 40
+    evict_everything(engine)
+    index.follow(engine.scheduler.take_events())
+
+
+def test_each_step_announces_a_bounded_number() -> None:
+    tiering = SimulatedTiering(400, [LISTED])
+    first_engine(tiering, 20)
+    assert len(tiering.media[0][0].chunks) > 3 * LISTED_AT_ONCE
+    engine = make_engine(tiering, emit_events=True)
+    counts = []
+    while engine.scheduler.has_work():
+        engine.step()
+        counts.append(sum(isinstance(event, BlockStored) for event in engine.scheduler.take_events()))
+    assert max(counts) == LISTED_AT_ONCE and sum(counts) == len(tiering.media[0][0].chunks)
+
+
+def test_a_listing_is_no_use_of_the_chunks_and_nobody_waits_for_it() -> None:
+    tiering = SimulatedTiering(60, [LISTED])
+    first_engine(tiering)
+    engine = make_engine(tiering, emit_events=True)
+    (queue,) = tiering.all_queues()
+    kinds: list[JobKind] = []
+    queue.on_job = lambda job: kinds.append(job.kind)
+    finish_all(engine, tiering)
+    assert set(kinds) == {JobKind.LIST, JobKind.CHECK}
+    queue.held = frozenset({JobKind.LIST})
+    other = make_engine(tiering, emit_events=True)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LIST})
+    other.add("r", prompt(0, 45), 1)
+    for _ in range(100):
+        other.step()
+    assert "r" in other.outputs and queue.pending, "it hangs, and the request was served"
+
+
+def test_salted_chunks_are_announced_only_where_that_is_wanted() -> None:
+    tiering = SimulatedTiering(60, [LISTED])
+    first_engine(tiering, 1, "mine")
+    assert announced_after_restart(tiering, salted=True) == set(), "they were written without tokens"
+    tiering = SimulatedTiering(60, [LISTED])
+    first_engine(tiering, 1, "mine", salted=True)
+    assert announced_after_restart(tiering) == set()
+    assert len(announced_after_restart(tiering, salted=True)) == 11
+
+
+def test_after_a_reset_nothing_is_listed() -> None:
+    tiering = SimulatedTiering(60, [LISTED])
+    first_engine(tiering)
+    engine = make_engine(tiering, emit_events=True)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LIST})
+    engine.step()
+    assert engine.scheduler.reset_cache()
+    queue.held = frozenset()
+    index = RouterIndex()
+    serve(engine, tiering, "r", prompt(0, 45))
+    index.follow(engine.scheduler.take_events())
+    assert len(index.blocks[MEDIUM_STORAGE]) == 11, "its own chunks, under other names"
+    assert not [job for job in queue.pending if job.kind is JobKind.LIST]
+
+
+def test_a_disk_that_works_again_is_listed_again() -> None:
+    tiering = SimulatedTiering(60, [LISTED])
+    engine = first_engine(tiering, 2)
+    index = RouterIndex()
+    index.follow(engine.scheduler.take_events())
+    before = set(index.blocks[MEDIUM_STORAGE])
+    lose_disk(engine, tiering)
+    index.follow(engine.scheduler.take_events())
+    assert index.blocks[MEDIUM_STORAGE] == set()
+    tiering.media[0][0].is_gone = False
+    engine.clock.advance(1000.0)  # type: ignore[attr-defined]  # virtual
+    for at in range(2):  # the first step tells the scheduler side that the tier may be tried again
+        serve(engine, tiering, f"asks {at}", prompt(70 + at, 16))
+    index.follow(engine.scheduler.take_events())
+    assert before <= index.blocks[MEDIUM_STORAGE]
+
+
+def lose_disk(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
+    tiering.media[0][0].is_gone = True
+    for at in range(6):
+        engine.add(f"lost {at}", prompt(100 + at, 16), 1)
+        finish_all(engine, tiering)
+
+
+extra_key: st.SearchStrategy[ExtraKey] = st.one_of(st.text(), st.binary(), st.tuples(st.text(), st.integers(0, 2**40)))
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> Contents:
+    num_blocks = draw(st.integers(1, 4))
+    return Contents(
+        draw(st.none() | st.binary(min_size=32, max_size=32)),
+        array(TOKEN_TYPE, draw(st.lists(st.integers(0, 2**32 - 1), min_size=4 * num_blocks, max_size=4 * num_blocks))),
+        tuple(draw(st.lists(st.binary(min_size=32, max_size=32), min_size=num_blocks - 1, max_size=num_blocks - 1))),
+        tuple(
+            tuple(keys)
+            for keys in draw(st.lists(st.lists(extra_key, max_size=2), min_size=num_blocks, max_size=num_blocks))
+        ),
+        draw(st.none() | st.builds(Adapter, st.text(), st.integers(0, 1000))),
+        draw(st.booleans()),
+    )
+
+
+@given(contents())
+def test_contents_come_back_as_they_were(known: Contents) -> None:
+    assert contents_in(known.details(), 4) == known
+
+
+@given(st.binary(max_size=80), st.binary(max_size=60))
+def test_whatever_a_disk_has_in_their_place_is_no_error(tokens: bytes, extras: bytes) -> None:
+    found = contents_in(Details(tokens, extras), 4)
+    assert found is None or len(found.tokens) == 4 * len(found.extra_keys)
+
+
+def test_contents_of_another_size_are_not_taken() -> None:
+    known = Contents(None, array(TOKEN_TYPE, range(8)), (bytes(32),), ((), ()))
+    assert contents_in(known.details(), 4) == known
+    assert contents_in(known.details(), 8) is None
