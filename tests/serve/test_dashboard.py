@@ -74,7 +74,7 @@ def test_a_server_looks_as_on_its_own_page(tiered: Server) -> None:
     assert (shown["state"], shown["requests"], shown["log"]) == ("serving", None, [])
     for here, there in zip(shown["tiers"], own["tiers"], strict=True):
         assert here["name"] == there["name"]
-        for what in ("held_bytes", "capacity_bytes", "in_bytes", "out_bytes", "suspended"):
+        for what in ("held_bytes", "capacity_bytes", "used_bytes", "in_bytes", "out_bytes", "suspended"):
             assert here[what] == there[what], (here["name"], what)
     tokens = [request["prompt_tokens"] for request in own["requests"]]
     assert sum(shown["totals"]["tokens"].values()) == sum(tokens)

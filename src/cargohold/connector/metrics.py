@@ -103,6 +103,14 @@ DEFERRED_STORES: Final = _counter("deferred_stores", "Times that stores waited f
 LOAD_TOKENS: Final = _counter("load_tokens", "Tokens that loads to the device brought.")
 PREFILL_TOKENS: Final = _counter("prefill_tokens", "Prompt tokens computed in steps that mostly compute prompts.")
 PREFILL_SECONDS: Final = _counter("prefill_seconds", "Seconds that these steps took.")
+TTFT_MS: Final = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 300_000)
+"""Upper bounds, in milliseconds, of the buckets for times to the first token."""
+TTFT: Final = _times(
+    "time_to_first_token",
+    "From a request's arrival to its first token; hit if half of its prompt or more was found.",
+    "cache",
+    bounds_ms=TTFT_MS,
+)
 WAIT: Final = _times("wait", "How long requests waited for a tier's answer or another request's load.")
 GAP: Final = _times("reuse_gap", "Time between two uses of the same chunk; sampled.", bounds_ms=AGES_MS)
 TIMES: Final[Mapping[str, Family]] = MappingProxyType(
@@ -137,7 +145,7 @@ FAMILIES: Final = (
     *(PROMPT, CAPACITY, READY, PINNED, IN_USE, CAPACITY_TOKENS, READY_TOKENS, PINNED_TOKENS, IN_USE_TOKENS),
     *(OF_TENANT, OF_TENANT_TOKENS, QUOTA, QUOTA_TOKENS, HINTS, MOVED, STORED, REMOVED),
     *(NOT_STORED, NOT_LOADED, CORRUPT, TIER_FAILURES, SUSPENSIONS, FAILURES, DEFERRED_LOOKUPS, DEFERRED_STORES),
-    *(LOAD_TOKENS, PREFILL_TOKENS, PREFILL_SECONDS, WAIT, GAP, *TIMES.values(), OUTAGE_SINCE, OUTAGE_RETRY),
+    *(LOAD_TOKENS, PREFILL_TOKENS, PREFILL_SECONDS, TTFT, WAIT, GAP, *TIMES.values(), OUTAGE_SINCE, OUTAGE_RETRY),
     *(OTHER, OTHER_LEVELS),
 )
 """All families that connectors fill."""
@@ -164,7 +172,7 @@ NAMED: Final[Mapping[str, Series]] = MappingProxyType(
 FROM_THE_START: Final = (
     *NAMED.values(),
     *(Series(TIMES[what], ("host",)) for what in ("load", "store", "lifetime")),
-    *(Series(WAIT), Series(GAP)),
+    *(Series(WAIT), Series(GAP), Series(TTFT, ("hit",)), Series(TTFT, ("miss",))),
 )
 """What is shown as 0 before anything has happened, because rates are told only of what was there before."""
 
@@ -228,6 +236,8 @@ def _series_of_times(name: str) -> Series:
     for family in (WAIT, GAP):
         if family.name == f"cargohold_{name}_seconds":
             return Series(family)
+    if name.endswith("_ttft"):
+        return Series(TTFT, (name.removesuffix("_ttft"),))
     for end, family in TIMES.items():
         if name.endswith(f"_{end}"):
             return Series(family, (name.removesuffix(f"_{end}"),))

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from cargohold.connector.metrics import TTFT
 from cargohold.serve import page
 from cargohold.serve.cache import Vessel
 from cargohold.serve.errors import ApiError, error_response, json_response
@@ -23,7 +24,6 @@ from cargohold.serve.scrapes import Labels, Scrape, scrape, tiers_of
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
 
-_TTFT: Final = "cargohold_time_to_first_token_seconds"
 _SINCE: Final = "cargohold_outage_since_timestamp_seconds"
 _RETRY: Final = "cargohold_outage_retry_timestamp_seconds"
 
@@ -95,7 +95,7 @@ def _add(bucket: Bucket, grown: Scrape) -> None:
     """Count what has happened."""
     for tier, tokens in grown.by("cargohold_prompt_tokens_total", "tier").items():
         bucket.tokens[tier] += int(tokens)
-    sums, counts = grown.by(f"{_TTFT}_sum", "cache"), grown.by(f"{_TTFT}_count", "cache")
+    sums, counts = grown.by(f"{TTFT.name}_sum", "cache"), grown.by(f"{TTFT.name}_count", "cache")
     bucket.num_hits += int(counts.get("hit", 0))
     bucket.num_misses += int(counts.get("miss", 0))
     bucket.hit_ttft_s += sums.get("hit", 0)
@@ -122,13 +122,20 @@ def _vessel(now: Scrape, tier: str, num_out: int, is_off: bool) -> Vessel:
         tier,
         now.by("cargohold_tier_ready_bytes", "tier").get(tier, 0),
         now.by("cargohold_tier_capacity_bytes", "tier").get(tier),
-        used_bytes=now.by("cargohold_tier_pinned_bytes", "tier").get(tier, 0) if tier == "device" else None,
+        used_bytes=_used_bytes(now) if tier == "device" else None,
         in_bytes=moved.get((tier, "in"), 0),
         out_bytes=moved.get((tier, "out"), 0),
         evicted_chunks=now.by("cargohold_removed_chunks_total", "tier").get(tier),
         suspended=num_out,
         is_off=is_off,
     )
+
+
+def _used_bytes(now: Scrape) -> float:
+    """Bytes that requests are using now on the device. vLLM tells which part of it, of each replica."""
+    part = now.total("vllm:kv_cache_usage_perc") / now.num_replicas
+    capacity = now.by("cargohold_tier_capacity_bytes", "tier").get("device", 0)
+    return now.by("cargohold_tier_in_use_bytes", "tier").get("device", part * capacity)
 
 
 def _requests(now: Scrape) -> dict[str, Any]:

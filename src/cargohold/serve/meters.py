@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client import Counter as PromCounter
@@ -15,6 +14,7 @@ from prometheus_client.utils import floatToGoString
 from cargohold.connector.metrics import (
     FROM_THE_START,
     PROMPT,
+    TTFT,
     Family,
     Kind,
     OutageLevels,
@@ -25,8 +25,6 @@ from cargohold.connector.metrics import (
 from cargohold.protocol import times_part
 from cargohold.serve.desk import Desk, State, Watch
 from cargohold.serve.records import Record
-
-_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Meters:
@@ -45,10 +43,10 @@ class Meters:
         )
         self._output_tokens = PromCounter("cargohold_generated_tokens", "Tokens generated.", registry=self.registry)
         self._ttft = Histogram(
-            "cargohold_time_to_first_token_seconds",
-            "From a request's arrival in the engine to its first token; hit if half of its prompt or more was found.",
-            ("cache",),
-            buckets=_SECONDS,
+            TTFT.name,
+            TTFT.help,
+            TTFT.labels,
+            buckets=TTFT.bounds_s,
             registry=self.registry,
         )
 
@@ -104,7 +102,7 @@ class EngineMeters(Collector):
 
 
 def _families(counters: Mapping[str, float]) -> Iterator[Metric]:
-    """What connectors count, as Prometheus reads it; prompt tokens aside, which the server counts itself."""
+    """What connectors count, as Prometheus reads it, without what the server counts itself."""
     families: dict[Family, dict[Series, dict[str, float]]] = {}
     for series in FROM_THE_START:
         families.setdefault(series.family, {})[series] = {}
@@ -112,7 +110,7 @@ def _families(counters: Mapping[str, float]) -> Iterator[Metric]:
         series = series_of(counter)
         families.setdefault(series.family, {}).setdefault(series, {})[counter] = value
     for family, of_series in families.items():
-        if family is PROMPT:
+        if family in (PROMPT, TTFT):
             continue
         made = Metric(family.name, family.help, family.kind.value)
         for series, values in of_series.items():

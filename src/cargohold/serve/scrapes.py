@@ -47,11 +47,13 @@ class Scrape:
     Attributes:
         at: when, in seconds of a monotonic clock.
         samples: values by name and labels, added up over vLLM's own labels: models and data-parallel replicas.
+        num_replicas: number of these replicas.
         error: why there is nothing; empty if there is.
     """
 
     at: float
     samples: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+    num_replicas: int = 1
     error: str = ""
 
     @classmethod
@@ -60,11 +62,13 @@ class Scrape:
         from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415  # may be absent
 
         samples: dict[str, Counter[Labels]] = {}
+        replicas = set()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                replicas.add(sample.labels.get("engine", "0"))
                 labels = frozenset((name, value) for name, value in sample.labels.items() if name not in _OF_VLLM)
                 samples.setdefault(sample.name, Counter())[labels] += sample.value  # type: ignore[assignment]  # a Counter adds what can be added
-        return cls(at, samples)
+        return cls(at, samples, max(1, len(replicas)))
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """Return the values of a metric by one of its labels, added up over the others."""

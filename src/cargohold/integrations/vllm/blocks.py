@@ -163,6 +163,11 @@ class PoolContext:
         # Each view is made on first access, and then kept: vLLM never replaces its block objects.
         self._views: list[BlockView | None] = [None] * len(pool.blocks)
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Number of blocks that vLLM's prefix cache can find; 0 in a version that does not tell."""
+        return len(getattr(self._pool.cached_block_hash_to_block, "_cache", ()))
+
     def get_block(self, block_id: int) -> BlockView:
         """The block with that id. Raises ``IndexError`` where there is none."""
         if block_id < 0:

@@ -16,6 +16,7 @@ from cargohold.errors import ContractError, RequestError
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
+from cargohold.integrations.vllm.first_tokens import FirstTokens
 from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
 from cargohold.integrations.vllm.requests import SeenRequest, Step
 from cargohold.protocol import (
@@ -31,8 +32,10 @@ from cargohold.protocol import (
     KVEvent,
     OutputAggregator,
     Patience,
+    Stats,
     add_stats,
     hints_in,
+    level_changes,
     parse_hints,
 )
 from cargohold.rate_limited_log import SparingLog
@@ -45,6 +48,10 @@ EXPLAIN: Final = "cargohold_explain"
 _REMOTE_PREFILL: Final = "do_remote_prefill"
 """Key that vLLM's connectors between prefill and decode engines answer. vLLM's engine ends if two connectors answer the same
 key, and our decode engines need none: they look up every prompt."""
+
+
+_LOOK_S: Final = 1.0
+"""Seconds after which it is told anew how much is on the device, although there is nothing else to tell."""
 
 
 @dataclass(slots=True)
@@ -139,6 +146,7 @@ class SchedulerSide:
         self._synchronous: set[str] = set()
         # Requests whose prompt was counted: after a failed load or a preemption they are admitted again.
         self._admitted: set[str] = set()
+        self._first_tokens = FirstTokens(clock)
         self._new_loads: dict[str, tuple[int, ...]] = {}
         self._new_sends: list[str] = []
         self._new_synchronous: list[str] = []
@@ -146,6 +154,8 @@ class SchedulerSide:
         self._has_seen_request = False
         device_bytes = (layout.num_blocks - 1) * layout.block_bytes * layout.world_size
         self._stats: Counter[str] = Counter({"num_device_capacity_bytes": device_bytes})
+        self._levels: Stats = {}
+        self._look_at = clock()
         self._outages = OutageLevels(time.time() - clock())
         self._refusals = SparingLog(logger)  # clients decide how many there are
         self.guard.bind_scheduler_context(self._context)
@@ -199,6 +209,7 @@ class SchedulerSide:
         self._num_computed.pop(request_id, None)
         self._synchronous.discard(request_id)
         self._admitted.discard(request_id)
+        self._first_tokens.note_ended(request, self._stats)
         seen = self._requests.pop(request_id, None)
         if seen is None:
             return False, None
@@ -256,6 +267,7 @@ class SchedulerSide:
             num_computed = _found_on_device(request, num_computed, num_external_tokens)
             self._stats["device_tokens"] += num_computed
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
+            self._first_tokens.note_admitted(request, num_computed + num_external_tokens)
         seen = self._requests.get(request_id)
         if seen is None:
             return
@@ -275,6 +287,7 @@ class SchedulerSide:
 
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
+        self._first_tokens.look(self._stats)
         self._check_deadlines()
         self._check_room(is_idle=not output.num_scheduled_tokens)
         # While a reset is due, the connector sees no requests and no free blocks, so that it stores nothing: the reset would
@@ -352,9 +365,19 @@ class SchedulerSide:
     def take_stats(self, block_bytes: float) -> dict[str, float]:
         """Counters of both sides since the last call, as operators want them; ``block_bytes`` is a worker's mean."""
         stats, self._stats = self._stats, Counter()
-        shown = for_operators(add_stats(stats, self.guard.get_stats()), block_bytes, self.layout.token_bytes)
+        told = add_stats(stats, self.guard.get_stats())
+        if told or self._clock() >= self._look_at:  # in most steps there is nothing to tell
+            told = add_stats(told, self._take_levels())
+        shown = for_operators(told, block_bytes, self.layout.token_bytes)
         shown.update(self._outages.take_changes(self.guard.get_outages()))
         return {name: value for name, value in shown.items() if value}
+
+    def _take_levels(self) -> Stats:
+        """Return how much more, or less, vLLM's prefix cache holds than when this was asked last."""
+        self._look_at = self._clock() + _LOOK_S
+        device_bytes = self._context.num_cached_blocks * self.layout.block_bytes * self.layout.world_size
+        before, self._levels = self._levels, {"num_device_bytes": device_bytes}
+        return level_changes(before, self._levels)
 
     def shutdown(self) -> None:
         """Let go of everything."""

@@ -1,0 +1,68 @@
+"""The page of ``cargohold dashboard`` beside vLLM: everything on it comes from vLLM's own ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+pytest.importorskip("fastapi", reason="vLLM's own server needs it, too")
+
+from prometheus_client import REGISTRY, generate_latest
+
+from cargohold.serve.dashboard import Engine
+from cargohold.serve.scrapes import Scrape
+from tests.vllm.common import forget, make_prompts, restored
+
+
+def scrape(_url: str) -> Scrape:
+    """What ``/metrics`` says: vLLM serves this registry."""
+    return Scrape.parse(0.0, generate_latest(REGISTRY).decode())
+
+
+def test_the_page_has_every_vessel_and_every_figure(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    disk = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
+    engine = start(vllm_model("llama"), {"host_bytes": "4MiB", "restore": "always", "tiers": [disk]})
+    page = Engine("vllm", "", scrape)
+    page.look()
+    prompts = make_prompts(3, 330)
+    engine.ask(prompts, 2)
+    forget(engine)
+    assert restored(engine.ask(prompts, 2)) == 960
+    engine.ask(make_prompts(20, 92, seed=5), 1)  # more than host memory has room for
+    engine.settle()
+    engine.ask(make_prompts(1, 40, seed=6), 2)  # vLLM passes counters on with answers
+    page.look()
+    shown = page.as_json()
+    assert (shown["state"], shown["log"]) == ("serving", [])
+    device, host, below = shown["tiers"]
+    assert [tier["name"] for tier in (device, host, below)] == ["device", "host", "disk"]
+    for tier in shown["tiers"]:
+        assert 0 < tier["held_bytes"] <= tier["capacity_bytes"], tier
+        assert (tier["suspended"], tier["is_off"]) == (0, False)
+    assert 0 <= device["used_bytes"] < device["capacity_bytes"]
+    assert host["in_bytes"] > 0 < host["out_bytes"] and host["evicted_chunks"] > 0 < below["in_bytes"]
+    totals, (bucket, *later) = shown["totals"], shown["history"]
+    assert totals["tokens"]["host"] == 960 and totals["tokens"]["computed"] > 0
+    assert totals["hit_requests"] == 3 and totals["miss_requests"] > 20
+    assert totals["hit_ttft_s"] > 0 < totals["miss_ttft_s"]
+    assert not later and bucket == {**totals, "start": bucket["start"]}, "all of it has happened between the two looks"
+    assert shown["engine"] == {"running": 0, "waiting": 0, "loading": 0, "refused": 0, "connector_error": None}
+
+
+def test_parts_of_several_replicas_are_no_part_of_the_whole(tmp_path: Path) -> None:
+    """vLLM tells of each replica which part of its device is used; the sum of parts says nothing."""
+    text = "".join(
+        f'vllm:kv_cache_usage_perc{{engine="{engine}"}} {part}\n'
+        f'cargohold_tier_capacity_bytes{{engine="{engine}",tier="device"}} 1000\n'
+        for engine, part in enumerate((0.5, 0.3))
+    )
+    page = Engine("vllm", "", lambda _: Scrape.parse(0.0, text))
+    page.look()
+    (device,) = page.as_json()["tiers"]
+    assert (device["capacity_bytes"], device["used_bytes"]) == (2000, pytest.approx(800))
