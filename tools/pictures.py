@@ -54,6 +54,7 @@ def main() -> None:
         people = [threading.Thread(target=ask, args=(url, number, until)) for number in range(3)]
         for one in people:
             one.start()
+        pin(url)
         time.sleep(max(0.0, arguments.seconds - 2 * LOOK_S))
         draw_top(url, arguments.to)
         for one in people:
@@ -95,6 +96,19 @@ def ask(url: str, number: int, until: float) -> None:
         reply = connection.getresponse()
         told = reply.read()
         assert reply.status == 200, told
+    connection.close()
+
+
+def pin(url: str) -> None:
+    """Pin one of the texts for an agent."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=600)
+    text = next(iter(sorted(TEXTS.glob("*.txt")))).read_text(encoding="utf-8")[:PART]
+    body = {"messages": [{"role": "system", "content": text}], "lease": "agent 7", "ttl_s": 900}
+    reply: dict[str, Any] = {}
+    while reply.get("status") != "accepted":  # as soon as there is something to pin
+        connection.request("POST", "/cache/pins", json.dumps(body), {"content-type": "application/json"})
+        (reply,) = json.load(connection.getresponse())["outcomes"]
+        time.sleep(1)
     connection.close()
 
 
