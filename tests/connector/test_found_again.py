@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.cache.keys import offload_key
 from cargohold.connector.offloading.contents import Contents, contents_in
-from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockStored, ExtraKey
-from cargohold.testing.simulation import SimulatedEngine
-from cargohold.testing.simulation.tiers import SimulatedTiering
-from cargohold.tiers import JobKind
+from cargohold.connector.offloading.worker import TierWorker
+from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockRemoved, BlockStored, ExtraKey, TransferOutcome
+from cargohold.testing.simulation import SimulatedEngine, VirtualClock
+from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
+from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.chunk_format import TOKEN_TYPE, Details
 from cargohold.tiers.port import LISTED_AT_ONCE
-from cargohold.tiers.scheduler_side import TierOptions
+from cargohold.tiers.scheduler_side import TierCommand, TierOptions
 from tests.connector.common import evict_everything, prompt
 from tests.connector.test_events import RouterIndex, blocks_of, finish_all
 from tests.connector.tiering import make_engine, serve
+from tests.effort import examples
 
 LISTED = TierOptions(name="disk", is_listed=True)
 
@@ -141,6 +147,114 @@ def test_a_disk_that_works_again_is_listed_again() -> None:
         serve(engine, tiering, f"asks {at}", prompt(70 + at, 16))
     index.follow(engine.scheduler.take_events())
     assert before <= index.blocks[MEDIUM_STORAGE]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@examples(25)
+@given(data=st.data())
+def test_what_is_announced_equals_what_is_on_disk_also_where_the_disk_evicts_and_engines_restart(
+    blocks_per_chunk: int, world_size: int, data: st.DataObject
+) -> None:
+    tiering = SimulatedTiering(data.draw(st.integers(8, 24)), [LISTED], world_size, blocks_per_chunk=blocks_per_chunk)
+    for rank, medium in enumerate(tiering.media[0]):
+        medium.max_chunks = data.draw(st.integers(3, 30), label=f"chunks of worker {rank}")
+    index = RouterIndex()
+    engine = make_engine(tiering, emit_events=True)
+    known: dict[bytes, list[bytes]] = {}
+    for at in range(data.draw(st.integers(1, 10))):
+        tokens = prompt(data.draw(st.integers(0, 4)), data.draw(st.integers(1, 44)))
+        engine.add(f"r{at}", tokens, 3)
+        for _ in range(data.draw(st.integers(0, 6))):
+            if engine.scheduler.has_work():
+                engine.step()
+        known |= {
+            request.block_hashes[-1]: request.block_hashes
+            for request in engine.requests.values()
+            if request.block_hashes
+        }
+        match data.draw(st.sampled_from(("nothing", "abort", "evict", "reset", "restart", "compare"))):
+            case "abort":
+                engine.abort(f"r{at}")
+            case "evict":
+                finish_all(engine, tiering)
+                evict_everything(engine)
+            case "reset":
+                finish_all(engine, tiering)
+                assert engine.scheduler.reset_cache()
+            case "restart":
+                finish_all(engine, tiering)
+                known |= {r.block_hashes[-1]: r.block_hashes for r in engine.requests.values() if r.block_hashes}
+                engine, index = make_engine(tiering, emit_events=True), RouterIndex()
+            case "compare":
+                finish_all(engine, tiering)
+                known |= {r.block_hashes[-1]: r.block_hashes for r in engine.requests.values() if r.block_hashes}
+                index.follow(engine.scheduler.take_events())
+                assert index.blocks[MEDIUM_STORAGE] == on_disk(tiering, known.values(), blocks_per_chunk)
+        index.follow(engine.scheduler.take_events())
+    finish_all(engine, tiering)
+    known |= {r.block_hashes[-1]: r.block_hashes for r in engine.requests.values() if r.block_hashes}
+    index.follow(engine.scheduler.take_events())
+    assert index.blocks[MEDIUM_STORAGE] == on_disk(tiering, known.values(), blocks_per_chunk)
+
+
+def on_disk(tiering: SimulatedTiering, known: Iterable[list[bytes]], blocks_per_chunk: int) -> set[tuple[bytes, int]]:
+    """The blocks of these prompts that all workers have on disk, under the names that the engine uses now."""
+    found = set()
+    for hashes in known:
+        for end in range(blocks_per_chunk, len(hashes) + 1, blocks_per_chunk):
+            (name,) = tiering.lower.names_of([offload_key(hashes[end - 1], 0)])
+            if all(name in medium.chunks for medium in tiering.media[0]):
+                found |= {(block_hash, 0) for block_hash in hashes[end - blocks_per_chunk : end]}
+    return found
+
+
+def test_what_a_disk_evicts_is_taken_back_once() -> None:
+    tiering = SimulatedTiering(60, [LISTED])
+    tiering.media[0][0].max_chunks = 11
+    engine = first_engine(tiering)
+    events = list(engine.scheduler.take_events())
+    engine.add("other", prompt(1, 13), 1)
+    finish_all(engine, tiering)
+    removed = [event for event in engine.scheduler.take_events() if isinstance(event, BlockRemoved)]
+    gone = [block_hash for event in removed if event.medium == MEDIUM_STORAGE for block_hash in event.block_hashes]
+    first = [
+        h
+        for event in events
+        if isinstance(event, BlockStored) and event.medium == MEDIUM_STORAGE
+        for h in event.block_hashes
+    ]
+    assert sorted(gone) == sorted(first[:3])
+    tiering.media[0][0].stalls = False
+    lose_disk(engine, tiering)
+    removed = [event for event in engine.scheduler.take_events() if isinstance(event, BlockRemoved)]
+    counts = Counter(h for event in removed if event.medium == MEDIUM_STORAGE for h in event.block_hashes)
+    assert set(first[3:]) <= counts.keys() and max(counts.values()) == 1
+
+
+def test_a_chunk_that_is_lost_while_its_job_goes_on_with_others_is_not_announced_for_good() -> None:
+    """The job says that it was stored, but only after the tier has said that it was lost."""
+    medium = SimulatedMedium()
+    queue = HeldQueue(medium, VirtualClock(), auto=False, is_listed=True)
+    worker = TierWorker({"disk": queue}, np.zeros((4, 8), np.uint8), 1, VirtualClock())
+    names = (b"a" * 36, b"b" * 36)
+    worker.start(TierCommand(1, 0, JobKind.STORE, names, (0, 1), (None, None), 10.0))
+    (job,) = queue.pending
+    job.answers[0] = medium.access(job, 0)
+    medium.lose(names[0])
+    worker.poll()
+    report = worker.take_report()
+    assert report is not None and report.losses[0].keys == names[:1]
+    job.answers[1] = medium.access(job, 1)
+    queue.pending.remove(job)
+    job.status = JobStatus.DONE
+    queue._ended.append(job)
+    assert worker.poll() == {1: TransferOutcome.DONE}
+    report = worker.take_report()
+    assert report is not None and report.answers[1] == (bytes([1, 1]), 1)
+    assert report.losses[0].keys == names[:1], "to be applied after the answers"
+    worker.poll()
+    assert worker.take_report() is None
 
 
 def lose_disk(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cargohold.tiers import Tier
+from cargohold.errors import TierError
+from cargohold.tiers import LoadOutcome, Tier
 from cargohold.tiers.chunk_format import ChunkCodec, Details, Note
 from cargohold.tiers.disk import DiskTier
+from cargohold.tiers.disk import tier as disk_module
 from cargohold.tiers.encryption import EncryptionKey
-from tests.tiers.common import NAMESPACE, disk_tier, key, payload, ticking
+from cargohold.tiers.port import Losses
+from tests.tiers.common import NAMESPACE, disk_tier, key, load, payload, ticking
 
 SMALL = 200
 ROOM = 256
@@ -101,4 +106,57 @@ def test_to_be_listed_is_no_use(tmp_path: Path) -> None:
     there = set(listed(tier))
     store(tier, number)
     assert there - set(listed(tier)) == {key(1)}
+    tier.close()
+
+
+def test_a_disk_tells_what_it_has_evicted(tmp_path: Path) -> None:
+    tier = small_disk(tmp_path, max_bytes="256KiB")
+    number = 0
+    while not (losses := tier.take_losses()):
+        store(tier, number)
+        number += 1
+    assert losses == Losses((key(0),)) and not tier.take_losses()
+    tier.remove([key(2), key(9_999)])
+    assert key(2) in tier.take_losses().keys
+    tier.close()
+
+
+def test_a_directory_that_was_deleted_is_a_loss_of_everything(tmp_path: Path) -> None:
+    tier = small_disk(tmp_path / "kv")
+    store(tier, 1)
+    assert not tier.take_losses()
+    shutil.rmtree(tmp_path / "kv")
+    store(tier, 2)
+    assert tier.take_losses() == Losses((), is_all=True)
+    assert listed(tier) == {key(2): details(2)}
+    tier.close()
+
+
+def test_a_chunk_that_cannot_be_read_or_is_damaged_is_a_loss(tmp_path: Path) -> None:
+    tier = small_disk(tmp_path)
+    for number in (1, 2):
+        store(tier, number)
+    (data,) = tmp_path.glob("*/segment-00000.data")
+    contents = bytearray(data.read_bytes())
+    contents[0] ^= 1
+    data.write_bytes(contents)
+    assert load(tier, 1, SMALL) is LoadOutcome.CORRUPT
+    assert tier.take_losses() == Losses((key(1),))
+    os.truncate(data, 0)
+    with pytest.raises(TierError):
+        load(tier, 2, SMALL)
+    assert tier.take_losses() == Losses((key(2),))
+    tier.close()
+
+
+def test_of_too_many_losses_that_nobody_asks_for_the_keys_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "MAX_LOSSES", 3)
+    tier = small_disk(tmp_path)
+    for number in range(5):
+        store(tier, number)
+        tier.remove([key(number)])
+    losses = tier.take_losses()
+    assert losses.is_all and len(losses.keys) <= 3
     tier.close()

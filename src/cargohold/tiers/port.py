@@ -101,6 +101,31 @@ class Listing:
 NOTHING_LISTED: Final = Listing()
 
 
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Chunks that a tier had and has no more, evicted or found to be unreadable.
+
+    Attributes:
+        keys: their keys. Some may be there again.
+        is_all: whether all others were lost, too.
+    """
+
+    keys: tuple[OffloadKey, ...] = ()
+    is_all: bool = False
+
+    def __or__(self, other: Losses) -> Losses:
+        """Both."""
+        return Losses(self.keys + other.keys, self.is_all or other.is_all)
+
+    def __bool__(self) -> bool:
+        return self.is_all or bool(self.keys)
+
+
+NO_LOSSES: Final = Losses()
+MAX_LOSSES: Final = 65536
+"""A tier that has lost more since it was asked last says that all are lost; then it is listed again."""
+
+
 class Tier(ABC):
     """One worker's shard of a tier. Thread-safe; every call blocks until it is done.
 
@@ -164,6 +189,10 @@ class Tier(ABC):
         """
         del cursor, limit
         return NOTHING_LISTED
+
+    def take_losses(self) -> Losses:
+        """Return the chunks lost since the last call, if the tier knows, from its index and at once. By default, none."""
+        return NO_LOSSES
 
     @abstractmethod
     def usage(self) -> TierUsage:

@@ -16,9 +16,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE
@@ -34,6 +36,7 @@ from cargohold.tiers.port import (
     JobLedger,
     JobStatus,
     LoadOutcome,
+    Losses,
     StoreOutcome,
     Tier,
     TierJob,
@@ -235,6 +238,14 @@ class TierQueue:
         except Exception as error:  # noqa: BLE001  # a tier of somebody's own; it is counted, and nothing depends on it
             logger.info("tier %s does not say how full it is: %s", self.tier.name, one_line(error))
             return 0
+
+    def take_losses(self) -> Losses:
+        """Return what the tier has lost since the last call, as far as it knows."""
+        return self.tier.take_losses()
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the chunks that the tier does not have. One that tells of losses has an index, so this is quick."""
+        return [key for key, is_there in zip(keys, self.tier.probe(keys), strict=True) if not is_there]
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended or no thread lives, at most ``timeout_s`` seconds; return whether that is so."""

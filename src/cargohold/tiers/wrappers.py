@@ -13,13 +13,13 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import TierError
 from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.memory import copy_bytes
-from cargohold.tiers.port import Listing, LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.tiers.port import Listing, LoadOutcome, Losses, StoreOutcome, Tier, TierUsage
 
 T = TypeVar("T")
 
 
 class WrappedTier(Tier):
-    """A tier that passes every call on to another; all but ``usage`` and ``close`` through ``call``, for subclasses.
+    """A tier that passes every call on to another: through ``call``, but for ``take_losses``, ``usage`` and ``close``.
 
     Args:
         inner: the tier inside.
@@ -61,6 +61,9 @@ class WrappedTier(Tier):
 
     def list_chunks(self, cursor: bytes, limit: int) -> Listing:  # noqa: D102
         return self.call("list_chunks", 0, lambda: self.inner.list_chunks(cursor, limit))
+
+    def take_losses(self) -> Losses:  # noqa: D102
+        return self.inner.take_losses()
 
     def usage(self) -> TierUsage:  # noqa: D102
         return self.inner.usage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cargohold.tiers.health import TierHealth
-from cargohold.tiers.port import Listing
+from cargohold.tiers.port import NO_LOSSES, Listing, Losses
 from cargohold.tiers.scheduler_side.tasks import TierCommand, both
 
 
@@ -83,12 +83,14 @@ class TierReport:
         health: the health of tiers by rank of the worker and index of the tier, where it has changed.
         namespace: with the first report of the first worker, the outline of its namespace; else empty.
         listings: by job, what the first worker has listed.
+        losses: by the tier's index, what workers have lost there. Chunks of jobs that ended count as lost after these jobs.
     """
 
     answers: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     health: dict[tuple[int, int], TierHealth] = field(default_factory=dict)
     namespace: dict[str, str] = field(default_factory=dict)
     listings: dict[int, Listing] = field(default_factory=dict)
+    losses: dict[int, Losses] = field(default_factory=dict)
 
     def aggregate(self, other: TierReport) -> TierReport:
         """Return both reports, merged: a chunk succeeded only if it did in both."""
@@ -97,4 +99,8 @@ class TierReport:
             mine, num_mine = merged.get(job_id, (theirs, 0))
             merged[job_id] = both(mine, theirs), num_mine + num_workers
         listings = self.listings | other.listings
-        return TierReport(merged, self.health | other.health, self.namespace or other.namespace, listings)
+        losses = {
+            at: self.losses.get(at, NO_LOSSES) | other.losses.get(at, NO_LOSSES)
+            for at in self.losses.keys() | other.losses.keys()
+        }
+        return TierReport(merged, self.health | other.health, self.namespace or other.namespace, listings, losses)

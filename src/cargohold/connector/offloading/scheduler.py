@@ -287,6 +287,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if self._lower is not None and isinstance(output.worker_meta, TierReport):
             report = output.worker_meta
             self._lower.note_report(report.answers, report.health, report.namespace, report.listings)
+            self._lower.note_emptied(at for at, losses in report.losses.items() if losses.is_all)
         for job_id, outcome in output.finished.jobs.items():
             if self._lower is not None and self._lower.end(job_id, outcome):
                 continue
@@ -301,6 +302,9 @@ class OffloadingScheduler(KVConnectorScheduler):
             else:
                 logger.warning("a worker reported job %d, which is not in flight", job_id)
             self._measures.note_end(job, since, outcome)
+        if self._lower is not None and isinstance(output.worker_meta, TierReport):
+            for at, losses in output.worker_meta.losses.items():
+                self._lower.note_lost(at, losses.keys)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return locks and unlocks, if blocks are held by locks. Also ends the step for lower tiers."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
+from cargohold.cache.manager import OffloadKey
 from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.protocol import (
     NOTHING_ENDED,
@@ -19,7 +20,17 @@ from cargohold.protocol import (
 )
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.memory import ByteRows
-from cargohold.tiers.port import ONE_BY_ONE, JobKind, JobStatus, Listing, LoadOutcome, StoreOutcome, TierJob
+from cargohold.tiers.port import (
+    NO_LOSSES,
+    ONE_BY_ONE,
+    JobKind,
+    JobStatus,
+    Listing,
+    LoadOutcome,
+    Losses,
+    StoreOutcome,
+    TierJob,
+)
 from cargohold.tiers.scheduler_side.tasks import TierCommand
 from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
 
@@ -50,6 +61,14 @@ class JobQueue(Protocol):
         """Return which kinds of jobs the queue takes now."""
         ...
 
+    def take_losses(self) -> Losses:
+        """Return what the tier has lost since the last call, as far as it knows."""
+        ...
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the chunks that the tier does not have, by its index: only asked of a tier that told of losses."""
+        ...
+
     def num_bytes(self) -> int:
         """Return the bytes of the chunks that the tier holds, as far as is known here."""
         ...
@@ -57,6 +76,48 @@ class JobQueue(Protocol):
     def shutdown(self) -> None:
         """Stop the queue."""
         ...
+
+
+class RecentLosses:
+    """What one tier has lost lately, so that no report says of a lost chunk that it is there.
+
+    A job says of a chunk that it is there, and then the chunk is lost while the job goes on with others. So what is lost is
+    kept for as long as jobs are in flight that began before, and reported again after these jobs if it is still not there.
+
+    Args:
+        queue: the tier's queue.
+    """
+
+    def __init__(self, queue: JobQueue) -> None:
+        self._queue = queue
+        # By chunk, and for all chunks together, the job that was begun last before it was lost; the oldest first.
+        self._lost: dict[OffloadKey, int] = {}
+        self._all_lost = 0
+
+    def take(self, ended: Sequence[TierJob], last_begun: int, oldest: int) -> Losses:
+        """Return what was lost since the last call, or before one of the jobs that have ended now.
+
+        Args:
+            ended: jobs that have ended since the last call.
+            last_begun: the latest job so far; their ids ascend.
+            oldest: the oldest job in flight.
+        """
+        losses = self._queue.take_losses()
+        if losses:
+            for key in losses.keys:
+                self._lost.pop(key, None)
+                self._lost[key] = last_begun
+            self._all_lost = last_begun if losses.is_all else self._all_lost
+        if not (self._lost or self._all_lost):
+            return NO_LOSSES  # mostly
+        suspects = set(losses.keys)
+        for job in ended:
+            if job.kind is not JobKind.LIST:
+                suspects.update(job.keys if job.job_id <= self._all_lost else self._lost.keys() & job.keys)
+        for key in [key for key, begun in self._lost.items() if begun < oldest]:
+            del self._lost[key]
+        self._all_lost = self._all_lost if self._all_lost >= oldest else 0
+        return Losses(tuple(self._queue.lacking(list(suspects))), losses.is_all)
 
 
 class TierWorker:
@@ -89,6 +150,9 @@ class TierWorker:
         self._knows_bytes = False
         self._answers: dict[int, tuple[bytes, int]] = {}
         self._listings: dict[int, Listing] = {}
+        self._recent = [RecentLosses(queue) for queue in self._queues]
+        self._losses: dict[int, Losses] = {}
+        self._last_begun = 0
         self._refused: list[TierCommand] = []
         # Told once, by one worker: the others' differ only in the part of the model that they have.
         self._untold = dict(namespace or {}) if rank == 0 else {}
@@ -105,6 +169,7 @@ class TierWorker:
         queue = self._queues[command.tier]
         notes = () if self._rank else command.notes  # only the first worker lists chunks with what was kept of them
         job = TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents, notes)
+        self._last_begun = command.job_id
         if queue.submit(job):
             self._queue_of[command.job_id] = queue
         else:
@@ -121,8 +186,9 @@ class TierWorker:
         refused, self._refused = self._refused, []
         outcomes = dict.fromkeys((command.job_id for command in refused), TransferOutcome.ABANDONED)
         self._answers.update((command.job_id, (bytes(len(command.keys)), 1)) for command in refused)
-        for name, queue in zip(self._names, self._queues, strict=True):
-            for job in queue.poll():
+        ended = [queue.poll() for queue in self._queues]
+        for name, jobs in zip(self._names, ended, strict=True):
+            for job in jobs:
                 self._knows_bytes = False
                 self._queue_of.pop(job.job_id, None)
                 self._count(name, job)
@@ -131,6 +197,11 @@ class TierWorker:
                 self._answers[job.job_id] = bytes(job.succeeded), 1
                 if job.kind is JobKind.LIST and self._rank == 0:
                     self._listings[job.job_id] = job.listing
+        oldest = next(iter(self._queue_of), self._last_begun + 1)
+        for at, recent in enumerate(self._recent):
+            losses = recent.take(ended[at], self._last_begun, oldest)
+            if losses:
+                self._losses[at] = self._losses.get(at, NO_LOSSES) | losses
         return outcomes
 
     def take_report(self) -> TierReport | None:
@@ -144,7 +215,10 @@ class TierWorker:
         self._health = health
         namespace, self._untold = self._untold, {}
         listings, self._listings = self._listings, {}
-        return TierReport(answers, news, namespace, listings) if answers or news or namespace else None
+        losses, self._losses = self._losses, {}
+        if not (answers or news or namespace or losses):
+            return None
+        return TierReport(answers, news, namespace, listings, losses)
 
     def take_stats(self) -> Stats:
         """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""

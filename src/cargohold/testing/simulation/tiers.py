@@ -21,7 +21,7 @@ from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_a
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.health import MediumHealth
-from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, Access, Found, Listing
+from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Found, Listing, Losses
 from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
 from cargohold.transfer import TransferWorker
 
@@ -33,6 +33,7 @@ class SimulatedMedium:
         chunks: contents of the chunks that are there, by key.
         notes: what else was said of them when they were stored.
         max_chunks: most chunks that it holds; the oldest are evicted first.
+        lost: evicted chunks that its worker was not told of.
         is_gone: whether every access fails.
         stalls: whether accesses never end.
     """
@@ -41,6 +42,7 @@ class SimulatedMedium:
         self.chunks: dict[OffloadKey, bytes] = {}
         self.notes: dict[OffloadKey, Note] = {}
         self.max_chunks = max_chunks
+        self.lost: list[OffloadKey] = []
         self.is_gone = False
         self.stalls = False
 
@@ -59,15 +61,29 @@ class SimulatedMedium:
                 self.chunks[key] = bytes(buffer)
                 self.notes[key] = job.notes[at] if job.notes else NO_NOTE
             while len(self.chunks) > self.max_chunks:
-                del self.chunks[next(iter(self.chunks))]
+                self.lose(next(iter(self.chunks)))
             return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT
         if chunk is None:
             return LoadOutcome.ABSENT
         if len(chunk) != len(buffer):
-            del self.chunks[key]
+            self.lose(key)
             return LoadOutcome.CORRUPT
         buffer[:] = chunk
         return LoadOutcome.LOADED
+
+    def lose(self, key: OffloadKey) -> None:
+        """Evict a chunk."""
+        del self.chunks[key]
+        self.lost.append(key)
+
+    def take_losses(self) -> Losses:
+        """What was evicted since the last call."""
+        lost, self.lost = self.lost, []
+        return Losses(tuple(lost))
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the chunks that are not there."""
+        return [key for key in keys if key not in self.chunks]
 
     def _list(self, after: OffloadKey) -> Listing:
         keys = sorted(key for key in self.chunks if key > after)
@@ -89,6 +105,7 @@ class HeldQueue:
         clock: virtual time.
         auto: whether jobs are carried out at the next poll without being told to.
         has_index: whether the tier answers look-ups without its medium.
+        is_listed: whether it tells what it has lost.
 
     Attributes:
         pending: jobs that have not ended.
@@ -97,8 +114,18 @@ class HeldQueue:
         on_job: told of every job that is carried out.
     """
 
-    def __init__(self, medium: SimulatedMedium, clock: Clock, *, auto: bool = True, has_index: bool = True) -> None:
+    def __init__(
+        self,
+        medium: SimulatedMedium,
+        clock: Clock,
+        *,
+        auto: bool = True,
+        has_index: bool = True,
+        is_listed: bool = False,
+    ) -> None:
         self.medium = medium
+        medium.lost.clear()  # what an earlier engine was not told of
+        self._is_listed = is_listed
         self.auto = auto
         self.pending: list[TierJob] = []
         self.held: frozenset[JobKind] = frozenset()
@@ -139,6 +166,14 @@ class HeldQueue:
                     self.complete(job)
         ended, self._ended = self._ended, []
         return ended
+
+    def take_losses(self) -> Losses:
+        """What the medium has lost, if it tells."""
+        return self.medium.take_losses() if self._is_listed else NO_LOSSES
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the chunks that are not there."""
+        return self.medium.lacking(keys)
 
     def num_bytes(self) -> int:
         """Nothing: fingerprints take no room."""
@@ -223,7 +258,9 @@ class SimulatedTiering:
         num_rows = self.num_slots * self.config.blocks_per_chunk
         rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
         queues = {
-            tier.name: HeldQueue(media[environment.rank], environment.clock, has_index=tier.has_index)
+            tier.name: HeldQueue(
+                media[environment.rank], environment.clock, has_index=tier.has_index, is_listed=tier.is_listed
+            )
             for tier, media in zip(self.options, self.media, strict=True)
         }
         self.queues.append(list(queues.values()))
@@ -301,6 +338,7 @@ class LinkedQueue:
     ) -> None:
         self._health = MediumHealth(plan.options.name, source.clock, BreakerConfig(), has_index=plan.options.has_index)
         self._medium = medium
+        medium.lost.clear()  # what an earlier engine was not told of
         self._plan = plan
         self._source = source
         self._is_gone = is_gone
@@ -341,6 +379,14 @@ class LinkedQueue:
                 self._end(pending, JobStatus.DONE, len(pending.job.keys))
         ended, self._ended = self._ended, []
         return ended
+
+    def take_losses(self) -> Losses:
+        """What the medium has lost, if it tells."""
+        return self._medium.take_losses() if self._plan.options.is_listed else NO_LOSSES
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the chunks that are not there."""
+        return self._medium.lacking(keys)
 
     def num_bytes(self) -> int:
         """Nothing: fingerprints take no room."""

@@ -84,13 +84,17 @@ class SlotIndex:
             table.pin(around)
             self._policy.make_room(keys, before, 1)
             table.unpin(around)
-            table.evicted.clear()
         if not table.num_free:
             return None
         slots = table.take(1)
         table.place(keys, slots, before)
         self._policy.add(keys, before, slots)
         return slots[0]
+
+    def take_evicted(self) -> list[OffloadKey]:
+        """Return the chunks evicted since the last call. To be called after each ``reserve``."""
+        evicted, self._table.evicted = self._table.evicted, []
+        return evicted
 
     def restore(self, keys: Sequence[OffloadKey], slots: Sequence[int], parent: OffloadKey) -> None:
         """Add ready chunks, each the parent of the next, that were found in ``slots``; call ``forget_free`` for them first."""

@@ -19,7 +19,17 @@ from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Note
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, restore_index
-from cargohold.tiers.port import Found, Listing, LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.tiers.port import (
+    MAX_LOSSES,
+    NO_LOSSES,
+    Found,
+    Listing,
+    LoadOutcome,
+    Losses,
+    StoreOutcome,
+    Tier,
+    TierUsage,
+)
 from cargohold.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -70,6 +80,8 @@ class DiskTier(Tier):
         self._growing = threading.Lock()
         self._growth_pause = 0
         self._damage, self._unsaved, self._vanished = SparingLog(logger), SparingLog(logger), SparingLog(logger)
+        self._lost: list[OffloadKey] = []
+        self._is_all_lost = False
         self._state = self._open()
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -158,6 +170,21 @@ class DiskTier(Tier):
             if details is not None:
                 yield Found(key, details)
 
+    def take_losses(self) -> Losses:
+        """Return the chunks that were evicted, removed or found to be bad; all of them if the directory was gone."""
+        if not self._lost and not self._is_all_lost:
+            return NO_LOSSES  # mostly
+        with self._lock:
+            losses = Losses(tuple(self._lost), self._is_all_lost)
+            self._lost, self._is_all_lost = [], False
+        return losses
+
+    def _note_lost(self, keys: Sequence[OffloadKey]) -> None:
+        """Note losses. The caller holds the lock."""
+        self._lost += keys
+        if len(self._lost) > MAX_LOSSES:  # nobody asks
+            self._lost, self._is_all_lost = [], True
+
     def usage(self) -> TierUsage:
         """Return the number of chunks, the bytes of their slots with headers, and the bytes of all slots in the budget."""
         with self._lock:
@@ -210,7 +237,9 @@ class DiskTier(Tier):
                     return None
                 if state is self._state:
                     state.shard.release()  # its lock may still be there, if only other files were deleted
-                    self._state = self._reopen(state.shard.path)
+                    reopened = self._reopen(state.shard.path)
+                    with self._lock:
+                        self._state, self._is_all_lost = reopened, True
         return self._state
 
     def _reopen(self, path: Path) -> _State:
@@ -242,6 +271,7 @@ class DiskTier(Tier):
             if state.index.is_known(key) or not state.index.num_slots:
                 return StoreOutcome.REFUSED
             slot = state.index.reserve(key, parent)
+            self._note_lost(state.index.take_evicted())
         return StoreOutcome.REFUSED if slot is None else slot
 
     def _grow(self, state: _State) -> bool:
@@ -321,12 +351,14 @@ class DiskTier(Tier):
             is_current = state.index.is_current(key, slot)
             if is_current:
                 state.index.discard([key])
+                self._note_lost([key])
         return is_current
 
     def _discard(self, state: _State, keys: Sequence[OffloadKey]) -> None:
         with self._lock:
             pinned = [slot for key in keys if (slot := state.index.pin(key)) is not None]
             state.index.discard(keys)
+            self._note_lost(keys)
         try:
             # While slots are pinned, nobody writes to them.
             for slot in pinned:

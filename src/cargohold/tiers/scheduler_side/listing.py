@@ -44,6 +44,10 @@ class Lister:
         may_begin = self._tier.can_be_relied_on and not self._tasks.is_renamed
         return self._is_running or (self._is_due and may_begin)
 
+    def begin_again(self) -> None:
+        """List anew what is there, because the tier has lost everything, or its list of losses."""
+        self._is_due = self._is_wanted
+
     def step(self) -> None:
         """Begin to list if that is due and possible. To be called once a step."""
         if not self._is_wanted or self._is_running:

@@ -15,7 +15,7 @@ The device is loaded from host memory only. No request waits for a tier beyond a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from types import MappingProxyType
 
@@ -106,6 +106,10 @@ class LowerTiers:
     def max_chunks(self) -> Mapping[str, int]:
         """The number of chunks that each tier may hold, by its name, for those that have a limit of ours."""
         return {tier.name: most for tier in self.tiers if (most := tier.options.max_chunks) is not None}
+
+    def names_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the names that chunks have in the tiers now: for inspection."""
+        return self._tasks.names(keys)
 
     @property
     def is_readable(self) -> bool:
@@ -336,6 +340,21 @@ class LowerTiers:
             if self.tiers[at].is_off:
                 self.writes[at].clear()
 
+    def note_emptied(self, tiers: Iterable[int]) -> None:
+        """Learn that tiers have lost all that they had. To be called before the jobs end that a report says have ended."""
+        for at in tiers:
+            self.tiers[at].clear()
+            self._listers[at].begin_again()
+            if self.config.num_workers > 1:
+                self._tasks.note_lost(at, None)
+
+    def note_lost(self, at: int, names: Sequence[OffloadKey]) -> None:
+        """Learn that a worker has lost chunks of a tier. To be called after the jobs have ended."""
+        keys = self._tasks.keys_of(names)
+        self.tiers[at].note_lost(keys)
+        if self.config.num_workers > 1:
+            self._tasks.note_lost(at, frozenset(keys))
+
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""
         task = self._tasks.end(job_id)
@@ -387,6 +406,8 @@ class LowerTiers:
         if is_done:
             self.tiers[task.tier].note_took(task.kind, self.clock() - task.begun_at)
         task.on_end(task, task.succeeded(self.config.num_workers), is_done)
+        if task.lost:
+            self.tiers[task.tier].note_lost(tuple(task.lost))
         if task.kind is JobKind.STORE:
             self.promises.note_written(task.keys)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.port import ACCESS_OF, NOTHING_LISTED, SHOW_NOTHING, Access, JobKind, Listing
 
+_MAX_NAMES: Final = 2**18
+"""Maximum number of names of which it is remembered whose they are. Of further chunks, nobody hears when tiers lose them."""
 _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
 
@@ -67,6 +70,7 @@ class TierTask:
         answers: one byte per chunk: 1 if all workers that have answered were successful, else 0.
         num_answers: number of workers that have answered.
         listing: what the first worker has listed, for a task that lists.
+        lost: chunks that a worker has lost after it had answered, and before others have.
         has_ended: whether it has ended and its consequences were drawn.
         is_cancelled: whether nobody needs it any more.
     """
@@ -85,6 +89,7 @@ class TierTask:
     answers: bytes = field(default=b"", init=False)
     num_answers: int = field(default=0, init=False)
     listing: Listing = field(default=NOTHING_LISTED, init=False)
+    lost: set[OffloadKey] = field(default_factory=set, init=False)
     has_ended: bool = field(default=False, init=False)
     is_cancelled: bool = field(default=False, init=False)
 
@@ -117,6 +122,8 @@ class TaskTable:
         self._clock = clock
         self._new_epoch = new_epoch
         self._epoch = b""
+        # By name, after a ``rename``; the oldest first.
+        self._key_of: OrderedDict[OffloadKey, OffloadKey] = OrderedDict()
         self.note_of: Callable[[OffloadKey], Note] | None = None
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
@@ -151,8 +158,8 @@ class TaskTable:
         parents: tuple[OffloadKey | None, ...] = ()
         notes: tuple[Note, ...] = ()
         if task.kind is JobKind.STORE:
-            parents, notes = self._names(task.parents), self._notes(task.keys)
-        names = self._names(task.keys)
+            parents, notes = self.names(task.parents), self._notes(task.keys)
+        names = self.names(task.keys)
         return TierCommand(job_id, task.tier, task.kind, names, tuple(task.slots), parents, timeout_s, notes)
 
     def get(self, job_id: int) -> TierTask | None:
@@ -198,6 +205,19 @@ class TaskTable:
     def rename(self) -> None:
         """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
         self._epoch = self._new_epoch()
+        self._key_of.clear()
+
+    def keys_of(self, names: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys of chunks that have these names in the tiers; those unknown since a ``rename`` are left out."""
+        if not self._epoch:
+            return names
+        return [key for key in map(self._key_of.get, names) if key is not None]
+
+    def note_lost(self, tier: int, lost: AbstractSet[OffloadKey] | None) -> None:
+        """Note that a worker has lost chunks of a tier, or all for ``None``, for tasks that only some have answered."""
+        for task in self._in_flight.values():
+            if task.tier == tier and task.num_answers:
+                task.lost.update(task.keys if lost is None else (key for key in task.keys if key in lost))
 
     def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
         """Return what else is known of chunks, or nothing if that is nothing. After a ``rename``, no later engine asks."""
@@ -206,7 +226,7 @@ class TaskTable:
         notes = tuple(map(self.note_of, keys))
         return notes if any(note is not NO_NOTE for note in notes) else ()
 
-    def _names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
+    def names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
         """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""
         return tuple(map(self._name, keys) if self._epoch else keys)
 
@@ -214,7 +234,11 @@ class TaskTable:
         if key is None:
             return key
         # As long as the key; the group in its last 4 bytes stays readable.
-        return blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]
+        name = blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]
+        self._key_of[name] = key
+        if len(self._key_of) > _MAX_NAMES:
+            self._key_of.popitem(last=False)
+        return name
 
     def _count(self, task: TierTask, change: int) -> None:
         place = task.tier, ACCESS_OF[task.kind]

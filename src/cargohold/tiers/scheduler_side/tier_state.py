@@ -385,6 +385,12 @@ class TierState:
         self.presence.clear()
         self._note_events(AllChunksRemoved())
 
+    def note_lost(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that chunks which the tier may have had are not there any more."""
+        known = [key for key, was_there in zip(keys, self.presence.last(keys), strict=True) if was_there]
+        self.presence.note(known, [False] * len(known))
+        self._note_events(ChunksRemoved(tuple(keys)))
+
     def announce(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Record which chunks the tier was found to have, and which not to have."""
         # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
