@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from cargohold.blocks import ABSENT, READY
 from cargohold.protocol import TransferOutcome
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import JobKind
-from cargohold.tiers.scheduler_side import Chain, Fetch, TieringConfig, TierOptions
+from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from tests.tiers.scheduler_side.world import KEYS, World, fail_loads, follow, written
 
@@ -100,3 +101,36 @@ def test_chunks_written_while_loads_are_suspended_are_announced_when_they_can_be
     (touch,) = world.step()
     world.end(touch, [True, True])
     assert follow(world, {KEYS[0]}) == {KEYS[0], KEYS[4], KEYS[5]}, "they were found"
+
+
+def test_a_chunk_that_one_worker_loses_before_another_has_stored_it_is_not_announced_for_good() -> None:
+    world = World(num_workers=2)
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    world.lower.note_report({store.job_id: (bytes([1, 1]), 1)}, {})
+    world.lower.note_lost(0, KEYS[:1])
+    world.lower.note_report({store.job_id: (bytes([1, 1]), 1)}, {})
+    assert world.lower.end(store.job_id, TransferOutcome.DONE)
+    assert follow(world, set()) == {KEYS[1]}
+    assert world.lower.lookup(KEYS[:1]) == bytes([ABSENT])
+
+
+def test_what_a_tier_has_lost_is_not_looked_for_there() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    known = follow(world, set())
+    world.lower.note_lost(0, [KEYS[1], KEYS[7]])
+    assert follow(world, known) == {KEYS[0], KEYS[2]}
+    assert world.lower.lookup(KEYS[:3]) == bytes([READY, ABSENT, READY])
+    assert world.lower.lookup([KEYS[7]]) == bytes([UNKNOWN]), "nothing was known of it"
+
+
+def test_a_tier_that_has_lost_everything_has_what_was_stored_since() -> None:
+    world = World()
+    written(world, KEYS[:2])
+    known = follow(world, set())
+    world.keep(KEYS[2:3])
+    (store,) = world.step()
+    world.lower.note_emptied([0])
+    world.end(store, [True])
+    assert follow(world, known) == {KEYS[2]}
