@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ pytest.importorskip("fastapi", reason="vLLM's own server needs it, too")
 
 from prometheus_client import REGISTRY, generate_latest
 
+from cargohold.integrations.vllm.first_tokens import FirstTokens
 from cargohold.serve.dashboard import Engine
 from cargohold.serve.scrapes import Scrape
 from tests.vllm.common import forget, make_prompts, restored
@@ -66,3 +70,28 @@ def test_parts_of_several_replicas_are_no_part_of_the_whole(tmp_path: Path) -> N
     page.look()
     (device,) = page.as_json()["tiers"]
     assert (device["capacity_bytes"], device["used_bytes"]) == (2000, pytest.approx(800))
+
+
+def test_a_request_is_counted_once_and_only_if_it_has_a_token() -> None:
+    now, stats = [100.0], Counter[str]()
+    first_tokens = FirstTokens(lambda: now[0])
+    arrived = time.time()
+    served, aborted, quick = (
+        SimpleNamespace(request_id=name, arrival_time=arrived, num_prompt_tokens=100, num_tokens=100)
+        for name in ("served", "aborted", "quick")
+    )
+    first_tokens.note_admitted(served, 50)
+    first_tokens.note_admitted(aborted, 0)
+    first_tokens.note_admitted(quick, 49)
+    first_tokens.look(stats)
+    first_tokens.note_ended(aborted, stats)
+    assert not stats
+    now[0] += 3
+    served.num_tokens = quick.num_tokens = 101
+    first_tokens.note_ended(quick, stats)
+    for _ in range(2):
+        first_tokens.look(stats)
+    first_tokens.note_ended(served, stats)
+    counted = {name: value for name, value in stats.items() if "_sum_" not in name}
+    assert counted == {"hit_ttft_le_5000ms": 1, "miss_ttft_le_5000ms": 1}
+    assert stats["hit_ttft_sum_le_5000ms"] == pytest.approx(3, abs=1)
