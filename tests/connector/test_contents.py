@@ -77,6 +77,26 @@ def test_turns_of_a_conversation_are_one_prefix() -> None:
     assert [one.tenant for one in contents(engine).prefixes] == [None, "acme"]
 
 
+def test_questions_about_one_document_are_one_prefix_and_a_long_conversation_is_another() -> None:
+    engine, _ = make(80)
+    document, conversation = prompt(1, 24), prompt(2, 60)
+    for number in range(4):
+        serve(engine, f"question {number}", [*document, *prompt(10 + number, 8)], 1)
+    assert kept(engine) == [(24, 4)]
+    for number, length in enumerate((36, 60)):
+        serve(engine, f"turn {number}", [*document, *conversation[:length]], 1)
+    assert kept(engine) == [(84, 2), (24, 6)], "it begins with the document, too"
+    serve(engine, "other", [*document[:8], *prompt(3, 24)], 1)
+    assert kept(engine) == [(84, 2), (32, 1), (24, 6)], "what is alike at the very beginning only is not shared"
+
+
+def test_the_same_prompt_again_is_the_same_prefix() -> None:
+    engine, _ = make()
+    for number in range(3):
+        serve(engine, f"request {number}", prompt(1, 24), 1)
+    assert kept(engine) == [(24, 3)]
+
+
 def test_how_long_a_prefix_was_not_used_is_told() -> None:
     engine, _ = make()
     serve(engine, "first", prompt(1, 24))

@@ -42,12 +42,12 @@ class TenantUse:
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefix:
-    """The prefix of a request that has ended, as far as it is in a tier. Never its text.
+    """The prefix of requests that have ended, as far as it is in a tier. Never its text.
 
     Attributes:
-        tenant: whose request it was.
+        tenant: whose requests they were.
         num_tokens: number of leading tokens that can be loaded now.
-        num_uses: number of requests that have begun with it: the one that has left it, and earlier ones that it continued.
+        num_uses: number of requests that have begun with it, or have grown to it.
         idle_s: seconds since the last of them ended.
     """
 

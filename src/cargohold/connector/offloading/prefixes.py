@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
@@ -19,27 +19,57 @@ longer prefix, what is there is rounded down to a 16th, unless it is all there."
 
 @dataclass(slots=True)
 class _Left:
-    """A prefix that a request has left.
+    """A prefix that requests have left.
 
     Attributes:
-        tenant: whose request it was.
+        tenant: whose requests they were.
+        first: its first chunk; most prompts differ there already.
         num_chunks: number of its chunks.
-        marks: some of its chunks in order, the last one included.
-        apart: one of so many chunks is a mark.
-        num_uses: number of requests that it is of.
-        at: when the last of them ended.
+        apart: one of so many of them is a mark.
+        marks: these, in order, and the last one.
+        at: when the last of the requests ended.
+        num_uses: number of requests that have begun with it.
+        is_shared: whether it is what requests have in common that went on differently.
     """
 
     tenant: str | None
+    first: OffloadKey
     num_chunks: int
-    marks: list[OffloadKey]
     apart: int
-    num_uses: int
+    marks: list[OffloadKey]
     at: float
+    num_uses: int = 1
+    is_shared: bool = False
+
+    @classmethod
+    def of(cls, keys: list[OffloadKey], tenant: str | None, at: float) -> Self:
+        """Make that of a request that has ended."""
+        apart = -(-len(keys) // MAX_MARKS)
+        marks = keys[apart - 1 :: apart]
+        if len(keys) % apart:
+            marks.append(keys[-1])
+        return cls(tenant, keys[0], len(keys), apart, marks, at)
+
+    def end_of(self, num_marks: int) -> int:
+        """Return the number of chunks up to a mark."""
+        return min(num_marks * self.apart, self.num_chunks)
+
+    def num_in_common(self, keys: list[OffloadKey]) -> int:
+        """Return with how many of its chunks a request begins, rounded down to a mark."""
+        num_alike = 0
+        for number, mark in enumerate(self.marks, 1):
+            end = self.end_of(number)
+            if end > len(keys) or keys[end - 1] != mark:
+                break
+            num_alike = number
+        return self.end_of(num_alike)
 
 
 class Prefixes:
-    """Remembers the prefixes of the last requests, those that continue each other as one.
+    """Remembers the prefixes of the last requests.
+
+    A request that continues an earlier one, as the next turn of a conversation does, takes its place. Requests that have half
+    of their chunks or more in common, as questions about one document have, are remembered as what they have in common.
 
     Args:
         manager: the manager of the tier.
@@ -54,11 +84,11 @@ class Prefixes:
         full = [group.index for group in layout.groups if group.kind is AttentionKind.FULL]
         self._group = full[0] if full else None
         self._chunk_tokens = 0
-        # By their last chunk, the least recently used first.
-        self._left: dict[OffloadKey, _Left] = {}
+        # The least recently used first.
+        self._left: list[_Left] = []
 
     def note_ended(self, state: RequestState) -> None:
-        """Learn that a request has ended. What it continued is part of its own prefix from now on."""
+        """Learn that a request has ended."""
         if self._group is None:
             return
         state.extend_keys()
@@ -66,27 +96,29 @@ class Prefixes:
         keys, self._chunk_tokens = chunks.keys, chunks.chunk_tokens
         if not keys:
             return
-        continued = [
-            end for end, left in self._left.items() if left.num_chunks <= len(keys) and keys[left.num_chunks - 1] == end
-        ]
-        num_uses = 1 + max([self._left.pop(end).num_uses for end in continued], default=0)
-        apart = -(-len(keys) // MAX_MARKS)
-        marks = keys[apart - 1 :: apart]
-        if len(keys) % apart:
-            marks.append(keys[-1])
-        self._left[keys[-1]] = _Left(state.tenant, len(keys), marks, apart, num_uses, self._clock())
-        if len(self._left) > MAX_PREFIXES:
-            del self._left[next(iter(self._left))]
+        own, others, shared = _Left.of(keys, state.tenant, self._clock()), [], []
+        for left in self._left:
+            may_be_alike = left.first == own.first and left.tenant == own.tenant
+            common = left.num_in_common(keys) if may_be_alike else 0
+            if common == left.num_chunks and not left.is_shared:
+                own.num_uses = max(own.num_uses, left.num_uses + 1)
+            elif common and (common == left.num_chunks or 2 * common >= max(left.num_chunks, len(keys))):
+                part = _Left.of(keys[:common], own.tenant, own.at)
+                part.num_uses, part.is_shared = left.num_uses + 1, True
+                shared.append(part)
+            else:
+                others.append(left)
+        is_told = any(2 * part.num_chunks >= len(keys) for part in shared)
+        self._left = [*others, *shared, *([] if is_told else [own])][-MAX_PREFIXES:]
 
     def kept(self) -> list[KeptPrefix]:
         """Return those of which something is in the tier, the longest first."""
         now, kept = self._clock(), []
-        for left in self._left.values():
+        for left in self._left:
             # A prefix is lost from its end.
-            num_marks = self._manager.lookup_run(left.marks).count(READY)
-            num_tokens = min(num_marks * left.apart, left.num_chunks) * self._chunk_tokens
-            if num_tokens:
-                kept.append(KeptPrefix(left.tenant, num_tokens, left.num_uses, now - left.at))
+            num_chunks = left.end_of(self._manager.lookup_run(left.marks).count(READY))
+            if num_chunks:
+                kept.append(KeptPrefix(left.tenant, num_chunks * self._chunk_tokens, left.num_uses, now - left.at))
         return sorted(kept, key=lambda prefix: -prefix.num_tokens)
 
     def forget(self) -> None:
