@@ -55,7 +55,7 @@ def main() -> None:
         for one in people:
             one.start()
         pin(url)
-        time.sleep(max(0.0, arguments.seconds - 2 * LOOK_S))
+        time.sleep(max(0.0, until - 2 * LOOK_S - time.monotonic()))
         draw_top(url, arguments.to)
         for one in people:
             one.join()
