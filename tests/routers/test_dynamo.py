@@ -15,8 +15,9 @@ from cargohold.cache.keys import offload_key
 from cargohold.engine.events import ZmqEventPublisher
 from cargohold.protocol import BlockRemoved, BlockStored
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
-from cargohold.testing.simulation.tiers import SimulatedTiering
-from cargohold.tiers import JobStatus
+from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
+from cargohold.tiers import JobKind, JobStatus
+from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import evict_everything, prompt
 from tests.connector.tiering import make_engine
 from tests.routers.dynamo import Found, Indexer, needs_dynamo, running_indexer
@@ -49,7 +50,8 @@ class Replica:
     """
 
     def __init__(self, indexer: Indexer, blocks_per_chunk: int, wire: str) -> None:
-        self.tiering = SimulatedTiering(24, blocks_per_chunk=blocks_per_chunk)
+        disk = TierOptions(name="disk", locality="LOCAL", is_listed=True)
+        self.tiering = SimulatedTiering(24, [disk], blocks_per_chunk=blocks_per_chunk)
         self.worker = next(_WORKERS)
         self.indexer = indexer
         self._wire = wire
@@ -106,8 +108,8 @@ class Replica:
         num_device = len(list(takewhile(on_device.__contains__, hashes)))
         keys = [offload_key(hashes[end - 1], 0) for end in range(per_chunk, len(hashes) + 1, per_chunk)]
         in_host = [state == READY for state in self.tiering.manager.lookup(keys)]
-        (disk,) = self.tiering.lower.tiers
-        on_disk = [disk.is_readable and bool(is_there) for is_there in disk.presence.last(keys)]
+        (disk,), ((medium,),) = self.tiering.lower.tiers, self.tiering.media
+        on_disk = [disk.is_readable and name in medium.chunks for name in self.tiering.lower.names_of(keys)]
         num_host = _run(in_host, num_device, per_chunk)
         num_disk = _run(on_disk, num_host, per_chunk)
         return Found(num_device * BLOCK_TOKENS, num_host * BLOCK_TOKENS, num_disk * BLOCK_TOKENS)
@@ -136,7 +138,7 @@ def compare(replica: Replica, indexer: Indexer) -> None:
 @settings(max_examples=25, phases=(Phase.explicit, Phase.generate))  # each example takes a second: none is made smaller
 @given(data=st.data())
 def test_it_finds_what_the_engine_can_find(indexer: Indexer, blocks_per_chunk: int, data: st.DataObject) -> None:
-    """Traffic with evictions, aborts, failures of the disk, restarts and resets."""
+    """Traffic with evictions, also from the disk, aborts, failures of the disk, restarts and resets."""
     replica = Replica(indexer, blocks_per_chunk, "map")
     try:
         for at in range(data.draw(st.integers(2, 8))):
@@ -145,7 +147,9 @@ def test_it_finds_what_the_engine_can_find(indexer: Indexer, blocks_per_chunk: i
             for _ in range(data.draw(st.integers(0, 4))):
                 if replica.engine.scheduler.has_work():
                     replica.engine.step()
-            what = data.draw(st.sampled_from(("nothing", "abort", "evict", "reset", "restart", "fail", "lose disk")))
+            what = data.draw(
+                st.sampled_from(("nothing", "abort", "evict", "disk evicts", "reset", "restart", "fail", "lose disk"))
+            )
             disturb(replica, what, f"r{at}")
             if data.draw(st.booleans()):
                 compare(replica, indexer)
@@ -156,7 +160,7 @@ def test_it_finds_what_the_engine_can_find(indexer: Indexer, blocks_per_chunk: i
 
 def disturb(replica: Replica, what: str, request_id: str) -> None:
     """Let something happen to a replica."""
-    (queue,) = replica.tiering.all_queues()
+    (queue,), ((medium,),) = replica.tiering.all_queues(), replica.tiering.media
     match what:
         case "abort":
             replica.engine.abort(request_id)
@@ -169,9 +173,11 @@ def disturb(replica: Replica, what: str, request_id: str) -> None:
         case "restart":
             replica.settle()
             replica.restart()
+        case "disk evicts":  # the ends of prefixes first
+            for key in list(medium.chunks)[: -len(medium.chunks) // 2 : -1]:
+                medium.lose(key)
         case "fail":
-            for job in list(queue.pending):
-                queue.complete(job, JobStatus.FAILED)
+            fail_jobs(queue, medium)
         case "lose disk":  # it is suspended; until the next engine, nobody can load from it
             replica.tiering.media[0][0].is_gone = True
             for at in range(4):
@@ -181,6 +187,15 @@ def disturb(replica: Replica, what: str, request_id: str) -> None:
             compare(replica, replica.indexer)
             replica.tiering.media[0][0].is_gone = False
             replica.restart()
+
+
+def fail_jobs(queue: HeldQueue, medium: SimulatedMedium) -> None:
+    """Let loads and stores fail. What they have written all the same is gone: nobody would know of it."""
+    for job in [job for job in queue.pending if job.kind in (JobKind.LOAD, JobKind.STORE)]:
+        before = set(medium.chunks)
+        queue.complete(job, JobStatus.FAILED)
+        for key in medium.chunks.keys() - before:
+            del medium.chunks[key]
 
 
 def test_a_disk_is_found_when_the_device_has_lost_what_it_had(indexer: Indexer) -> None:
@@ -200,7 +215,7 @@ def test_a_disk_is_found_when_the_device_has_lost_what_it_had(indexer: Indexer) 
         assert 0 < found.device < found.disk == LONGEST
         replica.restart()
         compare(replica, indexer)
-        assert indexer.find(prompt(0, LONGEST), replica.worker) == Found(0, 0, 0), "nobody has asked for it yet"
+        assert indexer.find(prompt(0, LONGEST), replica.worker) == Found(0, 0, LONGEST), "nobody has asked for it yet"
         replica.engine.add("after", prompt(0, LONGEST), 1)
         compare(replica, indexer)
         assert indexer.find(prompt(0, LONGEST), replica.worker).device == LONGEST

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cargohold.errors import TierError
@@ -14,6 +15,7 @@ from cargohold.tiers import LoadOutcome, Tier
 from cargohold.tiers.chunk_format import ChunkCodec, Details, Note
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk import tier as disk_module
+from cargohold.tiers.disk.slot_index import parents_first
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.port import Losses
 from tests.tiers.common import NAMESPACE, disk_tier, key, load, payload, ticking
@@ -160,3 +162,28 @@ def test_of_too_many_losses_that_nobody_asks_for_the_keys_are_forgotten(
     losses = tier.take_losses()
     assert losses.is_all and len(losses.keys) <= 3
     tier.close()
+
+
+def test_chunks_are_listed_after_those_before_them(tmp_path: Path) -> None:
+    """Whatever slots they are in: a router cannot place a block whose parent it does not know."""
+    tier = small_disk(tmp_path)
+    for number in range(20):
+        store(tier, 100 + number)
+    tier.remove([key(100 + number) for number in range(20)])  # from now on, the last slots are used first
+    parents = {number: None if number < 3 else number - 3 for number in range(18)}
+    for number, parent in parents.items():
+        before = None if parent is None else key(parent)
+        tier.store(key(number), memoryview(payload(number, SMALL)), before, Note(details(number)))
+    for _ in range(2):
+        order = list(listed(tier))
+        assert len(order) == 18
+        for number, parent in parents.items():
+            assert parent is None or order.index(key(parent)) < order.index(key(number))
+        tier.close()
+        tier = small_disk(tmp_path)
+    tier.close()
+
+
+def test_chunks_that_claim_to_be_before_each_other_are_listed_too() -> None:
+    parents = np.array([1, 0, -1, 2], dtype=np.intc)
+    assert sorted(parents_first(parents, np.array([True, True, False, True]))) == [0, 1, 3]

@@ -404,7 +404,14 @@ class Run:
             *world.oracles(engine),
         ]
         if engine.config.emit_events:
-            self._oracles.append(EventOracle(engine, knows_tiers=not scenario.connector.custom))
+            self._oracles.append(
+                EventOracle(
+                    engine,
+                    knows_tiers=not scenario.connector.custom,
+                    media=world.listed_media,
+                    is_excused=lambda: world.source.struck.total() > 0,
+                )
+            )
         self._oracles.append(PoolOracle(engine))
         if scenario.connector.restores_if_faster:
             self._oracles.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Found, Listing, Losses
 from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.transfer import TransferWorker
 
 
@@ -41,6 +42,8 @@ class SimulatedMedium:
     def __init__(self, max_chunks: int = 10**9) -> None:
         self.chunks: dict[OffloadKey, bytes] = {}
         self.notes: dict[OffloadKey, Note] = {}
+        self._numbers: dict[OffloadKey, int] = {}
+        self._num_stored = 0
         self.max_chunks = max_chunks
         self.lost: list[OffloadKey] = []
         self.is_gone = False
@@ -60,6 +63,8 @@ class SimulatedMedium:
             if chunk is None:
                 self.chunks[key] = bytes(buffer)
                 self.notes[key] = job.notes[at] if job.notes else NO_NOTE
+                self._num_stored += 1
+                self._numbers[key] = self._num_stored
             while len(self.chunks) > self.max_chunks:
                 self.lose(next(iter(self.chunks)))
             return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT
@@ -85,12 +90,13 @@ class SimulatedMedium:
         """Those of the chunks that are not there."""
         return [key for key in keys if key not in self.chunks]
 
-    def _list(self, after: OffloadKey) -> Listing:
-        keys = sorted(key for key in self.chunks if key > after)
+    def _list(self, cursor: bytes) -> Listing:
+        """The next chunks, in the order of storing: each after the one before it in its prefix."""
+        after = int.from_bytes(cursor, "little")
+        keys = [key for key in self.chunks if self._numbers[key] > after]
         part = keys[:LISTED_AT_ONCE]
-        found = [Found(key, self.notes[key].details) for key in part]
-        known = tuple(chunk for chunk in found if chunk.details != NO_DETAILS)
-        return Listing(known, part[-1] if len(keys) > len(part) else b"")
+        found = tuple(Found(key, self.notes[key].details) for key in part if self.notes[key].details != NO_DETAILS)
+        return Listing(found, self._numbers[part[-1]].to_bytes(8, "little") if len(keys) > len(part) else b"")
 
     def corrupt(self, key: OffloadKey) -> None:
         """Damage a chunk, in a way that a check would notice."""
@@ -326,6 +332,9 @@ class LinkedQueue:
         source: decides when a fault strikes, and tells the time.
         is_gone: tells whether every access fails at the moment.
         slowness: gives the factor by which jobs submitted now take longer.
+
+    Attributes:
+        is_uncertain: whether a job has ended of which its caller does not know how much of it was done.
     """
 
     def __init__(
@@ -345,6 +354,7 @@ class LinkedQueue:
         self._slowness = slowness
         self._hangs = {access: Spells(source, Fault.HANGS, HANG_S) for access in Access}
         self._pending: list[_Pending] = []
+        self.is_uncertain = False
         self._ended: list[TierJob] = []
 
     def submit(self, job: TierJob) -> bool:
@@ -413,6 +423,7 @@ class LinkedQueue:
     def _end(self, pending: _Pending, status: JobStatus, num_done: int) -> None:
         """Carry out the first chunks of a job, spoil the buffers of the others, and judge the medium by it."""
         self._pending.remove(pending)
+        self.is_uncertain |= status is not JobStatus.DONE
         job = pending.job
         for at, key in enumerate(job.keys):
             buffer = job.buffers[at] if job.buffers else None
@@ -432,11 +443,44 @@ class LinkedQueue:
 
     def _fail(self, pending: _Pending) -> None:
         """End a job because its access is suspended, without judging by it."""
+        self.is_uncertain = True
         self._pending.remove(pending)
         pending.job.status = JobStatus.FAILED
         for buffer in pending.job.buffers if pending.job.kind is JobKind.LOAD else ():
             buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
         self._ended.append(pending.job)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedMedium:
+    """A tier that lists its chunks, under an engine, for oracles.
+
+    Attributes:
+        tier: what the engine's scheduler side knows of it.
+        manager: the manager of host memory above it.
+        shards: the shards of its medium, by rank.
+        queues: the workers' queues.
+        blocks_per_chunk: blocks in a chunk.
+    """
+
+    tier: TierState
+    manager: TieringManager
+    shards: Sequence[SimulatedMedium]
+    queues: Sequence[LinkedQueue]
+    blocks_per_chunk: int
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no job has ended of which nobody knows how much it has done."""
+        return not any(queue.is_uncertain for queue in self.queues)
+
+    def find(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Note]:
+        """Those of the chunks, and of all others whose key is known, that are on all shards, with what was noted of them."""
+        lower = self.manager.lower
+        known = sorted({*keys, *(() if lower.has_renamed else self.shards[0].chunks)})
+        names = dict(zip(known, lower.names_of(known), strict=True))
+        notes = self.shards[0].notes
+        return {key: notes[name] for key, name in names.items() if all(name in shard.chunks for shard in self.shards)}
 
 
 class MakeHostTransfers(Protocol):
@@ -459,6 +503,7 @@ class TieredOffloading:
 
     Attributes:
         shards: the media's shards, by tier and rank; made when a worker first opens them.
+        manager, queues: of the engine made last, the manager, and the queues per tier.
     """
 
     def __init__(
@@ -476,12 +521,17 @@ class TieredOffloading:
         self._make_queue = make_queue
         self._num_epochs = 0
         self.shards: dict[tuple[int, int], SimulatedMedium] = {}
+        self.manager: TieringManager
+        self.queues: list[list[LinkedQueue]] = []
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
         host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events)
         options = [plan.options for plan in self._plans]
-        return scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
+        side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
+        assert isinstance(side.manager, TieringManager)
+        self.manager, self.queues = side.manager, [[] for _ in options]
+        return side
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side with an empty host memory, and the rank's shards of the media."""
@@ -491,6 +541,8 @@ class TieredOffloading:
             plan.options.name: self._make_queue(self._shard(at, environment.rank), plan)
             for at, plan in enumerate(self._plans)
         }
+        for of_tier, queue in zip(self.queues, queues.values(), strict=True):
+            of_tier.append(queue)
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
             return self._make_transfers(as_array(regions[0]), rows, environment)
@@ -504,6 +556,13 @@ class TieredOffloading:
         for at, plan in enumerate(self._plans):
             if plan.options.locality == "REMOTE":
                 yield [shard for (tier, _), shard in self.shards.items() if tier == at]
+
+    def listed_media(self) -> Iterator[ListedMedium]:
+        """Yield the tiers that list their chunks, under the engine made last."""
+        for at, (tier, queues) in enumerate(zip(self.manager.lower.tiers, self.queues, strict=True)):
+            if tier.options.is_listed:
+                shards = [self._shard(at, rank) for rank in range(len(queues))]
+                yield ListedMedium(tier, self.manager, shards, queues, self.config.blocks_per_chunk)
 
     def share(self, other: TieredOffloading, num_workers: int) -> None:
         """Use the shards of another engine's tiers where other machines share them."""

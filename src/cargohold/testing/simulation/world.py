@@ -16,7 +16,7 @@ from cargohold.testing.simulation.faulty import ChecksummedTransfers, FaultyFact
 from cargohold.testing.simulation.oracles import Oracle, StatsOracle, WishOracle
 from cargohold.testing.simulation.replica import Replica
 from cargohold.testing.simulation.scenario import Scenario
-from cargohold.testing.simulation.tiers import LinkedQueue, MediumPlan, SimulatedMedium, TieredOffloading
+from cargohold.testing.simulation.tiers import LinkedQueue, ListedMedium, MediumPlan, SimulatedMedium, TieredOffloading
 from cargohold.testing.simulation.transfers import ByteRows, CopiesInFlight, LinkTransfers, WatchedTransfers
 from cargohold.transfer import TransferWorker
 
@@ -96,6 +96,11 @@ class World:
         """Yield the shards of each tier that other machines share."""
         for tiered in self._tiered:
             yield from tiered.shared_shards()
+
+    def listed_media(self) -> Iterator[ListedMedium]:
+        """Yield the tiers that list their chunks, under the engine made last."""
+        for tiered in self._tiered:
+            yield from tiered.listed_media()
 
     def open_namespace(self) -> None:
         """Make the tiers look empty to the next engine, because it has other weights than the last one started with."""

@@ -155,10 +155,9 @@ class Segment:
         """Write a slot's header, or wipe it with zeros, the default."""
         _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == HEADER_BYTES)
 
-    def read_details(self, first: int, count: int) -> bytes:
-        """Return what is kept of ``count`` slots' details, ``details_bytes`` each; of earlier chunks too, and of none."""
-        size = self._geometry.details_bytes
-        return os.pread(self._headers.number, count * size, self._details_offset(first))
+    def read_details(self, slot: int) -> bytes:
+        """Return what lies in a slot's room for details: those of its chunk or, if that has none, of an earlier one."""
+        return os.pread(self._headers.number, self._geometry.details_bytes, self._details_offset(slot))
 
     def write_details(self, slot: int, details: bytes) -> None:
         """Write the details of a slot's chunk."""

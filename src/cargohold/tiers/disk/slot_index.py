@@ -68,6 +68,12 @@ class SlotIndex:
         keys, states = self._table.keys, self._table.states
         return [(slot, key) for slot in slots if states[slot] == READY and (key := keys[slot]) is not None]
 
+    def prefixes(self) -> tuple[npt.NDArray[np.intc], npt.NDArray[np.bool_]]:
+        """Return, by slot, the slot of the chunk before, or ``NO_SLOT``, and whether its chunk can be loaded. Copies."""
+        table = self._table
+        parents = np.array(table.parents[: table.num_slots], dtype=np.intc)
+        return parents, np.frombuffer(bytes(table.states[: table.num_slots]), dtype=np.uint8) == READY
+
     def is_known(self, key: OffloadKey) -> bool:
         """Whether a chunk can be loaded, or is being written."""
         return self._table.find(key) != NO_SLOT
@@ -152,6 +158,22 @@ class SlotIndex:
     def _withdraw(self, slots: Sequence[int]) -> None:
         self._policy.drop(slots)
         self._table.remove(slots)
+
+
+def parents_first(parents: npt.NDArray[np.intc], is_ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """Return the slots that are ready, each after its parent, by their distance from the start of their prefix.
+
+    Takes a logarithm of the longest prefix in steps over whole arrays: each doubles the distance that is looked back.
+    """
+    has_parent = parents != NO_SLOT
+    depth, back = has_parent.astype(np.int64), np.where(has_parent, parents, np.arange(len(parents)))
+    for _ in range(len(parents).bit_length()):  # keys that are no digests may claim to be before each other
+        further = depth[back]
+        if not further.any():
+            break
+        depth, back = depth + further, back[back]
+    ready = is_ready.nonzero()[0]
+    return ready[np.argsort(depth[ready], kind="stable")]
 
 
 # --- the time at which each slot was last used ------------------------------------------------------------------------

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
 from cargohold.rate_limited_log import SparingLog
-from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Note
+from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.shard import Budget, Shard
-from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, restore_index
+from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
 from cargohold.tiers.port import (
     MAX_LOSSES,
     NO_LOSSES,
+    NOTHING_LISTED,
     Found,
     Listing,
     LoadOutcome,
@@ -83,6 +86,8 @@ class DiskTier(Tier):
         self._lost: list[OffloadKey] = []
         self._is_all_lost = False
         self._state = self._open()
+        # What is being listed: the slots of that state, in order.
+        self._roll = self._state, np.zeros(0, dtype=np.intp)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return whether each chunk is in the index and written."""
@@ -144,31 +149,33 @@ class DiskTier(Tier):
             self._discard(self._state, keys)
 
     def list_chunks(self, cursor: bytes, limit: int) -> Listing:
-        """Return the chunks with details in the next slots. The cursor is the number of the first of them."""
+        """Return the next chunks with details, each after the one before it in its prefix: routers want to know that first."""
         state, first = self._state, int.from_bytes(cursor, "little")
-        per_segment = state.shard.geometry.slots_per_segment
+        if not cursor:
+            with self._lock:
+                parents, is_ready = state.index.prefixes()
+            self._roll = state, parents_first(parents, is_ready)
+        of_state, slots = self._roll
+        if of_state is not state:
+            return NOTHING_LISTED  # the directory was deleted meanwhile, which is a loss of everything
+        end = first + limit
         with self._lock:
-            num_slots = state.index.num_slots
-            end = min(first + limit, num_slots, first - first % per_segment + per_segment)
-            chunks = state.index.chunks_in(range(first, end))
-        found = tuple(self._with_details(state, first, end, chunks)) if chunks else ()
-        return Listing(found, end.to_bytes(_CURSOR_BYTES, "little") if end < num_slots else b"")
+            chunks = state.index.chunks_in(slots[first:end].tolist())
+        found = tuple(
+            Found(key, details) for slot, key in chunks if (details := self._details(state, slot, key)) is not None
+        )
+        if end >= len(slots):
+            self._roll = state, slots[:0]
+            return Listing(found)
+        return Listing(found, end.to_bytes(_CURSOR_BYTES, "little"))
 
-    def _with_details(
-        self, state: _State, first: int, end: int, chunks: Sequence[tuple[int, OffloadKey]]
-    ) -> Iterator[Found]:
-        """Yield the chunks whose details are known, of slots of one segment."""
-        size = state.shard.geometry.details_bytes
-        segment, at = state.shard.segment_of(first)
+    def _details(self, state: _State, slot: int, key: OffloadKey) -> Details | None:
+        """Return what is kept of a slot's chunk. A bad place on the disk counts as nothing."""
+        segment, at = state.shard.segment_of(slot)
         try:
-            table = memoryview(segment.read_details(at, end - first))
+            return self._codec.decode_details(key, segment.read_details(at))
         except OSError:
-            return  # a bad place on the disk: nothing is announced of these chunks until requests ask for them
-        for slot, key in chunks:
-            start = (slot - first) * size
-            details = self._codec.decode_details(key, table[start : start + size])
-            if details is not None:
-                yield Found(key, details)
+            return None
 
     def take_losses(self) -> Losses:
         """Return the chunks that were evicted, removed or found to be bad; all of them if the directory was gone."""

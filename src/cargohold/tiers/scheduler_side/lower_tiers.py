@@ -107,6 +107,11 @@ class LowerTiers:
         """The number of chunks that each tier may hold, by its name, for those that have a limit of ours."""
         return {tier.name: most for tier in self.tiers if (most := tier.options.max_chunks) is not None}
 
+    @property
+    def has_renamed(self) -> bool:
+        """Whether chunks have other names in the tiers than their keys."""
+        return self._tasks.is_renamed
+
     def names_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the names that chunks have in the tiers now: for inspection."""
         return self._tasks.names(keys)
@@ -303,7 +308,10 @@ class LowerTiers:
                 full.add(task.tier)
                 self._tasks.want(task)
             elif not task.is_cancelled and tier.takes(task.kind):
-                commands.append(self._tasks.begin(new_id(), task, self.config.restore_timeout_s))
+                # Nobody waits for a list: on a slow medium, too, it is to end.
+                is_waited_for = task.kind is not JobKind.LIST
+                timeout_s = self.config.restore_timeout_s if is_waited_for else self.config.store_timeout_s
+                commands.append(self._tasks.begin(new_id(), task, timeout_s))
             else:
                 task.is_cancelled = True
                 self._conclude(task, is_done=False)

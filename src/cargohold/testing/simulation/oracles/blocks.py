@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cargohold.blocks import READY, extend_hashes, root_hash
-from cargohold.cache.keys import offload_key
+from cargohold.cache.keys import offload_key, split_key
+from cargohold.connector.offloading.contents import contents_in
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import (
@@ -21,6 +22,8 @@ from cargohold.protocol import (
 from cargohold.testing.simulation.faulty import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, guards_of, live_sides, offloading_sides
+from cargohold.testing.simulation.tiers import ListedMedium
+from cargohold.tiers.chunk_format import Note
 
 
 class PoolOracle(Oracle):
@@ -138,12 +141,27 @@ class EventOracle(Oracle):
         engine: the replica; it must emit events.
         knows_tiers: whether the oracle can look into all tiers. Chunks of an earlier engine that are in host memory are not
             announced again, so it is not compared if it was not empty.
+        media: yields each tier that lists its chunks and tells which it loses, with what its scheduler side knows and the
+            shards of its medium. In the end, what is announced must be there, whatever has happened; and all that is there must
+            be announced, also what earlier engines have left, unless a fault has struck.
+        is_excused: whether a fault has struck: then nobody may have learnt that a chunk is there.
     """
 
     name = "events"
 
-    def __init__(self, engine: Replica, *, knows_tiers: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Replica,
+        *,
+        knows_tiers: bool = True,
+        media: Callable[[], Iterable[ListedMedium]] = tuple,
+        is_excused: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._engine = engine
+        self._media = media
+        self._is_excused = is_excused
+        # Per shared or local storage, how often each prefix of a group is held.
+        self._stored: Index = {}
         self._index: Index = {MEDIUM_DEVICE: Counter(), MEDIUM_HOST: Counter()}
         sides = offloading_sides(engine.scheduler.connector)
         # vLLM plans steps before it knows the tokens of those before, and moves recurrent states from block to block. So a lazy
@@ -166,8 +184,37 @@ class EventOracle(Oracle):
             self._compare_tiers()
 
     def at_end(self) -> None:
-        """Compare once more."""
+        """Compare once more, and compare storage, which is quiet now."""
         self.inspect()
+        if self._engine.has_own_hashes:
+            for medium in self._media():
+                self._compare_storage(medium)
+
+    def _compare_storage(self, medium: ListedMedium) -> None:
+        announced = {offload_key(*prefix) for prefix in self._stored.get("LOCAL", Counter())}
+        sides = live_sides(self._engine.scheduler.connector)
+        if not any(side.manager is medium.manager for side in sides) or not medium.tier.can_be_relied_on:
+            self.require(not announced, f"{len(announced)} blocks are announced in a tier that nobody can use")
+            return
+        there = medium.find({*announced, *self._keys_of_requests()})
+        if medium.blocks_per_chunk == 1:
+            gone = announced - there.keys()
+            self.require(not gone, f"{len(gone)} blocks are announced that are not in storage")
+        if medium.is_certain and not self._is_excused():
+            hidden = {offload_key(*prefix) for prefix in self._unpublished()}
+            described = {key for key, note in there.items() if key not in hidden and self._is_described(key, note)}
+            missing = described - announced
+            self.require(not missing, f"{len(missing)} of {len(described)} chunks in storage are not announced")
+
+    def _keys_of_requests(self) -> set[bytes]:
+        groups = range(len(self._engine.layout.groups))
+        requests = self._engine.requests.values()
+        return {offload_key(h, group) for request in requests for h in request.block_hashes for group in groups}
+
+    def _is_described(self, key: bytes, note: Note) -> bool:
+        """Whether it was written down with a chunk what is in it, and that may be told."""
+        contents = contents_in(note.details, self._engine.layout.groups[split_key(key)[1]].block_tokens)
+        return contents is not None and (self._engine.config.emit_salted_events or not contents.is_salted)
 
     def _compare_tiers(self) -> None:
         # A connector that is turned off has taken back what it announced, because nothing can load its chunks any more.
@@ -195,6 +242,11 @@ class EventOracle(Oracle):
 
     def _follow(self, event: KVEvent) -> None:
         held = self._index.setdefault(event.medium, Counter())
+        if isinstance(event, BlockStored | BlockRemoved) and event.locality is not None:
+            stored = self._stored.setdefault(event.locality, Counter())
+            change = Counter((block_hash, event.group) for block_hash in event.block_hashes)
+            stored.update(change) if isinstance(event, BlockStored) else stored.subtract(change)
+            self._stored[event.locality] = +stored
         match event:
             case AllBlocksCleared():
                 held.clear()
