@@ -240,12 +240,12 @@ def test_a_chunk_that_is_lost_while_its_job_goes_on_with_others_is_not_announced
     names = (b"a" * 36, b"b" * 36)
     worker.start(TierCommand(1, 0, JobKind.STORE, names, (0, 1), (None, None), 10.0))
     (job,) = queue.pending
-    job.answers[0] = medium.access(job, 0)
+    job.answers[0] = medium.access(job, 0, 0.0)
     medium.lose(names[0])
     worker.poll()
     report = worker.take_report()
     assert report is not None and report.losses[0].keys == names[:1]
-    job.answers[1] = medium.access(job, 1)
+    job.answers[1] = medium.access(job, 1, 0.0)
     queue.pending.remove(job)
     job.status = JobStatus.DONE
     queue._ended.append(job)

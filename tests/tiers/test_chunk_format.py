@@ -17,6 +17,7 @@ from cargohold.tiers.chunk_format import (
     MAX_DETAILS_BYTES,
     TOKEN_TYPE,
     ChunkCodec,
+    Claim,
     Details,
     Header,
     Note,
@@ -183,7 +184,7 @@ def test_what_is_known_of_a_chunk_is_stored_behind_a_value(tmp_path: Path, secre
     using, number = codec(secret), 5
     tier = ObjectTier(SharedTierConfig(url=f"file://{tmp_path}"), using, 200)
     chunk = number.to_bytes(32, "big") + bytes(4)
-    tier.store(chunk, memoryview(payload(number, 200)), None, Note(DETAILS, TERMS))
+    tier.store(chunk, memoryview(payload(number, 200)), None, Note(DETAILS, Claim(TERMS.tenant, 80, 100_000_000.5)))
     (file,) = tmp_path.glob(f"*/*/{chunk.hex()}")
     value = file.read_bytes()
     header = unpack_header(value[:HEADER_BYTES])

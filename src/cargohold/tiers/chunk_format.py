@@ -22,7 +22,7 @@ at    field                                          bytes
 192   nonce, tag of the payload's encryption         12, 16  zeros: not encrypted
 220   checksum of the payload as stored              16      XXH3-128
 236   time of storing                                8       nanoseconds since 1970
-244   end of a lease                                 4       seconds since 1970; 0: no lease
+244   end of a lease, or of a raised priority        4       seconds since 1970; 0: there is none
 248   checksum of the 248 bytes before               8       XXH3-64
 ====  =============================================  ======  ===============================================================
 
@@ -42,8 +42,7 @@ n - 8       checksum of namespace, key, all before   8             XXH3-64
 ==========  =======================================  ============  =========================================================
 
 All numbers are little-endian; what is unused is zero. Checksums are XXH3: they find accidental damage. Against tampering, use
-encryption: it binds details to the namespace, the number of tokens, and the key of the chunk. Engines do not write priorities,
-tenants or leases yet; they read chunks that have them.
+encryption: it binds details to the namespace, the number of tokens, and the key of the chunk.
 """
 
 from __future__ import annotations
@@ -79,6 +78,7 @@ TOKEN_TYPE: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 MAX_PRIORITY: Final = 100
 _NO_PRIORITY = 255
 _NO_TENANT = bytes(8)
+_MAX_UINT32 = 2**32 - 1
 _EXTRAS_ROOM: Final = 128
 _HASH_ROOM: Final = 36
 _ROOM_STEP: Final = 256
@@ -91,8 +91,9 @@ class Terms:
 
     Attributes:
         tenant: 8 bytes that stand for the tenant whose quota it counts towards; zeros if there is none.
-        priority: from 0 to 100, higher ones being kept longer; ``None`` if nobody gave one.
-        lease_ends_s: time until which it is not to be evicted, in seconds since 1970, below 2**32; 0 if there is no lease.
+        priority: from 0 to 100, higher ones being kept longer; ``None`` if nobody gave one, or there is a lease.
+        lease_ends_s: time until which a lease or a priority above 50 holds, in seconds since 1970, below 2**32; 0 if there is
+            none.
     """
 
     tenant: bytes = _NO_TENANT
@@ -121,11 +122,34 @@ NO_DETAILS: Final = Details()
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """What a hint asks for a chunk, from now on.
+
+    Attributes:
+        tenant: 8 bytes that stand for who gave the hint; zeros if that has no name.
+        priority: from 0 to 100; ``None`` for a lease.
+        lasts_s: seconds for which a lease or a priority above 50 holds.
+    """
+
+    tenant: bytes = _NO_TENANT
+    priority: int | None = None
+    lasts_s: float = 0.0
+
+
+NO_CLAIM: Final = Claim()
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
-    """What engines know of a chunk besides its bytes, and a tier may keep with it."""
+    """What engines know of a chunk besides its bytes, and a tier may keep with it.
+
+    Attributes:
+        details: what events say of it.
+        claim: what hints ask for it.
+    """
 
     details: Details = NO_DETAILS
-    terms: Terms = NO_TERMS
+    claim: Claim = NO_CLAIM
 
 
 NO_NOTE: Final = Note()
@@ -257,6 +281,17 @@ class ChunkCodec:
         checksum = payload_checksum(body)
         header = Header(self._digest, key, parent or b"", len(payload), checksum, stored_ns, nonce, tag, terms)
         return header.pack(), body
+
+    def terms_of(self, claim: Claim) -> Terms:
+        """Return the terms that a claim leads to if it is made now."""
+        if claim is NO_CLAIM or claim == NO_CLAIM:
+            return NO_TERMS
+        ends_s = min(_MAX_UINT32, int(self._time_ns() / 1e9 + claim.lasts_s)) if claim.lasts_s > 0 else 0
+        return Terms(claim.tenant, claim.priority, ends_s)
+
+    def with_terms(self, header: Header, terms: Terms) -> bytes:
+        """Return the bytes of a chunk's header with other terms."""
+        return replace(header, terms=terms).pack()
 
     def encode_details(self, key: OffloadKey, details: Details) -> bytes:
         """Return a chunk's details as they are to be stored; empty if there is nothing to say, or no room for it."""

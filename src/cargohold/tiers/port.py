@@ -30,7 +30,7 @@ from typing import Final, TypeAlias
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
-from cargohold.tiers.chunk_format import NO_NOTE, Details, Note
+from cargohold.tiers.chunk_format import NO_NOTE, Claim, Details, Note
 
 
 class StoreOutcome(Enum):
@@ -177,6 +177,10 @@ class Tier(ABC):
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Remove chunks at once. Absent chunks are ignored."""
 
+    def rank(self, keys: Sequence[OffloadKey], claims: Sequence[Claim]) -> None:
+        """Take what hints ask now for chunks, one claim each. Absent chunks are ignored, and by default all."""
+        del keys, claims
+
     def list_chunks(self, cursor: bytes, limit: int) -> Listing:
         """Return some of the chunks that are there, without using them.
 
@@ -217,6 +221,8 @@ class JobKind(Enum):
     """Mark chunks as used by a request that got them from elsewhere. Also answers which of them are there."""
     CHECK = "check"
     """Answer which chunks are there, for no request: that is no use of them."""
+    RANK = "rank"
+    """Change what hints ask for chunks."""
     LIST = "list"
     """List chunks that are there. The only key is the cursor; see ``Tier.list_chunks``."""
 
@@ -234,13 +240,14 @@ ACCESS_OF: Final[Mapping[JobKind, Access]] = {
     JobKind.TOUCH: Access.LOOK_UP,
     JobKind.CHECK: Access.LOOK_UP,
     JobKind.LIST: Access.LOAD,
+    JobKind.RANK: Access.WRITE,
     JobKind.LOAD: Access.LOAD,
     JobKind.STORE: Access.WRITE,
     JobKind.REMOVE: Access.WRITE,
 }
 URGENT: Final = frozenset(kind for kind in JobKind if ACCESS_OF[kind] is not Access.WRITE)
 """Kinds of jobs that go before others, because somebody waits for them or they take hardly any time."""
-SHOW_NOTHING: Final = frozenset({JobKind.TOUCH, JobKind.CHECK, JobKind.LIST})
+SHOW_NOTHING: Final = frozenset({JobKind.TOUCH, JobKind.CHECK, JobKind.LIST, JobKind.RANK})
 """Kinds of jobs whose end does not show whether the medium works. They pass while it does, and are no trials."""
 LISTED_AT_ONCE: Final = 64
 """Number of chunks that a job of kind ``LIST`` looks at."""
@@ -283,7 +290,7 @@ class TierJob:
         buffers: for loads and stores, the destination or source of each chunk, parallel to ``keys``. Nobody else may write to
             them until the job was polled; after that, the queue does not read or write them any more.
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty if none has one.
-        notes: for stores, what else is known of each, parallel to ``keys``; empty if that is nothing.
+        notes: for stores and new claims, what else is known of each, parallel to ``keys``; empty if that is nothing.
         listing: what was listed, for a job that lists.
         queued_at: time at which it was queued.
         answers: one per chunk; ``None`` where there is none.

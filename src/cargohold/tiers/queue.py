@@ -90,14 +90,16 @@ class IoThread:
 
     def _carry_out(self, job: TierJob, at: int) -> list[Answer]:
         match job.kind:
-            case JobKind.CHECK:
-                return list(self._tier.probe(job.keys))
+            case JobKind.RANK:
+                self._tier.rank(job.keys, [note.claim for note in job.notes])
+                return [True] * len(job.keys)
             case JobKind.LIST:
                 job.listing = self._tier.list_chunks(job.keys[0], LISTED_AT_ONCE)
                 return [True]
-            case JobKind.PROBE | JobKind.TOUCH:
+            case JobKind.PROBE | JobKind.TOUCH | JobKind.CHECK:
                 is_there = self._tier.probe(job.keys)
-                self._tier.touch(job.keys)  # a request that asks for chunks uses them, wherever they then come from
+                if job.kind is not JobKind.CHECK:
+                    self._tier.touch(job.keys)  # a request that asks for chunks uses them, wherever they then come from
                 return list(is_there)
             case JobKind.REMOVE:
                 self._tier.remove(job.keys)

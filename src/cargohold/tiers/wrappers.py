@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import TierError
-from cargohold.tiers.chunk_format import NO_NOTE, Note
+from cargohold.tiers.chunk_format import NO_NOTE, Claim, Note
 from cargohold.tiers.memory import copy_bytes
 from cargohold.tiers.port import Listing, LoadOutcome, Losses, StoreOutcome, Tier, TierUsage
 
@@ -58,6 +58,9 @@ class WrappedTier(Tier):
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
         self.call("remove", 0, lambda: self.inner.remove(keys))
+
+    def rank(self, keys: Sequence[OffloadKey], claims: Sequence[Claim]) -> None:  # noqa: D102
+        self.call("rank", 0, lambda: self.inner.rank(keys, claims))
 
     def list_chunks(self, cursor: bytes, limit: int) -> Listing:  # noqa: D102
         return self.call("list_chunks", 0, lambda: self.inner.list_chunks(cursor, limit))

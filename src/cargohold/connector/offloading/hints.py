@@ -8,7 +8,8 @@ most, then the newest. The ends of grants are in a heap, so a step looks at the 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
 from typing import Final
@@ -33,6 +34,7 @@ from cargohold.protocol import (
     Pin,
     RequestView,
 )
+from cargohold.tiers.chunk_format import NO_CLAIM, Claim
 
 MAX_GRANTS: Final = 4096
 """Maximum number of grants in force; one tenant may have half of them."""
@@ -43,6 +45,7 @@ DEFAULT_PIN_S: Final = 300.0
 DEMOTED: Final = {"nowhere": 0, "lower": 10}
 """Levels of demoted chunks."""
 
+_TENANT_BYTES: Final = 8
 _FREE = (HintKind.RETAIN, HintKind.DEMOTE, HintKind.RELEASE)
 """Kinds that clients may ask for who may not take what others could need."""
 
@@ -100,6 +103,7 @@ class Hints:
 
     Attributes:
         ahead: prefetches under way; ``None`` without lower tiers.
+        on_claims: told of chunks for which hints ask something else now, for lower tiers.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Hints:
         # By chunk: the grants that cover it, the oldest first.
         self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
         self.ahead: Prefetches | None = None
+        self.on_claims: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
         self.stats: Counter[str] = Counter()
 
@@ -142,6 +147,15 @@ class Hints:
         """Return the level that a chunk has, or gets when it comes."""
         grants = self._of.get(key)
         return NORMAL if grants is None else _counting(grants).level
+
+    def claim_of(self, key: OffloadKey) -> Claim:
+        """Return what lower tiers are asked for a chunk. To give back a place in host memory is nothing to them."""
+        grants = [grant for grant in self._of.get(key, ()) if grant.hint.to != "lower"]
+        if not grants:
+            return NO_CLAIM
+        grant = _counting(grants)
+        lasts_s = grant.ends_at - self._clock() if grant.level > NORMAL else 0.0
+        return Claim(_digest_of(grant.tenant), None if grant.is_lease else grant.level, lasts_s)
 
     @property
     def num_pinned(self) -> int:
@@ -292,9 +306,14 @@ class Hints:
         for grant in {grant for key in used for grant in self._of[key]}:
             if grant.is_lease and grant.tenant == state.request.tenant:
                 grant.ends_at = now + grant.ttl_s
+                if grant.told_until - now < grant.ttl_s / 2:
+                    grant.told_until = grant.ends_at
+                    self.on_claims(grant.keys)
         lowered = [(key, grant) for key in used for grant in self._of[key] if grant.level < NORMAL and grant not in own]
         for of_somebody, grant in lowered:
             self._uncover(grant, of_somebody)
+        if lowered:
+            self.on_claims([key for key, _ in lowered])
         self._rank(used)  # some may have come from lower tiers
 
     def note_ended(self, state: RequestState) -> None:
@@ -388,6 +407,9 @@ class Hints:
         for key in keys:
             self._uncover(grant, key)
         self._rank(keys)
+        # What lower tiers were told of a lease or a raised priority ends by itself.
+        ends_alone = how is HintEnd.EXPIRED and grant.level > NORMAL
+        self.on_claims([key for key in keys if key in self._of] if ends_alone else keys)
         if len(self._heap) > 2 * len(self._grants) + 64:
             self._heap = sorted(entry for entry in self._heap if not entry[1].is_over)
         if grant.hint.kind is not HintKind.PREFETCH:  # of which the end was told when its chunks had come
@@ -412,6 +434,7 @@ class Hints:
             before = self._of.get(key)
             self._of[key] = grant.alone if before is None else (*before, grant)
         self._rank(covered)
+        self.on_claims(covered)
         return len(new) - len(covered)
 
     def _uncover(self, grant: Grant, key: OffloadKey) -> None:
@@ -441,6 +464,11 @@ class Hints:
 def _counting(grants: Sequence[Grant]) -> Grant:
     """Return the grant that counts where several meet: a lease, or else the newest."""
     return next((grant for grant in grants if grant.is_lease), grants[-1])
+
+
+def _digest_of(tenant: str | None) -> bytes:
+    """Return the 8 bytes that stand for a tenant in lower tiers."""
+    return bytes(_TENANT_BYTES) if tenant is None else blake2b(tenant.encode(), digest_size=_TENANT_BYTES).digest()
 
 
 def _level_of(hint: Hint) -> int:

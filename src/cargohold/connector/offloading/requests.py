@@ -84,6 +84,7 @@ class Grant:
         num_tokens: number of leading tokens whose chunks it covers.
         alone: itself: what most of its chunks have.
         is_over: whether it has ended.
+        told_until: until when it lasts as far as lower tiers know.
     """
 
     hint: Hint
@@ -96,9 +97,11 @@ class Grant:
     num_tokens: int = 0
     alone: tuple[Grant, ...] = field(init=False)
     is_over: bool = False
+    told_until: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.alone = (self,)
+        self.told_until = self.ends_at
 
     @property
     def is_lease(self) -> bool:

@@ -6,9 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any, Final
 
-from cargohold.cache.manager import OffloadManager
+from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.ahead import Prefetches
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
@@ -45,6 +46,7 @@ from cargohold.protocol import (
     TenantUse,
     TierContents,
 )
+from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, StepPace
 
 logger = logging.getLogger(__name__)
@@ -91,11 +93,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._lower = lower
         self._prefetcher = None
         if lower is not None:
-            if events is not None:
-                lower.describe_by(events.note_of)
+            lower.describe_by(self._note_of)
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
             hints = self._shared.hints
+            hints.on_claims, lower.on_arrived = lower.rank, hints.note_stored
             hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
@@ -380,6 +382,12 @@ class OffloadingScheduler(KVConnectorScheduler):
     def get_outages(self) -> Sequence[Outage]:
         """Return which tiers are out of use, as a whole or in part."""
         return () if self._lower is None else self._lower.outages()
+
+    def _note_of(self, key: OffloadKey) -> Note:
+        """Return what lower tiers are to keep with a chunk that is written down now."""
+        events, hints = self._shared.events, self._shared.hints
+        note = NO_NOTE if events is None else events.note_of(key)
+        return replace(note, claim=hints.claim_of(key)) if hints else note
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

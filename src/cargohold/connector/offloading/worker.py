@@ -18,6 +18,7 @@ from cargohold.protocol import (
     Stats,
     TransferOutcome,
 )
+from cargohold.tiers.chunk_format import NO_DETAILS, Note
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.memory import ByteRows
 from cargohold.tiers.port import (
@@ -167,7 +168,11 @@ class TierWorker:
             buffers = [self._chunks[slot].data for slot in command.slots]
         deadline = self._clock() + command.timeout_s
         queue = self._queues[command.tier]
-        notes = () if self._rank else command.notes  # only the first worker lists chunks with what was kept of them
+        notes = command.notes
+        if (
+            self._rank and command.kind is JobKind.STORE
+        ):  # only the first worker lists chunks with what was kept of them
+            notes = tuple(note if note.details is NO_DETAILS else Note(claim=note.claim) for note in notes)
         job = TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents, notes)
         self._last_begun = command.job_id
         if queue.submit(job):

@@ -392,6 +392,7 @@ class Run:
         engine = self._engine = world.new_engine()
         self._first_weights = self._weights
         engine.load_weights(self._weights)
+        struck = world.source.struck
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
         self._oracles = [
             RequestOracle(self._expected, may_fail=may_fail),
@@ -399,7 +400,7 @@ class Run:
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
             LookUpOracle(engine),
-            HintOracle(engine),
+            HintOracle(engine, world.listed_media, lambda: struck.total() > 0),
             ContainmentOracle(engine, self._is_excused),
             *world.oracles(engine),
         ]
@@ -409,7 +410,7 @@ class Run:
                     engine,
                     knows_tiers=not scenario.connector.custom,
                     media=world.listed_media,
-                    is_excused=lambda: world.source.struck.total() > 0,
+                    is_excused=lambda: struck.total() > 0,
                 )
             )
         self._oracles.append(PoolOracle(engine))

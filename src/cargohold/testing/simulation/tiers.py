@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cargohold.cache import OffloadKey, make_manager
+from cargohold.cache.shares import HELD, NORMAL
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.config import limits_in_chunks
 from cargohold.connector.offloading.factory import scheduler_side
@@ -19,7 +20,7 @@ from cargohold.testing.simulation.faults import Fault, FaultSource, Spells
 from cargohold.testing.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
-from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
+from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Claim, Note
 from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Found, Listing, Losses
 from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
@@ -33,6 +34,8 @@ class SimulatedMedium:
     Attributes:
         chunks: contents of the chunks that are there, by key.
         notes: what else was said of them when they were stored.
+        claims: what hints ask for chunks, and until when, in virtual time.
+        inherited: chunks that an earlier engine has left.
         max_chunks: most chunks that it holds; the oldest are evicted first.
         lost: evicted chunks that its worker was not told of.
         is_gone: whether every access fails.
@@ -42,6 +45,8 @@ class SimulatedMedium:
     def __init__(self, max_chunks: int = 10**9) -> None:
         self.chunks: dict[OffloadKey, bytes] = {}
         self.notes: dict[OffloadKey, Note] = {}
+        self.claims: dict[OffloadKey, tuple[Claim, float]] = {}
+        self.inherited: frozenset[OffloadKey] = frozenset()
         self._numbers: dict[OffloadKey, int] = {}
         self._num_stored = 0
         self.max_chunks = max_chunks
@@ -49,7 +54,12 @@ class SimulatedMedium:
         self.is_gone = False
         self.stalls = False
 
-    def access(self, job: TierJob, at: int) -> Answer:
+    def open(self) -> None:
+        """Begin to serve an engine."""
+        self.lost.clear()  # what an earlier engine was not told of
+        self.inherited = frozenset(self.chunks)
+
+    def access(self, job: TierJob, at: int, now: float) -> Answer:  # one per kind of job
         """Do what a job asks for with one of its chunks."""
         key = job.keys[at]
         chunk = self.chunks.get(key)
@@ -58,16 +68,18 @@ class SimulatedMedium:
             return True
         if job.kind in {JobKind.PROBE, JobKind.TOUCH, JobKind.CHECK}:
             return chunk is not None
-        buffer = job.buffers[at]
+        if job.kind is JobKind.RANK:
+            if chunk is not None:
+                self._claim(key, job.notes[at].claim, now)
+            return True
         if job.kind is JobKind.STORE:
             if chunk is None:
-                self.chunks[key] = bytes(buffer)
-                self.notes[key] = job.notes[at] if job.notes else NO_NOTE
-                self._num_stored += 1
-                self._numbers[key] = self._num_stored
-            while len(self.chunks) > self.max_chunks:
-                self.lose(next(iter(self.chunks)))
+                self._add(key, bytes(job.buffers[at]), job.notes[at] if job.notes else NO_NOTE, now)
             return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT
+        return self._load(key, job.buffers[at])
+
+    def _load(self, key: OffloadKey, buffer: memoryview) -> LoadOutcome:
+        chunk = self.chunks.get(key)
         if chunk is None:
             return LoadOutcome.ABSENT
         if len(chunk) != len(buffer):
@@ -76,10 +88,27 @@ class SimulatedMedium:
         buffer[:] = chunk
         return LoadOutcome.LOADED
 
+    def _add(self, key: OffloadKey, chunk: bytes, note: Note, now: float) -> None:
+        self._num_stored += 1
+        self.chunks[key], self.notes[key], self._numbers[key] = chunk, note, self._num_stored
+        self._claim(key, note.claim, now)
+        while len(self.chunks) > self.max_chunks:
+            self.lose(min(self.chunks, key=lambda stored: self._level(stored, now)))  # the oldest of these
+
     def lose(self, key: OffloadKey) -> None:
         """Evict a chunk."""
         del self.chunks[key]
+        self.claims.pop(key, None)
         self.lost.append(key)
+
+    def _claim(self, key: OffloadKey, claim: Claim, now: float) -> None:
+        self.claims[key] = claim, now + claim.lasts_s
+
+    def _level(self, key: OffloadKey, now: float) -> int:
+        claim, ends = self.claims[key]
+        if claim.priority is not None and claim.priority < NORMAL:
+            return claim.priority
+        return NORMAL if ends <= now else HELD if claim.priority is None else claim.priority
 
     def take_losses(self) -> Losses:
         """What was evicted since the last call."""
@@ -130,7 +159,7 @@ class HeldQueue:
         is_listed: bool = False,
     ) -> None:
         self.medium = medium
-        medium.lost.clear()  # what an earlier engine was not told of
+        medium.open()
         self._is_listed = is_listed
         self.auto = auto
         self.pending: list[TierJob] = []
@@ -154,7 +183,7 @@ class HeldQueue:
         self.on_job(job)
         num_done = len(job.keys) if status is JobStatus.DONE else 1
         for at in range(num_done):
-            answer = job.answers[at] = self.medium.access(job, at)
+            answer = job.answers[at] = self.medium.access(job, at, self._clock())
             self._health.note_answers(job, [answer])
         self._end(job, status)
 
@@ -347,7 +376,7 @@ class LinkedQueue:
     ) -> None:
         self._health = MediumHealth(plan.options.name, source.clock, BreakerConfig(), has_index=plan.options.has_index)
         self._medium = medium
-        medium.lost.clear()  # what an earlier engine was not told of
+        medium.open()
         self._plan = plan
         self._source = source
         self._is_gone = is_gone
@@ -430,7 +459,7 @@ class LinkedQueue:
             if at < num_done:
                 if job.kind is JobKind.LOAD and key in self._medium.chunks and self._source.strikes(Fault.CORRUPT):
                     self._medium.corrupt(key)
-                answer = job.answers[at] = self._medium.access(job, at)
+                answer = job.answers[at] = self._medium.access(job, at, self._source.clock())
                 if pending.ends < _NEVER:  # what a medium that hangs has done, nobody learns
                     self._health.note_answers(job, [answer])
             elif job.kind is JobKind.LOAD and buffer is not None:
@@ -473,6 +502,11 @@ class ListedMedium:
     def is_certain(self) -> bool:
         """Whether no job has ended of which nobody knows how much it has done."""
         return not any(queue.is_uncertain for queue in self.queues)
+
+    def claimed(self, key: OffloadKey) -> tuple[Claim, float] | None:
+        """What the first shard was asked for a chunk that this engine has stored, and until when; ``None`` for others."""
+        (name,) = self.manager.lower.names_of([key])
+        return None if name in self.shards[0].inherited else self.shards[0].claims.get(name)
 
     def find(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Note]:
         """Those of the chunks, and of all others whose key is known, that are on all shards, with what was noted of them."""

@@ -20,9 +20,11 @@ import numpy.typing as npt
 
 from cargohold.cache.chunk_table import NO_SLOT, READY, ChunkTable
 from cargohold.cache.manager import OffloadKey
-from cargohold.cache.policies import ReplacementPolicy
-from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, ChunkCodec, Header, unpack_header
+from cargohold.cache.policies import ReplacementPolicy, RunsPolicy
+from cargohold.cache.shares import NORMAL
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, NO_TERMS, ChunkCodec, Header, Terms, unpack_header
 from cargohold.tiers.disk.files import USE_BYTES
+from cargohold.tiers.disk.levels import Levels
 from cargohold.tiers.disk.shard import Shard
 
 
@@ -38,6 +40,8 @@ class SlotIndex:
         self.capacity = capacity
         self._table = ChunkTable(capacity, num_slots=0)
         self._policy = policy(self._table)
+        # Made when a hint asks for it first; a policy of somebody's own keeps its own order.
+        self._levels: Levels | None = None
 
     @property
     def num_slots(self) -> int:
@@ -100,7 +104,25 @@ class SlotIndex:
     def take_evicted(self) -> list[OffloadKey]:
         """Return the chunks evicted since the last call. To be called after each ``reserve``."""
         evicted, self._table.evicted = self._table.evicted, []
+        if self._levels is not None:
+            self._levels.forget(evicted)
         return evicted
+
+    def rank(self, key: OffloadKey, terms: Terms, now_s: float) -> bool:
+        """Let hints' terms count for a chunk; return whether it is ready. Policies with an order of their own keep it."""
+        if not self.contains(key):
+            return False
+        if self._levels is None and terms != NO_TERMS and isinstance(self._policy, RunsPolicy):
+            self._levels = Levels(self._table, self._policy)
+            self._policy = self._levels.shares
+        if self._levels is not None:
+            self._levels.set(key, terms, now_s)
+        return True
+
+    def expire(self, now_s: float) -> None:
+        """Let leases and raised priorities end whose time is over."""
+        if self._levels is not None:
+            self._levels.expire(now_s)
 
     def restore(self, keys: Sequence[OffloadKey], slots: Sequence[int], parent: OffloadKey) -> None:
         """Add ready chunks, each the parent of the next, that were found in ``slots``; call ``forget_free`` for them first."""
@@ -148,6 +170,8 @@ class SlotIndex:
         slots = [self._table.find(key) for key in keys if self.contains(key)]
         if slots:
             self._policy.touch(slots, is_whole=False)
+        if self._levels is not None:
+            self._levels.note_used(keys)
         return slots
 
     def check(self) -> None:
@@ -156,6 +180,8 @@ class SlotIndex:
         self._policy.check()
 
     def _withdraw(self, slots: Sequence[int]) -> None:
+        if self._levels is not None:
+            self._levels.forget(self._table.keys_at(slots))
         self._policy.drop(slots)
         self._table.remove(slots)
 
@@ -272,7 +298,16 @@ def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: 
         index.restore([header.key for header, _ in run], [slot for _, slot in run], run[0][0].parent)
     for _, keys in () if use is None else chain([use], later):
         index.touch(keys)
+    now_s = codec.now_ns() / 1e9
+    for header, slot in good:
+        # A lowered chunk that was used later is normal again.
+        if header.terms is not NO_TERMS and not (_is_lowered(header.terms) and uses[slot] > header.stored_ns):
+            index.rank(header.key, header.terms, now_s)
     return bad
+
+
+def _is_lowered(terms: Terms) -> bool:
+    return terms.priority is not None and terms.priority < NORMAL
 
 
 def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) -> Iterator[tuple[int, list[bytes]]]:

@@ -17,7 +17,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
 from cargohold.rate_limited_log import SparingLog
-from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note
+from cargohold.tiers.chunk_format import NO_NOTE, NO_TERMS, ChunkCodec, Claim, Details, Note, Terms, unpack_header
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
@@ -106,8 +106,9 @@ class DiskTier(Tier):
             slot = self._reserve(state, key, parent)
             if isinstance(slot, StoreOutcome):
                 return slot
+            terms = self._codec.terms_of(note.claim)
             try:
-                self._write(state, slot, key, payload, parent, note)
+                self._write(state, slot, key, payload, parent, terms, note.details)
             except BaseException as error:
                 with self._lock:
                     state.index.forfeit(slot)
@@ -116,6 +117,8 @@ class DiskTier(Tier):
                 raise
             with self._lock:
                 state.index.commit(slot)
+                if terms is not NO_TERMS:
+                    state.index.rank(key, terms, self._now_s())
         return StoreOutcome.STORED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
@@ -147,6 +150,32 @@ class DiskTier(Tier):
         """Remove chunks from the index, and wipe their headers on the disk."""
         with self._errors():
             self._discard(self._state, keys)
+
+    def rank(self, keys: Sequence[OffloadKey], claims: Sequence[Claim]) -> None:
+        """Let claims count from now on, and write them into the headers, for the next start."""
+        state = self._state
+        with self._errors():
+            for key, claim in zip(keys, claims, strict=True):
+                terms = self._codec.terms_of(claim)
+                with self._lock:
+                    slot = state.index.pin(key) if state.index.rank(key, terms, self._now_s()) else None
+                if slot is None:
+                    continue
+                try:
+                    self._write_terms(state, slot, key, terms)
+                finally:
+                    with self._lock:
+                        state.index.unpin(slot)
+
+    def _write_terms(self, state: _State, slot: int, key: OffloadKey, terms: Terms) -> None:
+        """Write other terms into the header of a pinned slot, unless it is not its chunk's any more."""
+        segment, at = state.shard.segment_of(slot)
+        header = unpack_header(segment.read_header(at))
+        if header is not None and header.key == key and header.terms != terms:
+            segment.write_header(at, self._codec.with_terms(header, terms))
+
+    def _now_s(self) -> float:
+        return self._codec.now_ns() / 1e9
 
     def list_chunks(self, cursor: bytes, limit: int) -> Listing:
         """Return the next chunks with details, each after the one before it in its prefix: routers want to know that first."""
@@ -277,6 +306,7 @@ class DiskTier(Tier):
                 return StoreOutcome.PRESENT
             if state.index.is_known(key) or not state.index.num_slots:
                 return StoreOutcome.REFUSED
+            state.index.expire(self._now_s())
             slot = state.index.reserve(key, parent)
             self._note_lost(state.index.take_evicted())
         return StoreOutcome.REFUSED if slot is None else slot
@@ -317,13 +347,14 @@ class DiskTier(Tier):
         key: OffloadKey,
         payload: memoryview,
         parent: OffloadKey | None,
-        note: Note,
+        terms: Terms,
+        known: Details,
     ) -> None:
         segment, at = state.shard.segment_of(slot)
         segment.write_header(at)  # from now on the slot is empty
-        header, body = self._codec.encode(key, payload, parent, note.terms)
+        header, body = self._codec.encode(key, payload, parent, terms)
         segment.write_payload(at, body)
-        details = self._codec.encode_details(key, note.details)
+        details = self._codec.encode_details(key, known)
         if details:  # without them, those of an earlier chunk stay, but count for that chunk only
             segment.write_details(at, details)
         segment.write_header(at, header)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial, reduce
+from itertools import islice
 from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
@@ -33,6 +34,8 @@ from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTas
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
 from cargohold.tiers.scheduler_side.writing import Writes
 
+RANKED_AT_ONCE = 256
+"""Number of chunks whose new claims tiers are told in one step."""
 SETTLE_S = 5.0
 """Seconds that an idle engine steps on so that the chunks stored last are written down. The others wait for later steps."""
 PROGRESS_S = 3.0
@@ -60,6 +63,7 @@ class LowerTiers:
         promises: the chunks that other engines were promised.
         namespace: what the chunks' bytes depend on in the first shared tier, as the first worker says; empty until it has.
         config: as given.
+        on_arrived: told of chunks that have come up into host memory.
         max_look_up: maximum number of chunks in one look-up. All of its answers must be remembered until the last has come. If
             they were not, the first chunks would be asked for again, and push out the answers for the last, without end.
         clock: time in which the engine steps; the owner calls its ``begin_step`` and ``end_step``. Deadlines are in this time.
@@ -86,6 +90,8 @@ class LowerTiers:
         self.max_look_up = min((tier.presence.limit for tier in self.tiers), default=0) // 2
         self.writes = [Writes(at, tier, host, self._tasks, clock) for at, tier in enumerate(self.tiers)]
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
+        self._to_rank: dict[OffloadKey, None] = {}
+        self.on_arrived: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self._listers = [Lister(at, tier, self._tasks) for at, tier in enumerate(self.tiers)]
         self.promises = Promises(host, self.writes, self.clock, config.restore_timeout_s)
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
@@ -94,6 +100,12 @@ class LowerTiers:
     def describe_by(self, note_of: Callable[[OffloadKey], Note]) -> None:
         """Let ``note_of`` say what else is known of chunks, to be written with them; it returns ``NO_NOTE`` for nothing."""
         self._tasks.note_of = note_of
+
+    def rank(self, keys: Iterable[OffloadKey]) -> None:
+        """Learn that hints ask something else for chunks now: tiers that have them are told, a few with each step."""
+        if any(tier.ranks for tier in self.tiers):
+            self._to_rank.update(dict.fromkeys(keys))
+            self._expect_writes()
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +164,7 @@ class LowerTiers:
             return True
         if now >= self._settles_at:
             return False
-        return bool(self._tasks) or any(
+        return bool(self._tasks or self._to_rank) or any(
             writes.num_writable and tier.is_writable for writes, tier in zip(self.writes, self.tiers, strict=True)
         )
 
@@ -286,6 +298,7 @@ class LowerTiers:
         for tier, writes in zip(self.tiers, self.writes, strict=True):
             tier.clear()
             writes.clear()
+        self._to_rank.clear()
         self.promises.note_reset()
         self._tasks.rename()
 
@@ -297,6 +310,8 @@ class LowerTiers:
         self.promises.give_up_late()
         for lister in self._listers:
             lister.step()
+        if self._to_rank:
+            self._rank_some()
         if not self._tasks:
             self._progressed_at = self.clock()
         commands = []
@@ -402,6 +417,14 @@ class LowerTiers:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _rank_some(self) -> None:
+        ranked = list(islice(self._to_rank, RANKED_AT_ONCE))
+        for key in ranked:
+            del self._to_rank[key]
+        for at, tier in enumerate(self.tiers):
+            if tier.ranks:
+                self._tasks.want(TierTask(JobKind.RANK, at, ranked, _nothing_follows))
+
     def _expect_writes(self) -> None:
         self._settles_at = self.clock() + SETTLE_S
 
@@ -431,10 +454,15 @@ class LowerTiers:
 
     def _note_arrived(self, tier: int, parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Note that chunks came from a tier: they are worth writing to the faster ones."""
+        self.on_arrived(parents.keys())
         self.promises.note_ready(parents)
         for writes in self.writes[:tier]:
             writes.note_new(list(parents), parents)
         self._expect_writes()
+
+
+def _nothing_follows(task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
+    """Do nothing at the end of a task: a tier that has not heard of a hint goes on as before."""
 
 
 def _over(upper: bytes, lower: bytes) -> bytes:

@@ -6,13 +6,13 @@ import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final, TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
-from cargohold.tiers.chunk_format import NO_NOTE, Note
+from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.port import ACCESS_OF, NOTHING_LISTED, SHOW_NOTHING, Access, JobKind, Listing
 
 _MAX_NAMES: Final = 2**18
@@ -37,7 +37,7 @@ class TierCommand:
         slots: for loads and stores, their slots in host memory, parallel to ``keys``.
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
         timeout_s: the job is given up after this time.
-        notes: for stores, what else is known of each chunk, parallel to ``keys``; empty if that is nothing.
+        notes: for stores and new claims, what else is known of each chunk, parallel to ``keys``; empty if that is nothing.
     """
 
     job_id: int
@@ -159,6 +159,8 @@ class TaskTable:
         notes: tuple[Note, ...] = ()
         if task.kind is JobKind.STORE:
             parents, notes = self.names(task.parents), self._notes(task.keys)
+        elif task.kind is JobKind.RANK and self.note_of is not None:
+            notes = tuple(Note(claim=self.note_of(key).claim) for key in task.keys)
         names = self.names(task.keys)
         return TierCommand(job_id, task.tier, task.kind, names, tuple(task.slots), parents, timeout_s, notes)
 
@@ -220,10 +222,12 @@ class TaskTable:
                 task.lost.update(task.keys if lost is None else (key for key in task.keys if key in lost))
 
     def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
-        """Return what else is known of chunks, or nothing if that is nothing. After a ``rename``, no later engine asks."""
-        if self.note_of is None or self._epoch:
+        """Return what else is known of chunks, or nothing if that is nothing."""
+        if self.note_of is None:
             return ()
         notes = tuple(map(self.note_of, keys))
+        if self._epoch:  # no later engine will ask what these chunks are
+            notes = tuple(note if note.details is NO_DETAILS else replace(note, details=NO_DETAILS) for note in notes)
         return notes if any(note is not NO_NOTE for note in notes) else ()
 
     def names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:

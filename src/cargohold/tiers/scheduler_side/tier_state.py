@@ -305,6 +305,11 @@ class TierState:
         return is_open and not self.is_off
 
     @property
+    def ranks(self) -> bool:
+        """Whether it evicts by itself, and takes what hints ask."""
+        return self.options.has_index and not self.options.is_read_only and not self.is_off
+
+    @property
     def records_events(self) -> bool:
         """Whether anybody listens to its events."""
         return self._events is not None

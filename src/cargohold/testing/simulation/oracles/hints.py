@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cargohold.cache.shares import HELD, NORMAL
@@ -12,6 +13,8 @@ from cargohold.testing.simulation.engine import STEP_S
 from cargohold.testing.simulation.faulty import FaultyManager
 from cargohold.testing.simulation.oracles.base import Oracle
 from cargohold.testing.simulation.replica import Replica, live_sides
+from cargohold.testing.simulation.tiers import ListedMedium
+from cargohold.tiers.chunk_format import NO_CLAIM
 from cargohold.tiers.scheduler_side import TieringManager
 
 _LATE_S = 2.0
@@ -25,15 +28,25 @@ class HintOracle(Oracle):
     * A chunk under a lease is not evicted.
     * No tenant has more than its hard limit; nobody else's store pushes a tenant below what is reserved for it.
     * What has expired, was released or is void weighs nothing: no chunk is out of the policy's order then.
+    * In the end, disks know of leases and priorities what the hints in force ask, unless a fault has struck.
 
     Args:
         engine: the replica.
+        media: yields each tier that lists its chunks and takes what hints ask.
+        is_excused: whether a fault has struck.
     """
 
     name = "hints"
 
-    def __init__(self, engine: Replica) -> None:
+    def __init__(
+        self,
+        engine: Replica,
+        media: Callable[[], Iterable[ListedMedium]] = tuple,
+        is_excused: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._engine = engine
+        self._media = media
+        self._is_excused = is_excused
         self._found = ""
         for side in live_sides(engine.scheduler.connector):
             manager = _tier_manager(side.manager)
@@ -62,6 +75,31 @@ class HintOracle(Oracle):
                 num_aside = 0 if manager.shares is None else manager.shares.num_aside
                 if num_aside and not hints.grants:
                     self.fail(f"{side.name}: {num_aside} chunks are out of order although there are no hints")
+
+    def at_end(self) -> None:
+        """Compare what hints ask with what disks were told."""
+        sides = {id(side.manager): side for side in live_sides(self._engine.scheduler.connector)}
+        for medium in self._media():
+            side = sides.get(id(medium.manager))
+            if side is not None and medium.is_certain and medium.tier.ranks and not self._is_excused():
+                self._check_claims(side, medium)
+
+    def _check_claims(self, side: OffloadingScheduler, medium: ListedMedium) -> None:
+        now = self._engine.clock()
+        covered = [key for grant in side.hints.grants for key in grant.keys]
+        for key in medium.find(covered):
+            told = medium.claimed(key)
+            if told is None:
+                continue
+            (claim, ends), asked = told, side.hints.claim_of(key)
+            is_live = ends > now
+            what = f"{side.name}: of chunk {key.hex()[:8]}, the disk was told {claim}, and hints ask {asked}"
+            if asked == NO_CLAIM:
+                self.require(ends <= now + _LATE_S and (claim.priority or NORMAL) >= NORMAL, what)
+            elif asked.priority is not None and asked.priority < NORMAL:
+                self.require(claim.priority == asked.priority, what)
+            elif asked.lasts_s > 0:
+                self.require(is_live and claim.priority == asked.priority, what)
 
     def _check_quotas(self, side: OffloadingScheduler, manager: TierManager) -> None:
         used = manager.usage()
