@@ -20,6 +20,7 @@ import cargohold.engine.core.request as request_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.blocks.prefix_hit import _Windowed
+from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
@@ -54,12 +55,14 @@ from cargohold.protocol import (
     TransferOutcome,
 )
 from cargohold.testing.simulation.campaign import Recipe
+from cargohold.tiers.chunk_format import NO_CLAIM, Note
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
-from cargohold.tiers.scheduler_side import Fetch, Prefetcher, Waiting
+from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
 from cargohold.tiers.scheduler_side.prefetch import Event
 from cargohold.tiers.scheduler_side.tasks import TaskTable
+from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.writing import Writes
 from tests.simulation.mutation import Mutant, Patch, registrar
 
@@ -802,3 +805,26 @@ def lets_a_tenant_pass_its_hard_limit(patch: Patch) -> None:
 def forgets_a_hint_in_its_answer(patch: Patch) -> None:
     on_hints = Hints.on_hints
     patch.setattr(Hints, "on_hints", lambda self, request, hints: on_hints(self, request, hints)[:1])
+
+
+# --- what disks are told, and tell ------------------------------------------------------------------------------------
+
+
+@mutant("tiered", "hints")
+def tells_disks_nothing_of_hints_that_come_later(patch: Patch) -> None:
+    patch.setattr(LowerTiers, "rank", lambda self, keys: None)
+
+
+@mutant("tiered", "hints")
+def writes_chunks_down_without_their_leases(patch: Patch) -> None:
+    notes = TaskTable._notes
+
+    def unclaimed(self: TaskTable, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
+        return tuple(replace(note, claim=NO_CLAIM) for note in notes(self, keys))
+
+    patch.setattr(TaskTable, "_notes", unclaimed)
+
+
+@mutant("tiered")
+def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
+    patch.setattr(TierState, "note_lost", lambda self, keys: None)

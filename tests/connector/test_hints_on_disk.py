@@ -1,0 +1,87 @@
+"""What hints ask reaches disks, with the chunks or after them, and ends there when the hint ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from cargohold.protocol import Hint, HintStatus
+from cargohold.testing.simulation import SimulatedEngine
+from cargohold.testing.simulation.campaign import Recipe, play_seed
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers.chunk_format import NO_CLAIM
+from cargohold.tiers.scheduler_side import TierOptions
+from tests.connector.common import prompt
+from tests.connector.test_hints import later, prefix
+from tests.connector.tiering import finish, make_engine, serve
+
+DISK = TierOptions(name="disk", is_listed=True)
+TOKENS = prompt(0, 41)
+PIN = Hint.pin(ttl_s=300, lease="agent")
+
+
+def engine_on(tiering: SimulatedTiering) -> SimulatedEngine:
+    return make_engine(tiering)
+
+
+def claimed(tiering: SimulatedTiering, engine: SimulatedEngine) -> set[tuple[int | None, bool]]:
+    """The priorities of all chunks on disk, and whether they hold for more than the next minute."""
+    claims = tiering.media[0][0].claims
+    assert len(claims) == 10
+    return {(claim.priority, ends > engine.clock() + 60) for claim, ends in claims.values()}
+
+
+def hint(engine: SimulatedEngine, tiering: SimulatedTiering, one: Hint) -> None:
+    (outcome,) = engine.scheduler.hint(prefix(TOKENS), [one])
+    assert outcome.status is HintStatus.ACCEPTED
+    finish(engine, tiering)
+
+
+def test_chunks_are_written_down_with_what_hints_ask() -> None:
+    tiering = SimulatedTiering(100, [DISK])
+    engine = engine_on(tiering)
+    engine.add("pinned", TOKENS, 1, hints=[PIN])
+    finish(engine, tiering)
+    assert claimed(tiering, engine) == {(None, True)}
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (PIN, (None, True)),
+        (Hint.retain(priority=80, ttl_s=300), (80, True)),
+        (Hint.retain(priority=10), (10, False)),
+        (Hint.demote("nowhere"), (0, False)),
+        (Hint.demote(), (None, False)),
+    ],
+)
+def test_hints_that_come_later_reach_the_disk_and_their_release_too(
+    one: Hint, expected: tuple[int | None, bool]
+) -> None:
+    tiering = SimulatedTiering(100, [DISK])
+    engine = engine_on(tiering)
+    serve(engine, tiering, "first", TOKENS, 1)
+    assert claimed(tiering, engine) == {(None, False)}
+    hint(engine, tiering, one)
+    assert claimed(tiering, engine) == {expected}
+    hint(engine, tiering, Hint.release())
+    assert {claim for claim, _ in tiering.media[0][0].claims.values()} == {NO_CLAIM}
+
+
+def test_a_lease_that_is_used_is_renewed_on_disk_before_it_ends_there() -> None:
+    tiering = SimulatedTiering(100, [DISK])
+    engine = engine_on(tiering)
+    serve(engine, tiering, "first", TOKENS, 1)
+    hint(engine, tiering, PIN)
+    for at in range(6):
+        later(engine, 100.0)
+        engine.add(f"again {at}", TOKENS, 1)
+        finish(engine, tiering)
+        assert claimed(tiering, engine) == {(None, True)}
+    later(engine, 400.0)
+    assert claimed(tiering, engine) == {(None, False)}
+
+
+@pytest.mark.parametrize("seed", [38, 55])
+def test_a_leased_chunk_that_comes_up_for_a_request_that_leaves_is_held(seed: int) -> None:
+    """Found by simulation: only the admission of a request gave the chunks that came for it their leases."""
+    assert play_seed(Recipe("hints", "tiered", frozenset()), seed).failure is None
