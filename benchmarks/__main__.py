@@ -22,6 +22,7 @@ NAMES = (
     "lazy",
     "ranks",
     "bookkeeping",
+    "hints",
     "holes",
     "paths",
     "policies",

@@ -12,49 +12,51 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = sorted(script.parent.name for script in EXAMPLES.glob("*/run.py"))
-_SHOWN = re.compile(r"^## What you see\n.*?^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMES = sorted(str(script.relative_to(EXAMPLES).with_suffix("")) for script in EXAMPLES.glob("*/run*.py"))
+"""The scripts: ``first_restore/run``, and where an example has one for another engine, ``agent_pauses/run_vllm``."""
+_SHOWN = r"^## {}\n.*?^```text\n(.*?)^```$"
 _NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
 def imports(name: str) -> set[str]:
-    """Packages that the files of an example import."""
+    """Packages that a script and the modules beside it import."""
     found = set[str]()
-    for file in (EXAMPLES / name).glob("*.py"):
+    for file in (_script(name), *_modules(name)):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module or "")
-    own = {file.stem for file in (EXAMPLES / name).glob("*.py")}
-    return {module.partition(".")[0] for module in found} - own
+    return {module.partition(".")[0] for module in found} - {file.stem for file in _modules(name)}
 
 
 def missing(name: str) -> list[str]:
-    """Packages that an example imports and this environment lacks."""
+    """Packages that a script imports and this environment lacks."""
     return sorted(package for package in imports(name) if find_spec(package) is None)
 
 
 def run(name: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run an example in this process, as ``python run.py MODEL`` does; returns what it printed."""
-    folder = EXAMPLES / name
-    monkeypatch.setattr(sys, "argv", [str(folder / "run.py"), model])
-    monkeypatch.syspath_prepend(str(folder))
+    """Run a script in this process, as ``python run.py MODEL`` does; returns what it printed."""
+    script = _script(name)
+    monkeypatch.setattr(sys, "argv", [str(script), model])
+    monkeypatch.syspath_prepend(str(script.parent))
     known = set(sys.modules)
     capsys.readouterr()
     try:
-        runpy.run_path(str(folder / "run.py"), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     finally:
-        for module in {file.stem for file in folder.glob("*.py")} - known:
+        for module in {file.stem for file in _modules(name)} - known:
             sys.modules.pop(module, None)  # the next example may have a module of the same name
     return capsys.readouterr().out
 
 
 def shown(name: str) -> str:
-    """What an example prints, according to its README."""
-    text = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
-    found = _SHOWN.search(text)
-    assert found, f"examples/{name}/README.md has no block of `text` under `## What you see`"
+    """What a script prints, according to its README."""
+    script = _script(name)
+    heading = "What you see" if script.stem == "run" else f"What you see with `{script.name}`"
+    text = script.with_name("README.md").read_text(encoding="utf-8")
+    found = re.search(_SHOWN.format(heading), text, re.MULTILINE | re.DOTALL)
+    assert found, f"{script.with_name('README.md')} has no block of `text` under `## {heading}`"
     return found[1]
 
 
@@ -70,6 +72,15 @@ def differences(shown: str, printed: str) -> list[str]:
         else:
             lines = lines[at + 1 :]
     return wrong
+
+
+def _script(name: str) -> Path:
+    return EXAMPLES / f"{name}.py"
+
+
+def _modules(name: str) -> list[Path]:
+    """The files beside a script that it may import: all but scripts."""
+    return [file for file in _script(name).parent.glob("*.py") if not file.stem.startswith("run")]
 
 
 def _plain(line: str) -> str:

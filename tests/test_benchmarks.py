@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, gpu, handoff, holes, paths, policies, serve, soak, transfers, vllm_contenders
+from benchmarks import bookkeeping, gpu, handoff, hints, holes, paths, policies, serve, soak, transfers, vllm_contenders
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -28,6 +28,12 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] <= row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+def test_hints() -> None:
+    (row,) = hints.run(quick=True)["rows"]
+    assert row["hits"]["lru"] <= row["hits"]["lru+hints"] <= row["hits"]["optimum"]
+    assert row["waiting_h"]["lru"] >= row["waiting_h"]["optimum"] > 0
 
 
 def test_holes() -> None:

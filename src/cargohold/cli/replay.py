@@ -149,14 +149,23 @@ def _details(report: Report) -> Table:
     for name in ("policy", "size"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     has_time = report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
-    for name in ("block hits, %", "loaded", "written", "evicted", *(["prefill saved"] if has_time else [])):
+    for name in (
+        "block hits, %",
+        "loaded",
+        "written",
+        "evicted",
+        *(["prefill saved", "prompts wait"] if has_time else []),
+    ):
         table.add_column(name, justify="right")
     for policy in report.policies:
         for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
-            saved = report.costs.saved_s(result, report.workload.chunk_tokens)
+            times = (
+                report.costs.saved_s(result, report.workload.chunk_tokens),
+                report.costs.waiting_s(result, report.workload),
+            )
             size = "everything" if policy == INFINITE else _stacked(describe_size(report, result.capacities))
             cells = [policy, size, f"{100 * result.block_hit_ratio:.2f}", *_traffic(report, result)]
-            table.add_row(*cells, *([format_seconds(saved)] if has_time else []))
+            table.add_row(*cells, *(map(format_seconds, times) if has_time else []))
     return table
 
 

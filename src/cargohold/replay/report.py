@@ -93,6 +93,7 @@ class Report:
             "block_hits": result.num_block_hits,
             "hit_tokens": result.num_hit_tokens,
             "saved_prefill_s": self.costs.saved_s(result, self.workload.chunk_tokens),
+            "waiting_s": self.costs.waiting_s(result, self.workload),
             "capacity_chunks": list(result.capacities),
             "capacity_bytes": [self._bytes(capacity) for capacity in result.capacities],
             "capacity_of_unique": [capacity / self.workload.num_unique for capacity in result.capacities],

@@ -172,7 +172,7 @@ def run_tiers(
         keys = tuple(names[workload.chunks[start:end]].tolist())
         prompt = keys[: prompt_end - start]
         if hints is not None:
-            hints.before(request)
+            hints.before(request, prompt)
         num_hits, present[request] = _serve(tiers, prompt)
         hits[request] = num_hits
         for first, last in _pieces(workload, num_hits, len(prompt), len(keys)):

@@ -1,0 +1,92 @@
+"""What hints of an orchestrator are worth on agent traces: prefix hits, and the time that sessions wait, with and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.policies import FLOOR, PERCENTS, real_traces
+from cargohold.cache.policies import DEFAULT_POLICY
+from cargohold.replay.costs import CostModel
+from cargohold.replay.derived import HINTED
+from cargohold.replay.replaying import OPTIMUM, plan_tasks, run_tasks
+from cargohold.replay.traces import TraceRequest, read_trace
+from cargohold.replay.workload import UNKNOWN, Workload, load_workload
+
+COSTS = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=8000.0)
+"""About a model of 8 billion parameters on one accelerator; loads at the model's default, 20 GB/s."""
+COLUMNS = (FLOOR, FLOOR + HINTED, DEFAULT_POLICY, DEFAULT_POLICY + HINTED, OPTIMUM)
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    traces = {"made": load_workload(_made())} if quick else _real()
+    for name, workload in traces.items():
+        if (workload.sessions == UNKNOWN).all():
+            skipped.append(name)
+            continue
+        for row in _replay(workload, (10,) if quick else PERCENTS):
+            rows.append({"trace": name, **row})
+            print(_line(rows[-1]), flush=True)
+    return {
+        "what": "prefix hits per chunk looked up, in per cent; hours that all prompts take to be loaded and computed",
+        "costs": {
+            "bytes_per_token": COSTS.bytes_per_token,
+            "prefill_tokens_per_s": COSTS.prefill_tokens_per_s,
+            "load_bytes_per_s": COSTS.bytes_per_s["host"],
+        },
+        "without_sessions": skipped,
+        "rows": rows,
+        "worst_against_default_in_points": round(min(_gain(row) for row in rows), 2),
+    }
+
+
+def _real() -> Mapping[str, Workload]:
+    return {name: load_workload(read_trace([file])) for name, file in real_traces().items()}
+
+
+def _made() -> Iterator[TraceRequest]:
+    """Six agents whose tools are quick, slow, or take minutes, in turn."""
+    events = []
+    for session in range(6):
+        now = session * 3.0
+        for turn in range(12):
+            events.append((now, session, turn))
+            now += (5.0, 20.0, 200.0)[(session + turn) % 3]
+    for at, session, turn in sorted(events):
+        ids = [1000 * session + number for number in range(8 + turn)]
+        yield TraceRequest(hash_ids=ids, timestamp_ms=1000 * at, input_length=16 * len(ids), session_id=session)
+
+
+def _replay(workload: Workload, percents: tuple[float, ...]) -> Iterator[dict[str, Any]]:
+    sizes = {percent: max(1, round(workload.num_unique * percent / 100)) for percent in percents}
+    tasks = plan_tasks(COLUMNS, [(size,) for size in sizes.values()])
+    results = {(r.policy, r.capacities[0]): r for found in run_tasks(workload, tasks) for r in found}
+    for percent, size in sizes.items():
+        found = {policy: results[policy, size] for policy in COLUMNS}
+        hits = {policy: round(result.prefix_hit_ratio * 100, 2) for policy, result in found.items()}
+        gap = hits[OPTIMUM] - hits[FLOOR]
+        yield {
+            "size_percent": percent,
+            "slots": size,
+            "hits": hits,
+            "part_of_gap": round((hits[DEFAULT_POLICY + HINTED] - hits[FLOOR]) / gap, 2) if gap else None,
+            "waiting_h": {
+                policy: round((COSTS.waiting_s(result, workload) or 0.0) / 3600, 4) for policy, result in found.items()
+            },
+        }
+
+
+def _gain(row: Mapping[str, Any]) -> float:
+    """Points by which hints are better than the default policy without them."""
+    gain: float = row["hits"][DEFAULT_POLICY + HINTED] - row["hits"][DEFAULT_POLICY]
+    return gain
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row of a Markdown table."""
+    cells = [row["trace"], f"{row['size_percent']:g}", *(f"{row['hits'][policy]:.2f}" for policy in COLUMNS)]
+    cells += ["" if row["part_of_gap"] is None else f"{row['part_of_gap']:.0%}"]
+    cells += [f"{row['waiting_h'][policy]:.2f}" for policy in COLUMNS]
+    return f"| {' | '.join(cells)} |"
