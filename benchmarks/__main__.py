@@ -33,6 +33,7 @@ NAMES = (
     "generating",
     "vllm",
     "vllm_load",
+    "vllm_prefetch",
 )
 
 

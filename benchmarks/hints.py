@@ -15,7 +15,7 @@ from cargohold.replay.workload import UNKNOWN, Workload, load_workload
 
 COSTS = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=8000.0)
 """About a model of 8 billion parameters on one accelerator; loads at the model's default, 20 GB/s."""
-COLUMNS = (FLOOR, FLOOR + HINTED, DEFAULT_POLICY, DEFAULT_POLICY + HINTED, OPTIMUM)
+COLUMNS = (FLOOR, DEFAULT_POLICY, DEFAULT_POLICY + HINTED, OPTIMUM)
 
 
 def run(*, quick: bool) -> dict[str, Any]:

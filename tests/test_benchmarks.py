@@ -32,7 +32,7 @@ def test_policies() -> None:
 
 def test_hints() -> None:
     (row,) = hints.run(quick=True)["rows"]
-    assert row["hits"]["lru"] <= row["hits"]["lru+hints"] <= row["hits"]["optimum"]
+    assert row["hits"]["lru"] <= row["hits"]["reuse-index+hints"] <= row["hits"]["optimum"]
     assert row["waiting_h"]["lru"] >= row["waiting_h"]["optimum"] > 0
 
 

@@ -19,8 +19,14 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ cargohold (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 
 
-def programs(document: Path) -> list[str]:
-    return [code for language, code in _BLOCK.findall(document.read_text(encoding="utf-8")) if language == "python"]
+def programs(document: Path) -> list[tuple[str, str]]:
+    """Each piece of program with the lines of ``text`` that are shown right behind it, if there are some."""
+    blocks = _BLOCK.findall(document.read_text(encoding="utf-8"))
+    return [
+        (code, shown if is_text == "text" else "")
+        for (language, code), (is_text, shown) in zip(blocks, [*blocks[1:], ("", "")], strict=True)
+        if language == "python"
+    ]
 
 
 def commands(document: Path) -> list[tuple[str, str]]:
@@ -55,10 +61,11 @@ def stand_in(chat_model: str, tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("document", TUTORIALS, ids=lambda path: path.stem)
-def test_programs(document: Path, stand_in: Callable[[str], str]) -> None:
+def test_programs(document: Path, stand_in: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    for program in programs(document):
+    for program, shown in programs(document):
         exec(stand_in(program), names)  # our own pages, one block after the other, as in one session
+        assert differences(shown, capsys.readouterr().out) == [], program
 
 
 @pytest.mark.parametrize("document", TUTORIALS, ids=lambda path: path.stem)

@@ -138,3 +138,21 @@ def test_one_outcome_for_each_of_too_many_and_for_repeated_names() -> None:
     assert (len(hints), len(outcomes)) == (MAX_HINTS, 3)
     hints, outcomes = parse_hints([{**action, "action_id": "same"}, {**action, "action_id": "same"}])
     assert (len(hints), [outcome.action_id for outcome in outcomes]) == (1, ["same"])
+
+
+def test_a_hint_with_tokens_of_its_own_is_about_that_prefix(llm: SettledLLM) -> None:
+    """A request may carry a hint about another prompt, such as that of the next turn."""
+
+    def carried(token_ids: object) -> list[HintStatus]:
+        action = {"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"token_ids": token_ids}}
+        envelope = {"protocol_version": "1", "message_id": "m", "actions": [action]}
+        (out,) = llm.generate([[9] * 40], SamplingParams(max_tokens=2), hints=envelope)
+        return [outcome.status for outcome in out.hint_outcomes]
+
+    known, unknown = [3] * 40, [4] * 40
+    llm.generate([known], SamplingParams(max_tokens=2))
+    llm.settle()
+    assert carried(known) == [HintStatus.ACCEPTED]
+    assert carried(unknown) == [HintStatus.MISSING]
+    assert carried("text") == [HintStatus.REJECTED]
+    assert llm.stats()["num_pinned_chunks"] == 40 // 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -126,12 +126,24 @@ def show_report(report: Report) -> None:
     """Print the report as tables to standard output."""
     console = Answers()
     console.print(describe_trace(report), highlight=False, soft_wrap=True)
-    for title, table in (("prefix-hit ratio, per cent", _ratios(report)), ("what moved", _details(report))):
+    tables = {
+        "prefix-hit ratio, per cent": _by_size(report, lambda result: f"{100 * result.prefix_hit_ratio:.2f}"),
+        "what moved": _details(report),
+    }
+    if _has_time(report):
+        waits = _by_size(report, lambda result: format_seconds(report.costs.waiting_s(result, report.workload)))
+        tables["how long all prompts together wait to be loaded and computed"] = waits
+    for title, table in tables.items():
         console.print(f"\n{title}", style="bold", highlight=False)
         console.print_table(table)
 
 
-def _ratios(report: Report) -> Table:
+def _has_time(report: Report) -> bool:
+    return report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
+
+
+def _by_size(report: Report, cell: Callable[[ReplayResult], str]) -> Table:
+    """A row per size, a column per policy."""
     table = Table(box=None, pad_edge=False)
     has_disk = any(len(size) > 1 for size in report.sizes)
     table.add_column("host\n+ disk" if has_disk else "host", justify="right")
@@ -139,7 +151,7 @@ def _ratios(report: Report) -> Table:
         table.add_column(policy, justify="right")
     for size in report.sizes or ((),):  # an infinite cache alone has none
         found = [report.find(policy, size) for policy in report.policies]
-        cells = ["" if result is None else f"{100 * result.prefix_hit_ratio:.2f}" for result in found]
+        cells = ["" if result is None else cell(result) for result in found]
         table.add_row(_stacked(describe_size(report, size)) if size else "everything", *cells)
     return table
 
@@ -148,24 +160,21 @@ def _details(report: Report) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("policy", "size"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    has_time = report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
+    has_time = _has_time(report)
     for name in (
         "block hits, %",
         "loaded",
         "written",
         "evicted",
-        *(["prefill saved", "prompts wait"] if has_time else []),
+        *(["prefill saved"] if has_time else []),
     ):
         table.add_column(name, justify="right")
     for policy in report.policies:
         for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
-            times = (
-                report.costs.saved_s(result, report.workload.chunk_tokens),
-                report.costs.waiting_s(result, report.workload),
-            )
+            saved = report.costs.saved_s(result, report.workload.chunk_tokens)
             size = "everything" if policy == INFINITE else _stacked(describe_size(report, result.capacities))
             cells = [policy, size, f"{100 * result.block_hit_ratio:.2f}", *_traffic(report, result)]
-            table.add_row(*cells, *(map(format_seconds, times) if has_time else []))
+            table.add_row(*cells, *([format_seconds(saved)] if has_time else []))
     return table
 
 

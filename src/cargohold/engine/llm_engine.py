@@ -30,6 +30,7 @@ from cargohold.protocol import (
     add_stats,
     hints_in,
     parse_hints,
+    prefixes_in,
 )
 from cargohold.units import is_int
 
@@ -159,7 +160,9 @@ class LLMEngine:
             )
         token_ids = self._token_ids(prompt if text is None else text, request_id)
         params = _copied(kv_transfer_params, request_id)
-        asked, rejected = self._read_hints(hints_in(params) if hints is None else hints)
+        given = hints_in(params) if hints is None else hints
+        asked, rejected = self._read_hints(given)
+        elsewhere = prefixes_in(given, asked)
         request = Request(
             request_id=self._unused_id() if request_id is None else request_id,
             all_token_ids=token_ids,
@@ -178,7 +181,11 @@ class LLMEngine:
         )
         if self._is_taken(request.request_id):
             raise RequestError("a request with this id is being served already", request.request_id)
-        self.scheduler.add_request(request, asked)
+        self.scheduler.add_request(request, [hint for hint in asked if hint.action_id not in elsewhere])
+        for hint in asked:
+            if hint.action_id in elsewhere:
+                subject = self._prefix(elsewhere[hint.action_id], salt, tenant)
+                request.hint_outcomes += tuple(self.scheduler.hint(subject, [hint]))
         self._count(request.hint_outcomes)
         decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
         stream = TextStream(decoder, tuple(sampling.stop))
@@ -214,14 +221,17 @@ class LLMEngine:
         if request_id is not None:
             subject = str.__str__(request_id)
         else:
-            token_ids = [] if prompt is None else self._token_ids(prompt, None)
-            hashes: list[bytes] = []
-            extend_hashes(hashes, token_ids, self.limits.hash_block_tokens, root_hash(salt=salt))
-            subject = Prefix(hashes, token_ids, len(token_ids), salt, salt if tenant is None else tenant)
+            subject = self._prefix([] if prompt is None else self._token_ids(prompt, None), salt, tenant)
         asked, rejected = self._read_hints(hints)
         outcomes = [*rejected, *self.scheduler.hint(subject, asked)]
         self._count(outcomes)
         return outcomes
+
+    def _prefix(self, token_ids: Sequence[int], salt: str | None, tenant: str | None) -> Prefix:
+        """What hints are about that are not about a request."""
+        hashes: list[bytes] = []
+        extend_hashes(hashes, token_ids, self.limits.hash_block_tokens, root_hash(salt=salt))
+        return Prefix(hashes, token_ids, len(token_ids), salt, salt if tenant is None else tenant)
 
     def take_hint_events(self) -> list[HintEvent]:
         """How hints have ended since the last call."""

@@ -30,6 +30,7 @@ from cargohold.protocol.hints import (
     best_outcome,
     hints_in,
     parse_hints,
+    prefixes_in,
 )
 from cargohold.protocol.kv_cache import (
     NULL_BLOCK_ID,
@@ -166,5 +167,6 @@ __all__ = [
     "last_name",
     "level_changes",
     "parse_hints",
+    "prefixes_in",
     "times_part",
 ]

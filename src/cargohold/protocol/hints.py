@@ -311,12 +311,37 @@ def _hint_of(action: Any, name: str, envelope_version: object) -> Hint:
     if not isinstance(payload, Mapping | None):
         raise ValueError(f"payload={shown(payload)} must be an object")  # noqa: TRY004  # callers tell it as a wrong value
     options = dict(payload or {})
-    options.pop("token_ids", None)  # of a hint without a request, which its receiver has looked at
+    token_ids = options.pop("token_ids", None)  # see ``prefixes_in``
+    if token_ids is not None and not (isinstance(token_ids, list | tuple) and all(map(_is_count, token_ids))):
+        raise ValueError(f"token_ids={shown(token_ids)} must be a list of integers from 0")
     first, last = _range_of(options.pop("tokens", None))
     unknown = options.keys() - {"priority", "ttl_s", "lease", "to", "deadline_s"}
     if unknown:
         raise ValueError(f"payload has {shown(min(map(str, unknown)))}, which is not known here")
     return Hint(kind=kind, action_id=name, start=first, end=last, **options)
+
+
+def prefixes_in(given: object, hints: Sequence[Hint]) -> dict[str, list[int]]:
+    """Return the tokens of prefixes that actions are about instead of their request's: ``token_ids`` of their payloads.
+
+    Args:
+        given: what a client or router has sent.
+        hints: what ``parse_hints`` has read of it.
+
+    Returns:
+        The tokens by action id, for those of ``hints`` that have some.
+    """
+    if not hints:
+        return {}
+    read = {hint.action_id for hint in hints}
+    found: dict[str, list[int]] = {}
+    for at, action in enumerate(_actions_of(given)[0]):
+        payload = None if isinstance(action, Hint) else _get(action, "payload")
+        name = _get(action, "action_id")
+        name = name if _is_name(name) else f"#{at}"
+        if name in read and payload and payload.get("token_ids"):
+            found[name] = list(payload["token_ids"])
+    return found
 
 
 def _kind_of(value: Any) -> HintKind:

@@ -103,9 +103,10 @@ class DerivedHints:
         if num_common < len(last.keys):
             left = _Said(last.keys[num_common:])
             self._left.setdefault(session, []).append(left)
-            self._lower(
-                left, now, not_before_s=SLOW_S
-            )  # it may be another agent's of the same session, with a tool of its own
+            if len(left.keys) <= _TAIL_CHUNKS:
+                self._manager.rank(left.keys, _TAIL)
+            else:  # it may be that of another agent of the session, with a tool of its own
+                self._lower(left, now, not_before_s=SLOW_S)
 
     def after(self, request: int, keys: Sequence[bytes]) -> None:
         """A request has ended: its orchestrator says what it knows."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.blocks import BlockIdTable, BlockTables
-from cargohold.protocol import NULL_BLOCK_ID, Adapter, AttentionKind, BlockIds, ExtraKey, KVCacheLayout
+from cargohold.protocol import NULL_BLOCK_ID, Adapter, AttentionKind, BlockIds, ExtraKey, KVCacheLayout, Prefix
 
 
 class SeenRequest:
@@ -72,6 +72,11 @@ class SeenRequest:
         """The salt, with which a gateway in front of vLLM keeps its tenants apart."""
         salt: str | None = getattr(self.own, "cache_salt", None)
         return salt
+
+    def prefix(self, token_ids: list[int]) -> Prefix:
+        """Another prefix that this request's hints are about, with the request's salt and adapter."""
+        hashes = compat.hashes_of(self.own, token_ids)
+        return Prefix(hashes, token_ids, len(token_ids), self.salt, self.tenant)
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:

@@ -1,0 +1,41 @@
+"""Hints inside vLLM: what a request carries for itself, and for another prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from tests.vllm.common import RESTARTED, make_prompts
+from tests.vllm.engine import Engine
+
+
+def hinted(engine: Engine, kind: str, **payload: object) -> list[str]:
+    """Let a short request carry a hint; returns the answers."""
+    action = {"action_id": "a", "action_type": kind, "action_version": "1", "payload": payload}
+    envelope = {"protocol_version": "1", "message_id": "m", "actions": [action]}
+    (answer,) = engine.ask([[7, 7]], 1, wishes={"cargohold_hints": envelope})
+    return [outcome["status"] for outcome in answer.params["cargohold_hints"]]
+
+
+def test_a_hint_about_another_prompt_brings_it_up_from_disk_before_it_comes(
+    vllm_model: Callable[[str], str], start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    model = vllm_model("llama")
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    hoped, other = make_prompts(2, 330)
+    engine = start(model, extra)
+    before = engine.ask([hoped, other])
+    engine = start(model, extra)  # host memory is empty
+    assert hinted(engine, "prefetch", token_ids=hoped) == ["deferred"]
+    engine.settle()
+    assert hinted(engine, "prefetch", token_ids=hoped) == ["accepted"], "host memory has it"
+    again = engine.ask([hoped])[0]
+    assert "320 more in host" in again.notes[0]
+    assert "320 more in disk" in engine.ask([other])[0].notes[0]
+    assert again.tokens == before[0].tokens
+    assert hinted(engine, "pin", token_ids=make_prompts(1, 330, seed=5)[0]) == ["missing"]
+    assert hinted(engine, "prefetch", token_ids="text") == ["rejected"]
