@@ -29,10 +29,15 @@ READY: Final = 2
 LEAVING: Final = 3
 NO_SLOT: Final = -1
 
+_READY, _WRITING = bytes([READY]), bytes([WRITING])
+
 _MAX_ONE_DICT: Final = 1 << 16
 _NUM_DICTS: Final = 256
 _STRETCH: Final = 128
 """Maximum number of neighbours that are compared at once: where a prefix is scattered over the tier, no more are in vain."""
+
+_FEW: Final = 16
+"""Up to so many slots one by one take no longer than as a slice."""
 
 
 def spread_dicts(capacity: int) -> list[dict[bytes, Any]]:
@@ -80,9 +85,11 @@ class ChunkTable:
         self.used: list[int] = []
         # Each slot's number, so that there is one object for it, and slices of neighbours need not be counted up.
         self._numbers = list(range(capacity))
+        self._ascending = array("i", self._numbers)
         self.num_slots = 0
         self._free: list[int] = []
         self._dict_of: list[dict[bytes, int]] = spread_dicts(capacity)
+        self._is_one_dict = self._dict_of[0] is self._dict_of[-1]
         self._get_of = [part.get for part in self._dict_of]
         self.add_slots(capacity if num_slots is None else num_slots)
 
@@ -99,11 +106,17 @@ class ChunkTable:
 
     def find_each(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the slot of each chunk, ready or not; ``None`` for absent ones. The keys need not be of one prefix."""
-        first = self._dict_of[0]
-        if first is self._dict_of[-1] and first.keys().isdisjoint(keys):
+        if self._is_one_dict and self._dict_of[0].keys().isdisjoint(keys):
             return [None] * len(keys)  # of most new prompts, in a third of the time
         get_of = self._get_of
         return [get_of[key[0]](key) for key in keys]
+
+    def are_absent(self, keys: Sequence[bytes]) -> bool:
+        """Return whether none of the chunks is in the tier, ready or not."""
+        if self._is_one_dict:
+            return self._dict_of[0].keys().isdisjoint(keys)
+        get_of = self._get_of
+        return [get_of[key[0]](key) for key in keys].count(None) == len(keys)
 
     def find_run(self, keys: list[bytes]) -> list[int]:
         """Return the slots of the leading chunks that are ready."""
@@ -119,8 +132,7 @@ class ChunkTable:
                 at += 1
                 continue
             ours = keys[at : at + _STRETCH]
-            theirs = column[slot : slot + len(ours)]
-            length = len(ours) if ours == theirs else [*map(eq, ours, theirs), False].index(False)
+            length = _num_equal(ours, column[slot : slot + len(ours)])
             num_ready = states.count(READY, slot, slot + length)
             if num_ready < length:
                 num_ready = next(at for at in range(length) if states[slot + at] != READY)
@@ -190,28 +202,30 @@ class ChunkTable:
             self.used[owner] += len(slots)
             for slot in slots:
                 self.owners[slot] = owner
-        column, parents, children = self.keys, self.parents, self.children
-        pins, states, dict_of = self.pins, self.states, self._dict_of
         before = parent
-        for key, slot in zip(keys, slots, strict=True):
-            dict_of[key[0]][key] = slot
-            column[slot] = key
-            parents[slot] = before
-            children[slot] = 1
-            pins[slot] = 1
-            states[slot] = WRITING
-            before = slot
-        children[before] = 0
+        for first, end, are_neighbours in self._pieces(slots):
+            if are_neighbours:
+                self._place_neighbours(keys[first:end], slots[first], before)
+            else:
+                self._place_each(keys[first:end], slots[first:end], before)
+            before = slots[end - 1]
+        self.children[before] = 0
         if parent != NO_SLOT:
-            children[parent] += 1
+            self.children[parent] += 1
         self.num_writing += len(slots)
 
     def publish(self, slots: Sequence[int]) -> None:
         """Make written chunks ready, and give back the writer's pins."""
         pins, states = self.pins, self.states
-        for slot in slots:
-            states[slot] = READY
-            pins[slot] = 0
+        for first, end, are_neighbours in self._pieces(slots):
+            if are_neighbours:
+                slot, length = slots[first], end - first
+                states[slot : slot + length] = _READY * length
+                pins[slot : slot + length] = [0] * length
+            else:
+                for slot in slots[first:end]:
+                    states[slot] = READY
+                    pins[slot] = 0
         self.num_writing -= len(slots)
         self.num_ready += len(slots)
 
@@ -246,35 +260,32 @@ class ChunkTable:
             The evicted ones, the last one first; and the slots of other chunks than the next in ``slots`` that have no
             children any more.
         """
-        children, pins, parents, column, dict_of = self.children, self.pins, self.parents, self.keys, self._dict_of
-        victims: list[int] = []
+        children, pins, parents = self.children, self.pins, self.parents
         exposed: list[int] = []
+        at, end, chain_up_to = len(slots), max(0, len(slots) - num_chunks), len(slots)
         parent = NO_SLOT
-        for slot in reversed(slots):
-            if children[slot] or pins[slot] or num_chunks == len(victims):
-                break
-            if parent not in (slot, NO_SLOT) and not children[parent]:
+        while at > end:
+            first = max(end, at - _STRETCH)
+            if at - first < _FEW or at > chain_up_to or not self._is_chain(slots[first:at]):
+                chain_up_to = min(
+                    chain_up_to, at - _FEW
+                )  # else every chunk of a scattered prefix would be looked at often
+                first = at - 1
+                if children[slots[first]] or pins[slots[first]]:
+                    break
+            if parent not in (slots[at - 1], NO_SLOT) and not children[parent]:
                 exposed.append(parent)
-            victims.append(slot)
-            parent = parents[slot]
+            at, parent = first, parents[slots[first]]
             if parent != NO_SLOT:
                 children[parent] -= 1
+        victims = slots[at:]
         if not victims:
             return victims, exposed
         if parent != NO_SLOT and not children[parent]:
             exposed.append(parent)
-        del slots[len(slots) - len(victims) :]
-        states, evicted = self.states, self.evicted
-        for slot in victims:
-            key = column[slot]
-            assert key is not None
-            del dict_of[key[0]][key]
-            column[slot] = None
-            states[slot] = FREE
-            evicted.append(key)
-        if self.owners is not None:
-            for slot in victims:
-                self.used[self.owners[slot]] -= 1
+        del slots[at:]
+        self._erase(victims)
+        victims.reverse()
         self._free += victims
         self.num_ready -= len(victims)
         return victims, exposed
@@ -349,6 +360,84 @@ class ChunkTable:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _pieces(self, slots: Sequence[int]) -> Iterable[tuple[int, int, bool]]:
+        """Divide slots into pieces ``[first, end)``, with whether those of each are neighbours, in order: then slices do."""
+        if len(slots) < _FEW:
+            return ((0, len(slots), False),)
+        pieces: list[tuple[int, int, bool]] = []
+        at = 0
+        while at < len(slots):
+            theirs = slots[at : at + _STRETCH]
+            length = _num_equal(theirs, self._numbers[theirs[0] : theirs[0] + len(theirs)])
+            are_neighbours = length >= _FEW
+            end = at + length if are_neighbours else min(at + _FEW, len(slots))
+            pieces.append((at, end, are_neighbours))
+            at = end
+        return pieces
+
+    def _place_neighbours(self, keys: Sequence[bytes], slot: int, before: int) -> None:
+        """Put chunks, each the parent of the next, into ``slot`` and those behind it."""
+        length, end = len(keys), slot + len(keys)
+        self.keys[slot:end] = keys
+        self.parents[slot] = before
+        self.parents[slot + 1 : end] = self._ascending[slot : end - 1]
+        self.children[slot:end] = self.pins[slot:end] = [1] * length
+        self.states[slot:end] = _WRITING * length
+        if self._is_one_dict:
+            self._dict_of[0].update(zip(keys, self._numbers[slot:end], strict=True))
+        else:
+            for key, number in zip(keys, self._numbers[slot:end], strict=True):
+                self._dict_of[key[0]][key] = number
+
+    def _place_each(self, keys: Sequence[bytes], slots: Sequence[int], before: int) -> None:
+        """Put chunks, each the parent of the next, into ``slots``."""
+        column, parents, children = self.keys, self.parents, self.children
+        pins, states, dict_of = self.pins, self.states, self._dict_of
+        for key, slot in zip(keys, slots, strict=True):
+            dict_of[key[0]][key] = slot
+            column[slot] = key
+            parents[slot] = before
+            children[slot] = 1
+            pins[slot] = 1
+            states[slot] = WRITING
+            before = slot
+
+    def _is_chain(self, slots: list[int]) -> bool:
+        """Whether neighbours are each the parent of the next, and needed by nothing else, so that all can be evicted."""
+        first, end = slots[0], slots[0] + len(slots)
+        return (
+            slots == self._numbers[first:end]
+            and not self.children[end - 1]
+            and self.children[first : end - 1].count(1) == len(slots) - 1
+            and self.pins[first:end].count(0) == len(slots)
+            and self.parents[first + 1 : end] == self._ascending[first : end - 1]
+        )
+
+    def _erase(self, slots: list[int]) -> None:
+        """Take ready chunks, in prefix order, out of all columns, the last one first."""
+        column = self.keys
+        keys = self.keys_at(reversed(slots))
+        self.evicted += keys
+        if self._is_one_dict:
+            part = self._dict_of[0]
+            for key in keys:
+                del part[key]
+        else:
+            for key in keys:
+                del self._dict_of[key[0]][key]
+        for first, end, are_neighbours in self._pieces(slots):
+            if are_neighbours:
+                slot, length = slots[first], end - first
+                column[slot : slot + length] = [None] * length
+                self.states[slot : slot + length] = bytes(length)
+            else:
+                for slot in slots[first:end]:
+                    column[slot] = None
+                    self.states[slot] = FREE
+        if self.owners is not None:
+            for slot in slots:
+                self.used[self.owners[slot]] -= 1
+
     def _free_again(self, slot: int) -> None:
         self.states[slot] = FREE
         self._free.append(slot)
@@ -361,3 +450,8 @@ class ChunkTable:
                 if self.states[slot] in (WRITING, READY):
                     self.parents[slot] = NO_SLOT
             self.children[parent] = 0
+
+
+def _num_equal(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    """Return how many leading items of two lists are equal; the second may be shorter."""
+    return len(ours) if ours == theirs else [*map(eq, ours, theirs), False].index(False)

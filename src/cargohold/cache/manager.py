@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, final
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias, final
 
 from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
@@ -291,12 +291,14 @@ class OffloadManager(ABC):
 class _Handle:
     """Chunks in slots, and the moves of the handle so far, for errors."""
 
-    __slots__ = ("_history", "keys", "slots")
+    __slots__ = ("_end", "_history", "keys", "slots")
+    _begun_with: ClassVar[str]
 
-    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], history: tuple[str, ...]) -> None:
+    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[..., None]) -> None:
         self.keys = keys
         self.slots = slots
-        self._history = history
+        self._end = end
+        self._history: tuple[str, ...] = (self._begun_with,)
 
     def _move(self, move: str) -> None:
         """Note a move that ends this handle's life. Raises ``LifecycleError`` if it has ended already."""
@@ -312,22 +314,22 @@ class SlotReservation(_Handle):
     Args:
         keys: the chunks.
         slots: their slots, parallel to ``keys``.
-        deferred: chunks to be offered again.
         end: called once, when the handle is given back, with the handle and whether the chunks were written.
+        deferred: chunks to be offered again.
     """
 
-    __slots__ = ("_end", "deferred")
+    __slots__ = ("deferred",)
+    _begun_with = "prepare_stores"
 
     def __init__(
         self,
         keys: Sequence[OffloadKey],
         slots: Sequence[int],
-        deferred: Sequence[OffloadKey],
         end: Callable[[SlotReservation, bool], None],
+        deferred: Sequence[OffloadKey] = (),
     ) -> None:
-        super().__init__(keys, slots, ("prepare_stores",))
+        super().__init__(keys, slots, end)
         self.deferred = deferred
-        self._end = end
 
     def commit(self) -> None:
         """See ``StoreHandle.commit``."""
@@ -349,13 +351,8 @@ class ChunkPins(_Handle):
         end: called once, when the handle is given back, with the handle and the corrupt chunks.
     """
 
-    __slots__ = ("_end",)
-
-    def __init__(
-        self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[[ChunkPins, Sequence[OffloadKey]], None]
-    ) -> None:
-        super().__init__(keys, slots, ("prepare_load",))
-        self._end = end
+    __slots__ = ()
+    _begun_with = "prepare_load"
 
     def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
         """See ``LoadHandle.release``."""

@@ -101,9 +101,10 @@ class Shares(ReplacementPolicy):
         make_policy: makes the policies of these tenants' shares; its class is that of ``policy``.
 
     Attributes:
-        tenant: number of the share that the chunks on offer belong to; set by the owner for each offer.
-        level: level of the chunks on offer; set likewise. Above ``NORMAL``, the policy does not refuse them. They displace no
-            chunk of a higher level, unless that is what soft limits and reservations of tenants ask for.
+        tenant: number of the share that the chunks on offer belong to; see ``turn_to``.
+        level: level of the chunks on offer; see ``turn_to``. Above ``NORMAL``, the policy does not refuse them. They displace
+            no chunk of a higher level, unless that is what soft limits and reservations of tenants ask for.
+        has_hard_limits: whether some tenant may not take every free slot.
     """
 
     name: ClassVar[str] = "shares"
@@ -125,8 +126,14 @@ class Shares(ReplacementPolicy):
             assert make_policy is not None
             self._number_of[tenant] = number
             self._shares.append(Share(make_policy(policy.table, policy.runs), number, limits))
+        self.has_hard_limits = any(limits.hard is not None for limits in quotas.values())
         if quotas:
             policy.table.count_owners(len(self._shares))
+
+    def turn_to(self, tenant: str | None, level: int) -> int:
+        """Learn whose chunks are on offer from now on, and their level; return the number of their share."""
+        self.tenant, self.level = self.share_of(tenant), level
+        return self.tenant
 
     @property
     def num_aside(self) -> int:

@@ -29,7 +29,7 @@ _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
 
 _SPARE_PART: Final = 1024
 _MAX_SPARE: Final = 64
-"""When room is made in a large tier for one chunk, a few slots more are made free, at most this part of it: an answer grows by
+"""When room is made in a large tier for a few chunks, a few slots more are made free, at most this part of it: answers grow by
 one chunk at a time, and one eviction of many chunks costs a fraction of as many evictions."""
 
 
@@ -205,28 +205,10 @@ class TierManager(OffloadManager):
         return handle
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
-        table = self._table
-        placement = _Placement(table.num_writing + self._num_pins)
-        found = [table.find_each(offer.keys) for offer in offers]
-        parents = [table.find(offer.parent) for offer in offers]
-        # Neither what is there of the offers nor what they continue may be evicted for them.
-        around = [slot for slot in parents if slot != NO_SLOT]
-        for slots in found:
-            if slots.count(None) < len(slots):
-                around += [slot for slot in slots if slot is not None]
-        table.pin(around)
-        if _are_apart(offers):
-            if len(offers) > 1 or (self._num_spare and [len(offer.keys) for offer in offers] == [1]):
-                self._make_room_ahead(offers, parents, found)
-            for offer, before, slots in zip(offers, parents, found, strict=True):
-                self._place_offer(placement, offer, before, slots)
-        else:
-            self._place_in_order(placement, offers)
-        table.unpin(around)
-        if table.evicted:
-            self._note_removed(table.evicted)
-            table.evicted = []
-        handle = SlotReservation(placement.keys, placement.slots, placement.deferred, self._end_store)
+        is_limited = self._shares is not None and self._shares.has_hard_limits
+        handle = self._fill_free(offers) if not is_limited and _are_apart(offers) else None
+        if handle is None:
+            handle = self._make_room_and_place(offers)
         self._writing.add(handle)
         return handle
 
@@ -256,21 +238,72 @@ class TierManager(OffloadManager):
 
     # --- stores -------------------------------------------------------------------------------------------------------
 
+    def _fill_free(self, offers: Sequence[StoreOffer]) -> SlotReservation | None:
+        """Place offers that share no chunk, if free slots are enough for all of their chunks, and none of them is there.
+
+        So it is with most of what running requests generate. Mutates table and policy, or nothing if it is not so.
+        """
+        table = self._table
+        if len(offers) == 1:
+            offer = offers[0]
+            is_new = len(offer.keys) <= table.num_free and table.are_absent(offer.keys)
+        else:
+            all_keys = list(chain.from_iterable([offer.keys for offer in offers]))
+            is_new = len(all_keys) <= table.num_free and table.are_absent(all_keys)
+        if not is_new:
+            return None
+        keys: list[OffloadKey] = []
+        slots: list[int] = []
+        for offer in offers:
+            if offer.keys:
+                owner = 0 if self._shares is None else self._shares.turn_to(offer.tenant, offer.level)
+                before, taken = table.find(offer.parent), table.take(len(offer.keys))
+                table.place(offer.keys, taken, before, owner)
+                self.policy.add(offer.keys, before, taken)
+                keys += offer.keys
+                slots += taken
+        return SlotReservation(keys, slots, self._end_store)
+
+    def _make_room_and_place(self, offers: Sequence[StoreOffer]) -> SlotReservation:
+        """Find slots for as many chunks on offer as are worth one, and evict others for them. Mutates everything."""
+        table = self._table
+        placement = _Placement(table.num_writing + self._num_pins)
+        found = [table.find_each(offer.keys) for offer in offers]
+        parents = [table.find(offer.parent) for offer in offers]
+        # Neither what is there of the offers nor what they continue may be evicted for them.
+        around = [slot for slot in parents if slot != NO_SLOT]
+        for slots in found:
+            if slots.count(None) < len(slots):
+                around += [slot for slot in slots if slot is not None]
+        table.pin(around)
+        if _are_apart(offers):
+            self._make_room_ahead(offers, parents, found)
+            for offer, before, slots in zip(offers, parents, found, strict=True):
+                self._place_offer(placement, offer, before, slots)
+        else:
+            self._place_in_order(placement, offers)
+        table.unpin(around)
+        if table.evicted:
+            self._note_removed(table.evicted)
+            table.evicted = []
+        return SlotReservation(placement.keys, placement.slots, self._end_store, placement.deferred)
+
     def _make_room_ahead(
         self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None]]
     ) -> None:
         """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table.
 
-        For one chunk alone it evicts some more, to spare.
+        For a few chunks it evicts some more, to spare.
         """
         newcomers = [
             Newcomers(offer.keys, before)
             for offer, before, slots in zip(offers, parents, found, strict=True)
             if slots and slots.count(None) == len(slots)
         ]
-        num_slots = sum([len(keys) for keys, _ in newcomers]) - self._table.num_free
-        if newcomers and num_slots > 0 and self._shares is None:
-            num_spare = self._num_spare if len(newcomers) == 1 else 0
+        num_chunks = sum([len(keys) for keys, _ in newcomers])
+        num_slots = num_chunks - self._table.num_free
+        num_spare = self._num_spare if num_chunks < self._num_spare else 0
+        if num_slots > 0 and self._shares is None and (num_spare or len(offers) > 1):
             self.policy.make_room_ahead(newcomers, num_slots + num_spare)
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
@@ -298,7 +331,7 @@ class TierManager(OffloadManager):
         """
         keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
         if self._shares is not None:
-            self._shares.tenant, self._shares.level = self._shares.share_of(offer.tenant), offer.level
+            self._shares.turn_to(offer.tenant, offer.level)
         # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
         num_waiting = placement.num_waiting - len(placement.deferred)
         at = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, groupby
 from operator import attrgetter
@@ -116,11 +116,13 @@ class ReuseIndexPolicy(RunsPolicy):
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         if self._model.fit(self._now):
             self._use_index()
-        if keys[0] not in self._met:
+        met = self._met.get(keys[0])
+        if met is None:
             self._met.clear()  # those for which room was made before did not all come in
-        _, kinds = self._meet(keys, parent)
-        for kind, same in groupby(kinds[len(kinds) - num_slots :]):
-            num_chunks = sum(1 for _ in same)
+        if met is None or met[0] is not keys:
+            met = self._met[keys[0]] = keys, *self._meet(keys, parent)
+        kinds = met[2]
+        for kind, num_chunks in _stretches(kinds[len(kinds) - num_slots :]):
             num_evicted, is_refused = self._evict(num_chunks, self._worth(kind))
             if num_evicted < num_chunks:
                 return is_refused
@@ -144,25 +146,21 @@ class ReuseIndexPolicy(RunsPolicy):
         self._remember(victims)
 
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
-        tags, kinds = self._meet(keys, parent)
-        del self._met[keys[0]]
-        self._go_on(parent)
+        met = self._met.pop(keys[0], None) if self._met else None
+        tags, kinds = self._meet(keys, parent) if met is None or met[0] is not keys else met[1:]
+        if parent != NO_SLOT:
+            self._go_on(parent)
         at, now = 0, self._now
-        for kind, same in groupby(kinds[: len(slots)]):
-            part = slots[at : at + len(list(same))]
-            self.runs.add(part, self._cell(kind, 0), now, kind)
-            at += len(part)
+        for kind, num_chunks in _stretches(kinds[: len(slots)]):
+            self.runs.add(slots[at : at + num_chunks], self._cell(kind, 0), now, kind)
+            at += num_chunks
         known = self._tags
         for slot, tag in zip(slots, tags, strict=False):
             known[slot] = tag
         if len(slots) < len(tags):
             uses = [kind >> _CLASS_BITS for kind in kinds[len(slots) :]]
             self._absent.remember_each(tags[len(slots) :], uses, [now] * len(uses))
-        model = self._model
-        if min(tags) < model.sample_end:
-            for tag, kind in zip(tags, kinds, strict=True):
-                if tag < model.sample_end:
-                    model.observe(tag, kind & _CLASS, now)
+        self._model.observe_each(tags, [kind & _CLASS for kind in kinds], now)
         self._now += len(tags)
         self._age_if_due()
 
@@ -183,16 +181,13 @@ class ReuseIndexPolicy(RunsPolicy):
     # --- newcomers ----------------------------------------------------------------------------------------------------
 
     def _meet(self, keys: Sequence[bytes], parent: int) -> tuple[list[int], list[int]]:
-        """Return tags and kinds of chunks on offer, if they get in. Remembers them until they do."""
-        met = self._met.get(keys[0])
-        if met is None or met[0] is not keys:
-            tags = list(map(crc32, keys))
-            kinds = [_NEW + self._detail_behind(parent)] * len(tags)
-            for at, kind in self._absent.recall(tags, self._now):
-                kinds[at] = kind
-            kinds[-1] += _LAST
-            met = self._met[keys[0]] = keys, tags, kinds
-        return met[1], met[2]
+        """Return tags and kinds of chunks on offer, if they get in."""
+        tags = list(map(crc32, keys))
+        kinds = [_NEW + self._detail_behind(parent)] * len(tags)
+        for at, kind in self._absent.recall(tags, self._now):
+            kinds[at] = kind
+        kinds[-1] += _LAST
+        return tags, kinds
 
     def _meet_each(self, newcomers: Sequence[Newcomers]) -> list[int]:
         """Do ``_meet`` for several prefixes; return the kinds of all their chunks."""
@@ -229,7 +224,7 @@ class ReuseIndexPolicy(RunsPolicy):
         It joins the run of the chunks before it if that was used about when it was: else an answer would take a run per chunk.
         """
         runs = self.runs
-        run = None if parent == NO_SLOT else runs.run_of[parent]
+        run = runs.run_of[parent]
         if run is None or (run.kind & _CLASS) % _PER_LEVEL < _LAST:
             return
         kind, before = run.kind - _LAST, self.table.parents[parent]
@@ -369,20 +364,22 @@ class AbsentChunks:
         # The same memory: many entries cost a third of the time this way.
         self._views = np.frombuffer(self._known, np.uint32), np.frombuffer(self._times, np.uint32)
 
-    def recall(self, tags: Sequence[int], now: int) -> Iterator[tuple[int, int]]:
-        """Yield the indices of the chunks of which something is known, and their kinds if they are used now."""
+    def recall(self, tags: Sequence[int], now: int) -> list[tuple[int, int]]:
+        """Return the indices of the chunks of which something is known, and their kinds if they are used now."""
         known, mask = self._known, self._mask
         indices: Sequence[int] = range(len(tags))
         if len(tags) >= _MANY:
             wanted = np.array(tags, np.uint32)
             indices = np.flatnonzero((self._views[0][wanted & mask] ^ wanted) <= _USES_MASK).tolist()
+        kinds: list[tuple[int, int]] = []
         for at in indices:
             tag = tags[at]
             entry = known[tag & mask]
             uses = entry & _USES_MASK if entry ^ tag <= _USES_MASK else 0
             if uses:
                 # Times are modulo 2**32: nobody needs to know longer ages.
-                yield at, _kind_of_known(uses, (now - self._times[tag & mask]) & _TIME_MASK)
+                kinds.append((at, _kind_of_known(uses, (now - self._times[tag & mask]) & _TIME_MASK)))
+        return kinds
 
     def remember_each(self, tags: Sequence[int], uses: Sequence[int], times: Sequence[int]) -> None:
         """Remember the uses of chunks that leave the tier, or were not stored; ``times`` are those of the last ones."""
@@ -395,6 +392,13 @@ class AbsentChunks:
         for tag, num_uses, time in zip(tags, uses, times, strict=True):
             self._known[tag & self._mask] = tag & ~_USES_MASK | num_uses
             self._times[tag & self._mask] = time & _TIME_MASK
+
+
+def _stretches(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Return the kind of each stretch of chunks of one kind, and how many there are."""
+    if len(kinds) == 1:
+        return ((kinds[0], 1),)  # of what is generated, nearly always
+    return [(kind, len(list(same))) for kind, same in groupby(kinds)]
 
 
 def _kind_of_known(uses_before: int, age: int) -> int:

@@ -16,6 +16,7 @@ Time is counted in uses of chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -95,6 +96,24 @@ class ReuseModel:
         at = self._open[tag] = self._num_records
         tags[at], classes[at], starts[at], ends[at] = tag, chunk_class, now, _OPEN
         self._num_records += 1
+
+    def observe_each(self, tags: Sequence[int], classes: Sequence[int], now: int) -> None:
+        """Do ``observe`` for those of these chunks that are in the sample. Mutates the records."""
+        first, end = self._num_records, self._num_records + len(tags)
+        if min(tags) >= self.sample_end:
+            return
+        if end > _NUM_RECORDS or max(tags) >= self.sample_end:
+            for tag, chunk_class in zip(tags, classes, strict=True):
+                if tag < self.sample_end:  # a smaller one each time that records are thinned out
+                    self.observe(tag, chunk_class, now)
+            return
+        # As long as the sample is all chunks, most of what comes in: a third of the time.
+        befores = [before for before in map(self._open.get, tags) if before is not None]
+        self._ends[befores] = now
+        self._open.update(zip(tags, range(first, end), strict=True))
+        self._tags[first:end], self._classes[first:end] = tags, classes
+        self._starts[first:end], self._ends[first:end] = now, _OPEN
+        self._num_records = end
 
     def fit(self, now: int) -> bool:
         """Replace the index by one learned from the records, if it is time to; return whether it was."""

@@ -86,7 +86,10 @@ class Order(Generic[Entry]):
 
     def append(self, run: Run[Entry]) -> None:
         """Add the newest run."""
-        self._link(run, self.end)
+        end, older = self.end, self.end.older
+        assert older is not None
+        run.order, run.older, run.newer = self, older, end
+        older.newer = end.older = run
 
     def put_back(self, run: Run[Entry]) -> None:
         """Add a run that is probably one of the oldest."""

@@ -46,13 +46,12 @@ logger = logging.getLogger(__name__)
 EXPLAIN: Final = "cargohold_explain"
 """Key in a request's ``kv_transfer_params`` that asks for an explanation, and in the response that gives it."""
 
+STATS_EVERY_S: Final = 0.1
+"""How often vLLM is told counters while there are requests; when the last one has ended, at once."""
+
 _REMOTE_PREFILL: Final = "do_remote_prefill"
 """Key that vLLM's connectors between prefill and decode engines answer. vLLM's engine ends if two connectors answer the same
 key, and our decode engines need none: they look up every prompt."""
-
-
-_LOOK_S: Final = 1.0
-"""Seconds after which it is told anew how much is on the device, although there is nothing else to tell."""
 
 
 @dataclass(slots=True)
@@ -156,7 +155,7 @@ class SchedulerSide:
         device_bytes = (layout.num_blocks - 1) * layout.block_bytes * layout.world_size
         self._stats: Counter[str] = Counter({"num_device_capacity_bytes": device_bytes})
         self._levels: Stats = {}
-        self._look_at = clock()
+        self._stats_due_at = 0.0
         self._outages = OutageLevels(time.time() - clock())
         self._refusals = SparingLog(logger)  # clients decide how many there are
         self.guard.bind_scheduler_context(self._context)
@@ -369,18 +368,22 @@ class SchedulerSide:
         return self._resets.reset()
 
     def take_stats(self, block_bytes: float) -> dict[str, float]:
-        """Counters of both sides since the last call, as operators want them; ``block_bytes`` is a worker's mean."""
+        """Counters of both sides since they were told last, as operators want them; ``block_bytes`` is a worker's mean.
+
+        While there are requests they are told every ``STATS_EVERY_S``: vLLM asks in every step, and nobody looks that often.
+        """
+        now = self._clock()
+        if now < self._stats_due_at and self._requests:
+            return {}
+        self._stats_due_at = now + STATS_EVERY_S
         stats, self._stats = self._stats, Counter()
-        told = add_stats(stats, self.guard.get_stats())
-        if told or self._clock() >= self._look_at:  # in most steps there is nothing to tell
-            told = add_stats(told, self._take_levels())
+        told = add_stats(add_stats(stats, self.guard.get_stats()), self._take_levels())
         shown = for_operators(told, block_bytes, self.layout.token_bytes)
         shown.update(self._outages.take_changes(self.guard.get_outages()))
         return {name: value for name, value in shown.items() if value}
 
     def _take_levels(self) -> Stats:
         """Return how much more, or less, vLLM's prefix cache holds than when this was asked last."""
-        self._look_at = self._clock() + _LOOK_S
         device_bytes = self._context.num_cached_blocks * self.layout.block_bytes * self.layout.world_size
         before, self._levels = self._levels, {"num_device_bytes": device_bytes}
         return level_changes(before, self._levels)

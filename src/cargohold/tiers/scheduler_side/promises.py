@@ -134,9 +134,9 @@ class Promises:
 
     def note_ready(self, keys: Iterable[OffloadKey]) -> None:
         """Learn that host memory may have these chunks: those that are promised are pinned, and written next."""
+        if not self._made:
+            return  # nearly always
         promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is None]
-        if not promised:
-            return
         ready = [key for key, state in zip(promised, self._host.lookup(promised), strict=True) if state == READY]
         for key in ready:
             promise = self._made[key]
@@ -146,6 +146,8 @@ class Promises:
 
     def note_written(self, keys: Iterable[OffloadKey]) -> None:
         """Learn that a job that wrote these chunks has ended: promises for which no other tier has to write are over."""
+        if not self._made:
+            return  # nearly always
         promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is not None]
         kept = [key for key in promised if not any(writes.is_to_write(key) for writes in self._writes)]
         self._kept.update(dict.fromkeys(kept))

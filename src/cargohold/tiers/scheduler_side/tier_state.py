@@ -122,6 +122,10 @@ class Presence:
         """Return the last answer for each chunk, however old; ``None`` if there is none."""
         return [None if answer is None else answer[0] for answer in map(self._answers.get, keys)]
 
+    def knows_none_of(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether there is no answer for any of these chunks, however old: so it is with all that is new."""
+        return self._answers.keys().isdisjoint(keys)
+
     def not_heard_of(self, keys: Iterable[OffloadKey], for_s: float) -> list[OffloadKey]:
         """Return the chunks about which there was no answer in the last ``for_s`` seconds."""
         answers, oldest = self._answers, self._clock() - for_s
@@ -131,8 +135,10 @@ class Presence:
         """Remember answers of the tier, or that chunks were just written to it."""
         answers, now = self._answers, self._clock()
         there, absent = (True, now), (False, now)
+        is_new = answers.keys().isdisjoint(keys)
         for key, is_there in zip(keys, are_there, strict=True):
-            answers.pop(key, None)
+            if not is_new:
+                answers.pop(key, None)
             answers[key] = there if is_there else absent
         while len(answers) > self.limit:
             answers.popitem(last=False)

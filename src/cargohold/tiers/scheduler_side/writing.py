@@ -198,6 +198,8 @@ class Writes:
         """
         if self.tier.is_off or self._options.is_read_only:
             return []
+        if self.tier.presence.knows_none_of(keys) and self._writing.keys().isdisjoint(keys):
+            return list(keys)
         known = zip(keys, self.tier.presence.last(keys), strict=True)
         return [key for key, is_there in known if is_there is not True and key not in self._writing]
 
