@@ -66,23 +66,6 @@ def test_what_is_said_does_not_depend_on_when_the_next_turn_comes_within_its_kin
     assert few.num_prefix_hits == many.num_prefix_hits
 
 
-def test_a_branch_that_a_session_has_left_does_not_outlive_sessions_that_wait() -> None:
-    """Every turn drops what the turn before has thought; behind a long pause of another session, its prompt is still there."""
-    events: list[tuple[float, int, list[int]]] = []
-    for turn in range(40):
-        stem = list(range(turn + 2))
-        events.append((100.0 * turn, 0, [*stem, *(10_000 + 10 * turn + at for at in range(4))]))
-    for other in (1, 2):
-        events += [(at + other, other, [100_000 * other + number for number in range(10)]) for at in (3000.0, 3200.0)]
-    requests = [
-        TraceRequest(hash_ids=ids, timestamp_ms=1000 * at, input_length=16 * len(ids), session_id=session)
-        for at, session, ids in sorted(events)
-    ]
-    (result,) = replay(load_workload(requests), "lru" + HINTED, [(70,)])
-    found = dict(zip(((at, session) for at, session, _ in sorted(events)), result.run.hits.tolist(), strict=True))
-    assert found[3201.0, 1] == found[3202.0, 2] == 10
-
-
 def test_hints_say_nothing_where_all_sessions_that_wait_fit(workload: Workload) -> None:
     """Only that a session is over: so nothing that comes back is lost for it."""
     size = [(300,)]
