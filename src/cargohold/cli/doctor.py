@@ -24,6 +24,7 @@ from typing import Annotated, Final
 import typer
 from packaging.requirements import Requirement
 from rich.table import Table
+from rich.text import Text
 
 from cargohold import __version__
 from cargohold.cache import OffloadKey
@@ -97,8 +98,9 @@ def doctor(
         table.add_column(column, no_wrap=column != "found", overflow="fold")
     styles = {Level.OK: "green", Level.NOTE: "yellow", Level.SET: "bold red"}
     for finding in findings:
-        advice = f"\n{finding.advice}" if finding.advice else ""
-        table.add_row(finding.area, f"[{styles[finding.level]}]{finding.level.value}[/]", f"{finding.found}{advice}")
+        found = f"{finding.found}\n{finding.advice}" if finding.advice else finding.found
+        # Texts: names of extras are in brackets, which would be taken for markup.
+        table.add_row(finding.area, Text(finding.level.value, styles[finding.level]), Text(found))
     out.print_table(table)
 
 
