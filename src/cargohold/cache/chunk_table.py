@@ -132,7 +132,8 @@ class ChunkTable:
                 at += 1
                 continue
             ours = keys[at : at + _STRETCH]
-            length = _num_equal(ours, column[slot : slot + len(ours)])
+            theirs = column[slot : slot + len(ours)]
+            length = len(ours) if ours == theirs else [*map(eq, ours, theirs), False].index(False)
             num_ready = states.count(READY, slot, slot + length)
             if num_ready < length:
                 num_ready = next(at for at in range(length) if states[slot + at] != READY)
@@ -367,8 +368,9 @@ class ChunkTable:
         pieces: list[tuple[int, int, bool]] = []
         at = 0
         while at < len(slots):
-            theirs = slots[at : at + _STRETCH]
-            length = _num_equal(theirs, self._numbers[theirs[0] : theirs[0] + len(theirs)])
+            piece = slots[at : at + _STRETCH]
+            row = self._numbers[piece[0] : piece[0] + len(piece)]
+            length = len(piece) if piece == row else [*map(eq, piece, row), False].index(False)
             are_neighbours = length >= _FEW
             end = at + length if are_neighbours else min(at + _FEW, len(slots))
             pieces.append((at, end, are_neighbours))
@@ -450,8 +452,3 @@ class ChunkTable:
                 if self.states[slot] in (WRITING, READY):
                     self.parents[slot] = NO_SLOT
             self.children[parent] = 0
-
-
-def _num_equal(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
-    """Return how many leading items of two lists are equal; the second may be shorter."""
-    return len(ours) if ours == theirs else [*map(eq, ours, theirs), False].index(False)

@@ -150,7 +150,7 @@ class TierManager(OffloadManager):
         return _READY * len(self._table.find_run(list(keys)))
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
-        run = self.lookup_run(keys)
+        run = _READY * len(self._table.find_run(list(keys)))
         if len(run) == len(keys):
             return run
         rest = self._table.find_each(keys[len(run) :])

@@ -339,11 +339,11 @@ class Hints:
                 self._end(grant, HintEnd.EXPIRED if has_some else HintEnd.VOID)
 
     def void_all(self) -> None:
-        """Forget all grants: the tier was reset."""
+        """Forget all grants: the tier was reset, or its connector ends. On disks, what they were told lasts for its time."""
         if self.ahead is not None:
             self.ahead.end_all()
         for grant in list(self._grants.values()):
-            self._end(grant, HintEnd.VOID)
+            self._end(grant, HintEnd.VOID, tells_tiers=False)
 
     def take_events(self) -> list[HintEvent]:
         """Return the events since the last call."""
@@ -395,7 +395,7 @@ class Hints:
         if grant.hint.lease is not None:
             self._leases[grant.tenant, grant.hint.lease] = grant
 
-    def _end(self, grant: Grant, how: HintEnd) -> None:
+    def _end(self, grant: Grant, how: HintEnd, *, tells_tiers: bool = True) -> None:
         grant.is_over = True
         del self._grants[grant.number]
         self._num_of[grant.tenant] -= 1
@@ -407,9 +407,10 @@ class Hints:
         for key in keys:
             self._uncover(grant, key)
         self._rank(keys)
-        # What lower tiers were told of a lease or a raised priority ends by itself.
-        ends_alone = how is HintEnd.EXPIRED and grant.level > NORMAL
-        self.on_claims([key for key in keys if key in self._of] if ends_alone else keys)
+        if tells_tiers:
+            # What lower tiers were told of a lease or a raised priority ends by itself.
+            ends_alone = how is HintEnd.EXPIRED and grant.level > NORMAL
+            self.on_claims([key for key in keys if key in self._of] if ends_alone else keys)
         if len(self._heap) > 2 * len(self._grants) + 64:
             self._heap = sorted(entry for entry in self._heap if not entry[1].is_over)
         if grant.hint.kind is not HintKind.PREFETCH:  # of which the end was told when its chunks had come
