@@ -36,7 +36,8 @@ def test_every_connector_is_named(text: str) -> None:
 
 
 def test_mutants_are_counted_and_each_example_is_one(text: str) -> None:
-    examples = re.findall(r"(?m)^\| (?!the adapter)[\w ]+ \| (.*) \|$", text.split("| mutants of |")[1].split("\n\n")[0])
+    table = text.partition("| mutants of |")[2].partition("\n\n")[0]
+    examples = re.findall(r"(?m)^\| (?!the adapter)[\w ]+ \| (.*) \|$", table)
     named = {what for cell in examples for what in cell.split("; ")}
     assert named and named <= {mutant.what for mutant in MUTANTS}
     assert f" {len(MUTANTS)} mutants" in text
