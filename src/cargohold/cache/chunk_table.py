@@ -36,8 +36,8 @@ _NUM_DICTS: Final = 256
 _STRETCH: Final = 128
 """Maximum number of neighbours that are compared at once: where a prefix is scattered over the tier, no more are in vain."""
 
-_FEW: Final = 16
-"""Up to so many slots one by one take no longer than as a slice."""
+_MANY: Final = 64
+"""From so many neighbours on, slices are quicker than one slot after the other."""
 
 
 def spread_dicts(capacity: int) -> list[dict[bytes, Any]]:
@@ -263,14 +263,16 @@ class ChunkTable:
         """
         children, pins, parents = self.children, self.pins, self.parents
         exposed: list[int] = []
-        at, end, chain_up_to = len(slots), max(0, len(slots) - num_chunks), len(slots)
+        at, end = len(slots), max(0, len(slots) - num_chunks)
         parent = NO_SLOT
         while at > end:
             first = max(end, at - _STRETCH)
-            if at - first < _FEW or at > chain_up_to or not self._is_chain(slots[first:at]):
-                chain_up_to = min(
-                    chain_up_to, at - _FEW
-                )  # else every chunk of a scattered prefix would be looked at often
+            # The first question is cheap, and seldom a wrong guess.
+            if not (
+                at - first >= _MANY
+                and slots[at - 1] - slots[first] == at - 1 - first
+                and self._is_chain(slots[first:at])
+            ):
                 first = at - 1
                 if children[slots[first]] or pins[slots[first]]:
                     break
@@ -285,8 +287,8 @@ class ChunkTable:
         if parent != NO_SLOT and not children[parent]:
             exposed.append(parent)
         del slots[at:]
-        self._erase(victims)
         victims.reverse()
+        self._erase(victims)
         self._free += victims
         self.num_ready -= len(victims)
         return victims, exposed
@@ -363,16 +365,16 @@ class ChunkTable:
 
     def _pieces(self, slots: Sequence[int]) -> Iterable[tuple[int, int, bool]]:
         """Divide slots into pieces ``[first, end)``, with whether those of each are neighbours, in order: then slices do."""
-        if len(slots) < _FEW:
+        if len(slots) < _MANY:
             return ((0, len(slots), False),)
         pieces: list[tuple[int, int, bool]] = []
         at = 0
         while at < len(slots):
-            piece = slots[at : at + _STRETCH]
-            row = self._numbers[piece[0] : piece[0] + len(piece)]
-            length = len(piece) if piece == row else [*map(eq, piece, row), False].index(False)
-            are_neighbours = length >= _FEW
-            end = at + length if are_neighbours else min(at + _FEW, len(slots))
+            end = min(at + _STRETCH, len(slots))
+            first = slots[at]
+            are_neighbours = (
+                slots[end - 1] - first == end - 1 - at and slots[at:end] == self._numbers[first : first + end - at]
+            )
             pieces.append((at, end, are_neighbours))
             at = end
         return pieces
@@ -416,26 +418,15 @@ class ChunkTable:
         )
 
     def _erase(self, slots: list[int]) -> None:
-        """Take ready chunks, in prefix order, out of all columns, the last one first."""
-        column = self.keys
-        keys = self.keys_at(reversed(slots))
-        self.evicted += keys
-        if self._is_one_dict:
-            part = self._dict_of[0]
-            for key in keys:
-                del part[key]
-        else:
-            for key in keys:
-                del self._dict_of[key[0]][key]
-        for first, end, are_neighbours in self._pieces(slots):
-            if are_neighbours:
-                slot, length = slots[first], end - first
-                column[slot : slot + length] = [None] * length
-                self.states[slot : slot + length] = bytes(length)
-            else:
-                for slot in slots[first:end]:
-                    column[slot] = None
-                    self.states[slot] = FREE
+        """Take ready chunks, the last one of a prefix first, out of all columns."""
+        column, states, evicted, dict_of = self.keys, self.states, self.evicted, self._dict_of
+        for slot in slots:
+            key = column[slot]
+            assert key is not None
+            del dict_of[key[0]][key]
+            evicted.append(key)
+            column[slot] = None
+            states[slot] = FREE
         if self.owners is not None:
             for slot in slots:
                 self.used[self.owners[slot]] -= 1

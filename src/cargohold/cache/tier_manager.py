@@ -302,7 +302,7 @@ class TierManager(OffloadManager):
         ]
         num_chunks = sum([len(keys) for keys, _ in newcomers])
         num_slots = num_chunks - self._table.num_free
-        num_spare = self._num_spare if num_chunks < self._num_spare else 0
+        num_spare = self._num_spare if num_chunks <= max(1, self._num_spare // 4) else 0
         if num_slots > 0 and self._shares is None and (num_spare or len(offers) > 1):
             self.policy.make_room_ahead(newcomers, num_slots + num_spare)
 
