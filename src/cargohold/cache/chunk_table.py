@@ -265,25 +265,29 @@ class ChunkTable:
         exposed: list[int] = []
         at, end = len(slots), max(0, len(slots) - num_chunks)
         parent = NO_SLOT
-        while at > end:
+        is_stuck = False
+        while at > end and not is_stuck:
             first = max(end, at - _STRETCH)
-            # The first question is cheap, and seldom a wrong guess.
-            if not (
-                at - first >= _MANY
-                and slots[at - 1] - slots[first] == at - 1 - first
-                and self._is_chain(slots[first:at])
-            ):
-                first = at - 1
-                if children[slots[first]] or pins[slots[first]]:
+            # The question before is cheap, and seldom a wrong guess.
+            is_row = at - first >= _MANY and slots[at - 1] - slots[first] == at - 1 - first
+            if is_row and self._is_chain(slots[first:at]):
+                if parent not in (slots[at - 1], NO_SLOT) and not children[parent]:
+                    exposed.append(parent)
+                at, parent = first, parents[slots[first]]
+                if parent != NO_SLOT:
+                    children[parent] -= 1
+            while at > first:
+                slot = slots[at - 1]
+                if children[slot] or pins[slot]:
+                    is_stuck = True
                     break
-            if parent not in (slots[at - 1], NO_SLOT) and not children[parent]:
-                exposed.append(parent)
-            at, parent = first, parents[slots[first]]
-            if parent != NO_SLOT:
-                children[parent] -= 1
+                if parent not in (slot, NO_SLOT) and not children[parent]:
+                    exposed.append(parent)
+                at -= 1
+                parent = parents[slot]
+                if parent != NO_SLOT:
+                    children[parent] -= 1
         victims = slots[at:]
-        if not victims:
-            return victims, exposed
         if parent != NO_SLOT and not children[parent]:
             exposed.append(parent)
         del slots[at:]
