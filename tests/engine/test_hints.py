@@ -156,3 +156,12 @@ def test_a_hint_with_tokens_of_its_own_is_about_that_prefix(llm: SettledLLM) -> 
     assert carried(unknown) == [HintStatus.MISSING]
     assert carried("text") == [HintStatus.REJECTED]
     assert llm.stats()["num_pinned_chunks"] == 40 // 16
+
+
+def test_a_second_action_of_the_same_name_does_not_change_what_the_first_is_about(llm: SettledLLM) -> None:
+    def action(**payload: object) -> dict[str, object]:
+        return {"action_id": "a", "action_type": "pin", "action_version": "1", "payload": payload}
+
+    envelope = {"protocol_version": "1", "message_id": "m", "actions": [action(), action(token_ids=[4] * 40)]}
+    (out,) = llm.generate([[9] * 40], SamplingParams(max_tokens=2), hints=envelope)
+    assert {outcome.status for outcome in out.hint_outcomes} == {HintStatus.REJECTED, HintStatus.ACCEPTED}

@@ -30,7 +30,6 @@ from cargohold.protocol import (
     add_stats,
     hints_in,
     parse_hints,
-    prefixes_in,
 )
 from cargohold.units import is_int
 
@@ -160,9 +159,7 @@ class LLMEngine:
             )
         token_ids = self._token_ids(prompt if text is None else text, request_id)
         params = _copied(kv_transfer_params, request_id)
-        given = hints_in(params) if hints is None else hints
-        asked, rejected = self._read_hints(given)
-        elsewhere = prefixes_in(given, asked)
+        asked, rejected = self._read_hints(hints_in(params) if hints is None else hints)
         request = Request(
             request_id=self._unused_id() if request_id is None else request_id,
             all_token_ids=token_ids,
@@ -181,11 +178,11 @@ class LLMEngine:
         )
         if self._is_taken(request.request_id):
             raise RequestError("a request with this id is being served already", request.request_id)
-        self.scheduler.add_request(request, [hint for hint in asked if hint.action_id not in elsewhere])
+        self.scheduler.add_request(request, [hint for hint in asked if not hint.token_ids])
         for hint in asked:
-            if hint.action_id in elsewhere:
-                subject = self._prefix(elsewhere[hint.action_id], salt, tenant)
-                request.hint_outcomes += tuple(self.scheduler.hint(subject, [hint]))
+            if hint.token_ids:
+                subject = self._prefix(hint.token_ids, salt, tenant)
+                request.hint_outcomes += tuple(self.scheduler.hint(subject, [hint.without_tokens()]))
         self._count(request.hint_outcomes)
         decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
         stream = TextStream(decoder, tuple(sampling.stop))
@@ -223,7 +220,7 @@ class LLMEngine:
         else:
             subject = self._prefix([] if prompt is None else self._token_ids(prompt, None), salt, tenant)
         asked, rejected = self._read_hints(hints)
-        outcomes = [*rejected, *self.scheduler.hint(subject, asked)]
+        outcomes = [*rejected, *self.scheduler.hint(subject, [hint.without_tokens() for hint in asked])]
         self._count(outcomes)
         return outcomes
 

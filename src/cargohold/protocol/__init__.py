@@ -30,7 +30,6 @@ from cargohold.protocol.hints import (
     best_outcome,
     hints_in,
     parse_hints,
-    prefixes_in,
 )
 from cargohold.protocol.kv_cache import (
     NULL_BLOCK_ID,
@@ -167,6 +166,5 @@ __all__ = [
     "last_name",
     "level_changes",
     "parse_hints",
-    "prefixes_in",
     "times_part",
 ]

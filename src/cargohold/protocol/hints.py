@@ -150,6 +150,7 @@ class Hint:
         lease: for ``pin``: name of the lease, which renews the tenant's lease of that name; for ``release``: the lease to end.
         to: for ``prefetch`` and ``share``: ``host``; for ``demote``: ``lower`` tiers, or ``nowhere``.
         deadline_s: for ``prefetch`` and ``share``: seconds after which nobody needs the chunks any more.
+        token_ids: of a request's hint, the prompt that it is about instead of the request's; ``None`` for the request's own.
     """
 
     kind: HintKind
@@ -161,11 +162,16 @@ class Hint:
     lease: str | None = None
     to: str | None = None
     deadline_s: float | None = None
+    token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         problem = _problem_of(self)
         if problem:
             raise ValueError(problem)
+
+    def without_tokens(self) -> Hint:
+        """Return the same without ``token_ids``, for the connector: it remembers hints, and a prompt may be long."""
+        return self if self.token_ids is None else replace(self, token_ids=None)
 
     @classmethod
     def retain(cls, ttl_s: float | None = None, priority: int = RAISED_PRIORITY, **options: Any) -> Self:
@@ -220,6 +226,7 @@ def _problem_of(hint: Hint) -> str:
         ("lease", hint.lease is None or _is_name(hint.lease), f"text of at most {_MAX_NAME} characters"),
         ("to", hint.to is None or hint.to in allowed, " or ".join(allowed) or "left out"),
         ("deadline_s", hint.deadline_s is None or _is_seconds(hint.deadline_s), "a number of seconds above 0"),
+        ("token_ids", hint.token_ids is None or _are_counts(hint.token_ids), "a list of integers from 0"),
     ):
         if not holds:
             value = [hint.start, hint.end] if name == "tokens" else getattr(hint, name)
@@ -229,6 +236,10 @@ def _problem_of(hint: Hint) -> str:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, tuple) and all(map(_is_count, values))
 
 
 def _is_seconds(value: object) -> bool:
@@ -311,37 +322,13 @@ def _hint_of(action: Any, name: str, envelope_version: object) -> Hint:
     if not isinstance(payload, Mapping | None):
         raise ValueError(f"payload={shown(payload)} must be an object")  # noqa: TRY004  # callers tell it as a wrong value
     options = dict(payload or {})
-    token_ids = options.pop("token_ids", None)  # see ``prefixes_in``
-    if token_ids is not None and not (isinstance(token_ids, list | tuple) and all(map(_is_count, token_ids))):
-        raise ValueError(f"token_ids={shown(token_ids)} must be a list of integers from 0")
+    if isinstance(token_ids := options.get("token_ids"), list):
+        options["token_ids"] = tuple(token_ids)
     first, last = _range_of(options.pop("tokens", None))
-    unknown = options.keys() - {"priority", "ttl_s", "lease", "to", "deadline_s"}
+    unknown = options.keys() - {"priority", "ttl_s", "lease", "to", "deadline_s", "token_ids"}
     if unknown:
         raise ValueError(f"payload has {shown(min(map(str, unknown)))}, which is not known here")
     return Hint(kind=kind, action_id=name, start=first, end=last, **options)
-
-
-def prefixes_in(given: object, hints: Sequence[Hint]) -> dict[str, list[int]]:
-    """Return the tokens of prefixes that actions are about instead of their request's: ``token_ids`` of their payloads.
-
-    Args:
-        given: what a client or router has sent.
-        hints: what ``parse_hints`` has read of it.
-
-    Returns:
-        The tokens by action id, for those of ``hints`` that have some.
-    """
-    if not hints:
-        return {}
-    read = {hint.action_id for hint in hints}
-    found: dict[str, list[int]] = {}
-    for at, action in enumerate(_actions_of(given)[0]):
-        payload = None if isinstance(action, Hint) else _get(action, "payload")
-        name = _get(action, "action_id")
-        name = name if _is_name(name) else f"#{at}"
-        if name in read and payload and payload.get("token_ids"):
-            found[name] = list(payload["token_ids"])
-    return found
 
 
 def _kind_of(value: Any) -> HintKind:

@@ -37,7 +37,6 @@ from cargohold.protocol import (
     hints_in,
     level_changes,
     parse_hints,
-    prefixes_in,
 )
 from cargohold.rate_limited_log import SparingLog
 
@@ -195,12 +194,11 @@ class SchedulerSide:
     def _take_hints(self, seen: SeenRequest, given: object) -> None:
         """Give a request's hints to the connector, and keep the outcomes for the response."""
         hints, rejected = parse_hints(given)
-        elsewhere = prefixes_in(given, hints)
-        own = [hint for hint in hints if hint.action_id not in elsewhere]
+        own = [hint for hint in hints if not hint.token_ids]
         outcomes = self._outcomes[seen.request_id] = [*rejected, *self.guard.on_hints(seen, own)]
         for hint in hints:
-            if hint.action_id in elsewhere:
-                outcomes += self.guard.on_hints(seen.prefix(elsewhere[hint.action_id]), [hint])
+            if hint.token_ids:
+                outcomes += self.guard.on_hints(seen.prefix(list(hint.token_ids)), [hint.without_tokens()])
         self._stats.update(f"hints_{outcome.status}" for outcome in outcomes)
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
