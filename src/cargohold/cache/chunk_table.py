@@ -270,21 +270,15 @@ class ChunkTable:
             first = max(end, at - _STRETCH)
             # The question before is cheap, and seldom a wrong guess.
             is_row = at - first >= _MANY and slots[at - 1] - slots[first] == at - 1 - first
-            if is_row and self._is_chain(slots[first:at]):
-                if parent not in (slots[at - 1], NO_SLOT) and not children[parent]:
-                    exposed.append(parent)
-                at, parent = first, parents[slots[first]]
-                if parent != NO_SLOT:
-                    children[parent] -= 1
-            while at > first:
-                slot = slots[at - 1]
-                if children[slot] or pins[slot]:
+            is_chain = is_row and self._is_chain(slots[first:at])
+            for begin in (first,) if is_chain else range(at - 1, first - 1, -1):
+                last = slots[at - 1]
+                if children[last] or pins[last]:
                     is_stuck = True
                     break
-                if parent not in (slot, NO_SLOT) and not children[parent]:
+                if parent not in (last, NO_SLOT) and not children[parent]:
                     exposed.append(parent)
-                at -= 1
-                parent = parents[slot]
+                at, parent = begin, parents[slots[begin]]
                 if parent != NO_SLOT:
                     children[parent] -= 1
         victims = slots[at:]

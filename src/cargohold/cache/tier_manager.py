@@ -205,10 +205,11 @@ class TierManager(OffloadManager):
         return handle
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
+        are_apart = _are_apart(offers)
         is_limited = self._shares is not None and self._shares.has_hard_limits
-        handle = self._fill_free(offers) if not is_limited and _are_apart(offers) else None
+        handle = self._fill_free(offers) if are_apart and not is_limited else None
         if handle is None:
-            handle = self._make_room_and_place(offers)
+            handle = self._make_room_and_place(offers, are_apart=are_apart)
         self._writing.add(handle)
         return handle
 
@@ -244,15 +245,9 @@ class TierManager(OffloadManager):
         So it is with most of what running requests generate. Mutates table and policy, or nothing if it is not so.
         """
         table = self._table
-        if len(offers) == 1:
-            offer = offers[0]
-            is_new = len(offer.keys) <= table.num_free and table.are_absent(offer.keys)
-        else:
-            all_keys = list(chain.from_iterable([offer.keys for offer in offers]))
-            is_new = len(all_keys) <= table.num_free and table.are_absent(all_keys)
-        if not is_new:
+        keys = list(chain.from_iterable([offer.keys for offer in offers]))
+        if len(keys) > table.num_free or not table.are_absent(keys):
             return None
-        keys: list[OffloadKey] = []
         slots: list[int] = []
         for offer in offers:
             if offer.keys:
@@ -260,11 +255,10 @@ class TierManager(OffloadManager):
                 before, taken = table.find(offer.parent), table.take(len(offer.keys))
                 table.place(offer.keys, taken, before, owner)
                 self.policy.add(offer.keys, before, taken)
-                keys += offer.keys
                 slots += taken
         return SlotReservation(keys, slots, self._end_store)
 
-    def _make_room_and_place(self, offers: Sequence[StoreOffer]) -> SlotReservation:
+    def _make_room_and_place(self, offers: Sequence[StoreOffer], *, are_apart: bool) -> SlotReservation:
         """Find slots for as many chunks on offer as are worth one, and evict others for them. Mutates everything."""
         table = self._table
         placement = _Placement(table.num_writing + self._num_pins)
@@ -276,7 +270,7 @@ class TierManager(OffloadManager):
             if slots.count(None) < len(slots):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
-        if _are_apart(offers):
+        if are_apart:
             self._make_room_ahead(offers, parents, found)
             for offer, before, slots in zip(offers, parents, found, strict=True):
                 self._place_offer(placement, offer, before, slots)

@@ -161,13 +161,7 @@ def _details(report: Report) -> Table:
     for name in ("policy", "size"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     has_time = _has_time(report)
-    for name in (
-        "block hits, %",
-        "loaded",
-        "written",
-        "evicted",
-        *(["prefill saved"] if has_time else []),
-    ):
+    for name in ("block hits, %", "loaded", "written", "evicted", *(["prefill saved"] if has_time else [])):
         table.add_column(name, justify="right")
     for policy in report.policies:
         for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):

@@ -248,6 +248,11 @@ _MAX_REASONS: Final = 16
 _MAX_REASON_CHARS: Final = 200
 
 
+def is_hit(num_found_tokens: int, num_prompt_tokens: int) -> bool:
+    """Whether a prompt counts as a hit in ``TTFT``: half of it or more was found. Every chat finds its template's start."""
+    return 2 * num_found_tokens >= num_prompt_tokens
+
+
 # --- connectors' counters as operators want them ----------------------------------------------------------------------
 
 _NOT_SHOWN: Final = frozenset(

@@ -9,6 +9,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from itertools import count
 from typing import Any, Final
 
+from cargohold.connector.metrics import is_hit
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.serve.settings import Client
 
@@ -88,9 +89,9 @@ class Record:
 
     @property
     def is_hit(self) -> bool:
-        """Whether half of its prompt or more was found somewhere. Of a chat template, every prompt finds the beginning."""
+        """Whether half of its prompt or more was found somewhere."""
         sources = self.sources()
-        return sources[COMPUTED] <= sources.total() / 2
+        return is_hit(sources.total() - sources[COMPUTED], sources.total())
 
     def as_json(self) -> dict[str, Any]:
         """What people are shown."""

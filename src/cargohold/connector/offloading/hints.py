@@ -45,7 +45,6 @@ DEFAULT_PIN_S: Final = 300.0
 DEMOTED: Final = {"nowhere": 0, "lower": 10}
 """Levels of demoted chunks."""
 
-_TENANT_BYTES: Final = 8
 _FREE = (HintKind.RETAIN, HintKind.DEMOTE, HintKind.RELEASE)
 """Kinds that clients may ask for who may not take what others could need."""
 
@@ -469,7 +468,8 @@ def _counting(grants: Sequence[Grant]) -> Grant:
 
 def _digest_of(tenant: str | None) -> bytes:
     """Return the 8 bytes that stand for a tenant in lower tiers."""
-    return bytes(_TENANT_BYTES) if tenant is None else blake2b(tenant.encode(), digest_size=_TENANT_BYTES).digest()
+    nobody = NO_CLAIM.tenant
+    return nobody if tenant is None else blake2b(tenant.encode(), digest_size=len(nobody)).digest()
 
 
 def _level_of(hint: Hint) -> int:

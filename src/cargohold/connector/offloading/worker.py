@@ -169,9 +169,8 @@ class TierWorker:
         deadline = self._clock() + command.timeout_s
         queue = self._queues[command.tier]
         notes = command.notes
-        if (
-            self._rank and command.kind is JobKind.STORE
-        ):  # only the first worker lists chunks with what was kept of them
+        if self._rank and command.kind is JobKind.STORE:
+            # Only the first worker lists chunks with what was kept of them.
             notes = tuple(note if note.details is NO_DETAILS else Note(claim=note.claim) for note in notes)
         job = TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents, notes)
         self._last_begun = command.job_id

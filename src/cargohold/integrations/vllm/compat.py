@@ -115,6 +115,27 @@ def describe_group(spec: Any) -> tuple[str | None, int | None]:
     return None if kind is None else kind.value, _spec_window(spec)
 
 
+def hashes_of(request: Any, token_ids: list[int]) -> list[bytes]:
+    """The block hashes of another prompt, as if it had come with the salt and adapter of a request.
+
+    Empty if this version's requests do not keep what makes their hashes, or hash nothing.
+    """
+    hasher = getattr(request, "_block_hasher", None)
+    if hasher is None:
+        return []
+    other = type(request)(
+        request_id="",
+        prompt_token_ids=token_ids,
+        sampling_params=request.sampling_params,
+        pooling_params=request.pooling_params,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+        block_hasher=hasher,
+    )
+    hashes: list[bytes] = other.block_hashes
+    return hashes
+
+
 __all__ = [
     "KEEPS_SHARED_PREFIXES",
     "MISSING",
@@ -143,26 +164,6 @@ __all__ = [
     "event_keys",
     "extra_keys",
     "has_own_process",
+    "hashes_of",
     "worker_connector",
 ]
-
-
-def hashes_of(request: Any, token_ids: list[int]) -> list[bytes]:
-    """The block hashes of another prompt, as if it had come with the salt and adapter of a request.
-
-    Empty if this version's requests do not keep what makes their hashes, or hash nothing.
-    """
-    hasher = getattr(request, "_block_hasher", None)
-    if hasher is None:
-        return []
-    other = type(request)(
-        request_id="",
-        prompt_token_ids=token_ids,
-        sampling_params=request.sampling_params,
-        pooling_params=request.pooling_params,
-        lora_request=request.lora_request,
-        cache_salt=request.cache_salt,
-        block_hasher=hasher,
-    )
-    hashes: list[bytes] = other.block_hashes
-    return hashes

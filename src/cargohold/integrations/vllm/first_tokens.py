@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from cargohold.connector.metrics import TTFT_MS
+from cargohold.connector.metrics import TTFT_MS, is_hit
 from cargohold.protocol import Times
 
 _HIT: Final = Times("hit_ttft", TTFT_MS)
@@ -24,13 +24,13 @@ class FirstTokens:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._epoch = time.time() - clock()  # vLLM notes arrivals in seconds since 1970
-        # Requests without a token, and whether half of their prompt or more was found.
+        # Requests without a token, and whether they are hits.
         self._awaited: dict[str, tuple[Any, bool]] = {}
 
     def note_admitted(self, request: Any, num_found_tokens: int) -> None:
         """Note that a request is admitted for the first time, and how many tokens of its prompt were found."""
         if getattr(request, "arrival_time", None) is not None:
-            self._awaited[request.request_id] = request, 2 * num_found_tokens >= request.num_prompt_tokens
+            self._awaited[request.request_id] = request, is_hit(num_found_tokens, request.num_prompt_tokens)
 
     def look(self, stats: Counter[str]) -> None:
         """Count in ``stats`` the requests that have their first token by now. Called once a step."""

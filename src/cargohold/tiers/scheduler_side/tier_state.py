@@ -135,10 +135,8 @@ class Presence:
         """Remember answers of the tier, or that chunks were just written to it."""
         answers, now = self._answers, self._clock()
         there, absent = (True, now), (False, now)
-        is_new = answers.keys().isdisjoint(keys)
         for key, is_there in zip(keys, are_there, strict=True):
-            if not is_new:
-                answers.pop(key, None)
+            answers.pop(key, None)
             answers[key] = there if is_there else absent
         while len(answers) > self.limit:
             answers.popitem(last=False)
