@@ -106,7 +106,9 @@ ENDS = {signal.SIGINT: (130, "interrupted\n"), signal.SIGTERM: (143, "terminated
 def _end(process: Process, number: signal.Signals) -> None:
     process.send_signal(number)
     _, err = process.communicate(timeout=WAIT_S)
-    assert (process.returncode, err) == ENDS[number]
+    # With --verbose it may have come some steps further before the signal reached it.
+    said = "".join(line for line in err.splitlines(keepends=True) if " INFO cargohold." not in line)
+    assert (process.returncode, said) == ENDS[number]
 
 
 def test_sigterm_while_it_generates_ends_cleanly(fork: Fork, chat_model: str) -> None:
