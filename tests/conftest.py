@@ -19,7 +19,7 @@ from cargohold.connector.factory import connector_factory
 from cargohold.engine.config import EngineConfig, plan_engine
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.model.info import describe_model
-from cargohold.gc_pauses import made_for_good
+from cargohold.process import made_for_good
 from tests.command import cargohold, chat_model
 from tests.forks import forked_ranks
 from tests.llms import SettledLLM, scheduler_of

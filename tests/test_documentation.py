@@ -25,7 +25,7 @@ from cargohold import (
 )
 from cargohold.engine.config import EngineConfig
 from cargohold.integrations.vllm.settings import AdapterSettings
-from cargohold.units import parse_bytes
+from cargohold.option_values import parse_bytes
 from tests.command import Command
 from tests.data.make_trace import TRACE
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from cargohold.gc_pauses import collected_in_one_go, made_for_good
+from cargohold.process import collected_in_one_go, made_for_good
 from tests.command import Command
 
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from cargohold.interrupts import deferred_interrupt, held_back_in_processes, interrupt_thread
+from cargohold.process import deferred_interrupt, held_back_in_processes, interrupt_thread
 
 
 def ctrl_c() -> None:

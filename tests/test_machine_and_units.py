@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
 from cargohold.engine.model.source import cache_dir
-from cargohold.machine import memory_limit_bytes
+from cargohold.option_values import format_bytes, parse_bytes
+from cargohold.process import memory_limit_bytes
 from cargohold.tiers.inventory import open_inventory
-from cargohold.units import format_bytes, parse_bytes
 
 TOTAL = psutil.virtual_memory().total
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cargohold.rate_limited_log import NUM_TOLD, SparingLog
+from cargohold.errors import NUM_TOLD, SparingLog
 
 logger = logging.getLogger(__name__)
 

@@ -41,9 +41,9 @@ from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, RequestError
-from cargohold.machine import memory_limit_bytes
+from cargohold.option_values import format_bytes, format_count
+from cargohold.process import memory_limit_bytes
 from cargohold.protocol import Hint, KVConnectorFactory, SchedulerEnvironment
-from cargohold.units import format_bytes, format_count
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Every error that Cargohold raises on purpose.
+"""Every error that Cargohold raises on purpose, and a log for warnings whose number somebody else decides.
 
 ::
 
@@ -26,7 +26,9 @@ Facts are fields, so that a program can act on them; the message says what is wr
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Iterable
 from typing import Final
 
@@ -239,3 +241,35 @@ def one_line(error: BaseException, max_chars: int = 240) -> str:
     """The message of any exception, in one line of at most ``max_chars``; the name of its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+
+
+NUM_TOLD: Final = 8
+
+
+class SparingLog:
+    """Logs each of the first ``NUM_TOLD`` warnings, and then only those whose number is a power of two. Thread-safe.
+
+    Args:
+        logger: where to.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def warning(self, message: str, *args: object) -> None:
+        """Count a warning, and log it if it is due. The arguments are those of ``Logger.warning``."""
+        with self._lock:
+            self._count += 1
+            count = self._count
+        if count < NUM_TOLD:
+            self._logger.warning(message, *args, stacklevel=2)
+        elif count.bit_count() == 1:
+            self._logger.warning(
+                f"{message} (warning %d of this kind; the next one logged is number %d)",
+                *args,
+                count,
+                2 * count,
+                stacklevel=2,
+            )

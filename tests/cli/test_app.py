@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cargohold import __version__
-from cargohold.machine import memory_limit_bytes
+from cargohold.process import memory_limit_bytes
 from tests.command import Command
 from tests.data.make_trace import TRACE
 

@@ -17,7 +17,7 @@ import pytest
 from cargohold import LLM, EngineDeadError, OffloadConfig, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
-from cargohold.protocol.factory import NullConnectorScheduler, NullConnectorWorker
+from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import in_engine, scheduler_of, thread_of
 
 MakeLLM = Callable[..., LLM]

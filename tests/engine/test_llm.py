@@ -44,7 +44,7 @@ from cargohold.protocol import (
     StepView,
 )
 from cargohold.protocol.checks import AnnouncedBlocks
-from cargohold.protocol.factory import NullConnectorScheduler, NullConnectorWorker
+from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import in_engine, scheduler_of
 from tests.models import VOCAB_SIZE
 

@@ -17,7 +17,7 @@ import pytest
 
 from cargohold import LLM, EngineDeadError, OffloadConfig, SamplingParams
 from cargohold.protocol import ClassFactory
-from cargohold.protocol.factory import NullConnectorScheduler, NullConnectorWorker
+from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 
 PATIENCE_S = 60.0
 PROMPT = [token % 190 for token in range(5, 60)]

@@ -11,7 +11,7 @@ import pytest
 from cargohold import LLM, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import ClassFactory, FinishedTransfers, RequestView
-from cargohold.protocol.factory import NullConnectorScheduler, NullConnectorWorker
+from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import in_engine
 
 BLOCK_TOKENS = 4

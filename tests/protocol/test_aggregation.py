@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ContractError
-from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator, TransferOutcome, aggregation
+from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator, TransferOutcome, messages
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def test_a_worker_cannot_lower_the_expectation() -> None:
 def test_of_transfers_that_some_workers_never_report_only_so_many_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(aggregation, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(messages, "MAX_REMEMBERED", 2)
     aggregator = OutputAggregator(2, expected_finished_count=1)
     reports = [output(jobs={job: TransferOutcome.DONE}) for job in range(4)]
     assert [set(aggregator.aggregate([report, None]).finished.jobs) for report in reports] == [{0}, {1}, {2}, {3}]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cargohold.cli.traces import TraceOptions, load_trace
-from cargohold.machine import memory_limit_bytes
+from cargohold.process import memory_limit_bytes
 from tests.command import Command
 from tests.data.make_trace import TRACE
 

@@ -19,7 +19,7 @@ import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
-from cargohold.blocks.prefix_hit import _Windowed
+from cargohold.blocks.prefix import _Windowed
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy

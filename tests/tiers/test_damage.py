@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.rate_limited_log import NUM_TOLD
+from cargohold.errors import NUM_TOLD
 from cargohold.tiers import LoadOutcome, Tier
 from examples.own_tier.folder import Folder
 from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload

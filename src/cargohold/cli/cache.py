@@ -17,9 +17,9 @@ from rich.text import Text
 from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.common import Answers, errors
 from cargohold.errors import ConfigError, TierError
+from cargohold.option_values import format_bytes, format_count, parse_bytes
 from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory, open_inventory
 from cargohold.tiers.shared import without_secrets
-from cargohold.units import format_bytes, format_count, parse_bytes
 
 DAY_S = 86400
 

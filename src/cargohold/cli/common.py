@@ -15,9 +15,9 @@ from rich.table import Table
 
 from cargohold.engine.model.source import is_kept_converted
 from cargohold.engine.outputs import RequestMetrics
-from cargohold.gc_pauses import made_for_good
 from cargohold.llm import LLM
-from cargohold.units import format_count
+from cargohold.option_values import format_count
+from cargohold.process import made_for_good
 
 errors = Console(stderr=True)
 

@@ -32,9 +32,9 @@ from cargohold.engine.model.source import SMOLLM2
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import ConfigError, UnsupportedModelError
 from cargohold.llm import LLM
+from cargohold.option_values import parse_path
 from cargohold.tiers import DiskTierConfig
 from cargohold.tiers.disk.root import make_private
-from cargohold.units import parse_path
 
 _DISK_BYTES: Final = "4GiB"
 

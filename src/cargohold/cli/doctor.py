@@ -33,10 +33,10 @@ from cargohold.cli.app import app
 from cargohold.cli.common import Answers, errors
 from cargohold.errors import CargoholdError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
-from cargohold.machine import memory_limit_bytes
+from cargohold.option_values import format_bytes, parse_path
+from cargohold.process import memory_limit_bytes
 from cargohold.tiers import DiskTierConfig, Namespace, Tier, open_tier
 from cargohold.tiers.port import LoadOutcome, StoreOutcome
-from cargohold.units import format_bytes, parse_path
 
 _FILES_WANTED: Final = 4096
 _MEASURED_BYTES: Final = 256 << 20

@@ -30,13 +30,13 @@ from cargohold.cli.traces import (
     replay_all,
 )
 from cargohold.errors import ConfigError
-from cargohold.machine import memory_limit_bytes
+from cargohold.option_values import is_positive_number, parse_bytes
+from cargohold.process import memory_limit_bytes
 from cargohold.replay.advice import Machine, advise, as_facts, fits, plan_table, recommend, unit_of_gain
 from cargohold.replay.html import plan_page, write_text
 from cargohold.replay.planning import BASELINE, Budget, Plan, Planner
 from cargohold.replay.replaying import BOUNDS, ReplayResult
 from cargohold.replay.report import Report
-from cargohold.units import is_positive_number, parse_bytes
 
 _LEAST_WIDTH = 20
 

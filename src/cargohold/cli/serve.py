@@ -11,7 +11,7 @@ import typer
 from cargohold.cli.app import EXIT_USAGE, app
 from cargohold.cli.common import loading, remark
 from cargohold.cli.options import EngineOptions, ModelArgument, takes_groups
-from cargohold.units import parse_bytes
+from cargohold.option_values import parse_bytes
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 

@@ -21,13 +21,13 @@ from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.common import errors
 from cargohold.cli.options import takes_groups
 from cargohold.errors import ConfigError
+from cargohold.option_values import format_count
 from cargohold.testing.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
 from cargohold.testing.simulation.connectors import CONNECTORS
 from cargohold.testing.simulation.faults import Fault, parse_faults
 from cargohold.testing.simulation.run import RecentTimeline
 from cargohold.testing.simulation.scenario import ANY, Scenario
 from cargohold.testing.simulation.workloads import WORKLOADS
-from cargohold.units import format_count
 
 DEFAULT_SEEDS = 500
 OWN = "cargohold"

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, app
 from cargohold.cli.common import Answers
-from cargohold.interrupts import deferred_interrupt
+from cargohold.option_values import format_bytes
+from cargohold.process import deferred_interrupt
 from cargohold.serve.scrapes import Scrape, metrics_url, scrape, tiers_of
-from cargohold.units import format_bytes
 
 _MAX_AT_ONCE: Final = 32
 _COLOURS: Final = ("green", "blue", "magenta", "cyan", "yellow")

@@ -16,10 +16,10 @@ from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.connector.offloading.factory import check_tiers
 from cargohold.connector.offloading.lazy import LazyOffloadConfig, LazyOffloadingFactory
 from cargohold.errors import ConfigError
+from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheLayout, KVConnectorFactory
 from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
 from cargohold.tiers.namespace import ID_PATTERN
-from cargohold.units import format_bytes, format_count, parse_path
 
 Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
 

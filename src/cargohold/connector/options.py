@@ -32,7 +32,7 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.config import HintConfig, TenantQuota
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError, one_line
-from cargohold.importing import import_named
+from cargohold.option_values import import_named
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
 

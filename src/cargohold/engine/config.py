@@ -16,9 +16,7 @@ from cargohold.engine.events import WIRE_MAP, WIRES
 from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind
 from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.errors import ConfigError
-from cargohold.machine import memory_limit_bytes
-from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
-from cargohold.units import (
+from cargohold.option_values import (
     MAX_TIMEOUT_S,
     format_bytes,
     format_count,
@@ -28,6 +26,8 @@ from cargohold.units import (
     is_positive_number,
     is_timeout,
 )
+from cargohold.process import memory_limit_bytes
+from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus, RequestOutput
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import EngineDeadError, RequestError, one_line
-from cargohold.interrupts import interrupt_thread
+from cargohold.process import interrupt_thread
 from cargohold.protocol import Clock
 
 T = TypeVar("T")

@@ -18,6 +18,7 @@ from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput, TextStream
 from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import EngineDeadError, RequestError, one_line
+from cargohold.option_values import is_int
 from cargohold.protocol import (
     Clock,
     Hint,
@@ -31,7 +32,6 @@ from cargohold.protocol import (
     hints_in,
     parse_hints,
 )
-from cargohold.units import is_int
 
 
 def random_seed() -> int:

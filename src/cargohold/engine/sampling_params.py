@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cargohold.errors import ConfigError
-from cargohold.units import is_int, is_number, is_positive_int
+from cargohold.option_values import is_int, is_number, is_positive_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

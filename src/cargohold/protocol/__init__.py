@@ -1,18 +1,34 @@
 """The contract between engine and connector. Standard library only: no torch, no engine."""
 
-from cargohold.protocol.aggregation import OutputAggregator
 from cargohold.protocol.checks import Patience
-from cargohold.protocol.connector import ForwardingScheduler, KVConnectorScheduler, KVConnectorWorker
-from cargohold.protocol.contents import KeptPrefix, Pin, TenantUse, TierContents
-from cargohold.protocol.factory import (
+from cargohold.protocol.connector import (
     NULL_CONNECTOR,
     ClassFactory,
     Clock,
+    ForwardingScheduler,
     KVConnectorFactory,
+    KVConnectorScheduler,
+    KVConnectorWorker,
     NullConnectorScheduler,
     NullConnectorWorker,
     SchedulerEnvironment,
     WorkerEnvironment,
+)
+from cargohold.protocol.engine_view import (
+    NULL_BLOCK_ID,
+    Adapter,
+    AttentionKind,
+    BlockIds,
+    BlockPoolView,
+    ExtraKey,
+    KVCacheBlockView,
+    KVCacheGroup,
+    KVCacheLayout,
+    RequestView,
+    ScheduledRequest,
+    SchedulerContext,
+    ServedModel,
+    StepView,
 )
 from cargohold.protocol.guard import ConnectorGuard
 from cargohold.protocol.hints import (
@@ -31,14 +47,6 @@ from cargohold.protocol.hints import (
     hints_in,
     parse_hints,
 )
-from cargohold.protocol.kv_cache import (
-    NULL_BLOCK_ID,
-    AttentionKind,
-    BlockIds,
-    KVCacheGroup,
-    KVCacheLayout,
-    ServedModel,
-)
 from cargohold.protocol.messages import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
@@ -56,27 +64,22 @@ from cargohold.protocol.messages import (
     KVConnectorSchedulerOutput,
     KVEvent,
     Locality,
+    OutputAggregator,
     TransferOutcome,
     UndeliveredMetadata,
     WorkerMetadata,
-)
-from cargohold.protocol.request import (
-    Adapter,
-    BlockPoolView,
-    ExtraKey,
-    KVCacheBlockView,
-    RequestView,
-    ScheduledRequest,
-    SchedulerContext,
-    StepView,
 )
 from cargohold.protocol.stats import (
     AGES_MS,
     SEPARATOR,
     WAITS_MS,
     Episode,
+    KeptPrefix,
     Outage,
+    Pin,
     Stats,
+    TenantUse,
+    TierContents,
     Times,
     add_stats,
     is_level,

@@ -13,8 +13,8 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final, get_type_hints
 
 from cargohold.errors import BlockNotHeldError
-from cargohold.protocol.contents import KeptPrefix, Pin, TenantUse, TierContents
-from cargohold.protocol.factory import Clock
+from cargohold.protocol.connector import Clock
+from cargohold.protocol.engine_view import Adapter
 from cargohold.protocol.hints import Hint, HintEvent, HintOutcome
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
@@ -28,8 +28,7 @@ from cargohold.protocol.messages import (
     Locality,
     TransferOutcome,
 )
-from cargohold.protocol.request import Adapter
-from cargohold.protocol.stats import Outage, Stats
+from cargohold.protocol.stats import KeptPrefix, Outage, Pin, Stats, TenantUse, TierContents
 
 _LOCALITIES: Final = (None, "LOCAL", "REMOTE")
 _FIELDS: Final[Mapping[type, Mapping[str, Any]]] = {

@@ -39,9 +39,15 @@ from cargohold.protocol.checks import (
     checked_stats,
 )
 from cargohold.protocol.connector import KVConnectorScheduler
-from cargohold.protocol.contents import TierContents
+from cargohold.protocol.engine_view import (
+    NULL_BLOCK_ID,
+    BlockIds,
+    KVCacheBlockView,
+    RequestView,
+    SchedulerContext,
+    StepView,
+)
 from cargohold.protocol.hints import Hint, HintEvent, HintOutcome, answers_to
-from cargohold.protocol.kv_cache import NULL_BLOCK_ID, BlockIds
 from cargohold.protocol.messages import (
     CacheReport,
     ConnectorMetadata,
@@ -50,8 +56,7 @@ from cargohold.protocol.messages import (
     KVConnectorSchedulerOutput,
     KVEvent,
 )
-from cargohold.protocol.request import KVCacheBlockView, RequestView, SchedulerContext, StepView
-from cargohold.protocol.stats import Outage, Stats, is_level
+from cargohold.protocol.stats import Outage, Stats, TierContents, is_level
 
 logger = logging.getLogger(__name__)
 

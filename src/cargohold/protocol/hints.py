@@ -20,7 +20,7 @@ from itertools import count
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final, Self
 
-from cargohold.protocol.request import Adapter, ExtraKey
+from cargohold.protocol.engine_view import Adapter, ExtraKey
 
 NORMAL_PRIORITY: Final = 50
 """The priority of chunks without hints."""

@@ -1,4 +1,4 @@
-"""What connectors count: counters, levels, and times in histograms, all as plain numbers that add up.
+"""What connectors tell of themselves: counters, levels, and times in histograms, as plain numbers that add up; what they keep.
 
 Whatever a connector counts is a mapping of names to increments. It is summed over steps, workers and connectors without being
 understood, and it crosses process boundaries as it is. So a histogram is a set of counters, too: for each bucket with something
@@ -175,3 +175,75 @@ class Outage:
         """Return it with its times in seconds since 1970; ``epoch`` is the time at which the engine's clock was 0."""
         retry_at = None if self.retry_at is None else self.retry_at + epoch
         return Outage(self.tier, self.what, self.reason, self.since + epoch, retry_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A lease in force.
+
+    Attributes:
+        lease: the name that its client has given it; ``None`` if it has none.
+        tenant: who has it.
+        num_chunks: number of chunks that it covers, in the tier or still to come.
+        num_tokens: number of leading tokens whose chunks it covers.
+        left_s: seconds until it ends, unless a request renews it.
+    """
+
+    lease: str | None
+    tenant: str | None
+    num_chunks: int
+    num_tokens: int
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """What a tenant has in a tier.
+
+    Attributes:
+        tenant: the tenant.
+        num_chunks: number of its chunks.
+        num_bytes: their size, over all workers.
+    """
+
+    tenant: str
+    num_chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """The prefix of requests that have ended, as far as it is in a tier. Never its text.
+
+    Attributes:
+        tenant: whose requests they were.
+        num_tokens: number of leading tokens that can be loaded now.
+        num_uses: number of requests that have begun with it, or have grown to it.
+        idle_s: seconds since the last of them ended.
+    """
+
+    tenant: str | None
+    num_tokens: int
+    num_uses: int
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierContents:
+    """What people may want to know of one tier.
+
+    Attributes:
+        tier: its name.
+        pins: all leases in force.
+        max_pinned_chunks: number of chunks that leases may cover.
+        max_pinned_chunks_each: how many of them a tenant with a name may have.
+        tenants: what each tenant has that is counted by itself, and ``others``; empty if nobody is.
+        prefixes: a limited number of prefixes that requests have left there.
+    """
+
+    tier: str
+    pins: Sequence[Pin] = ()
+    max_pinned_chunks: int = 0
+    max_pinned_chunks_each: int = 0
+    tenants: Sequence[TenantUse] = ()
+    prefixes: Sequence[KeptPrefix] = ()

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cargohold.protocol.checks import checked_block_ids, checked_stats, checked_transfers
-from cargohold.protocol.connector import KVConnectorWorker
-from cargohold.protocol.factory import NullConnectorWorker
+from cargohold.protocol.connector import KVConnectorWorker, NullConnectorWorker
 from cargohold.protocol.guard import NOT_CONTAINED, describe_raised
 from cargohold.protocol.messages import (
     NOTHING_ENDED,

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from cargohold.option_values import format_bytes, format_count
 from cargohold.replay.planning import BASELINE, DiskUse, Plan, Planner, Step
 from cargohold.replay.replaying import OPTIMUM
 from cargohold.replay.report import format_seconds
 from cargohold.replay.tiers import DISK, HOST
-from cargohold.units import format_bytes, format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

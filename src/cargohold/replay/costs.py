@@ -20,10 +20,10 @@ from typing import Any, Final
 
 from cargohold.engine.model.source import load_config, locate_model
 from cargohold.errors import ConfigError, UnsupportedModelError, one_line
+from cargohold.option_values import NUMBER, SIZE_UNITS, format_count, is_positive_int, is_positive_number, parse_bytes
 from cargohold.replay.replaying import ReplayResult
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.workload import Workload
-from cargohold.units import NUMBER, SIZE_UNITS, format_count, is_positive_int, is_positive_number, parse_bytes
 
 DEFAULT_BYTES_PER_S: Final[Mapping[str, float]] = MappingProxyType({HOST: 20e9, DISK: 3e9})
 """About the bandwidth of a PCIe 4.0 link with 16 lanes, and of an NVMe drive."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError, one_line
+from cargohold.option_values import format_bytes
 from cargohold.replay.advice import plan_table, unit_of_gain
 from cargohold.replay.planning import BASELINE, Plan, Planner
 from cargohold.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
@@ -22,7 +23,6 @@ from cargohold.replay.report import (
     format_amount,
     format_seconds,
 )
-from cargohold.units import format_bytes
 
 # Small, so that text can still be read where a phone shrinks it.
 _WIDTH: Final = 520

@@ -18,11 +18,11 @@ from itertools import pairwise
 from typing import Final, TypeAlias
 
 from cargohold.errors import ConfigError
+from cargohold.option_values import is_positive_number
 from cargohold.replay.costs import CostModel
 from cargohold.replay.replaying import INFINITE, OPTIMUM, Capacities, ReplayResult, count
 from cargohold.replay.tiers import DISK
 from cargohold.replay.workload import Workload
-from cargohold.units import is_positive_number
 
 Gain: TypeAlias = tuple[int, int, float]
 """What each GiB between two sizes, in bytes, brings per hour: seconds of prefill, or tokens."""

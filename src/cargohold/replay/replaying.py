@@ -18,10 +18,10 @@ import numpy as np
 from cargohold.cache.policies import find_policy
 from cargohold.cache.policies.offline import OfflineTrace
 from cargohold.errors import CargoholdError, ConfigError
+from cargohold.process import WorkerPool
 from cargohold.replay.derived import HINTED
 from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierLog, TierRun, TierTraffic, run_tiers
 from cargohold.replay.workload import Workload
-from cargohold.worker_pool import WorkerPool
 
 INFINITE: Final = "infinite"
 """Name of a bound, not of a policy: nothing is ever evicted."""

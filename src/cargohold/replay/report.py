@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cargohold.option_values import format_bytes, format_count
 from cargohold.replay.costs import CostModel
 from cargohold.replay.replaying import BOUNDS, INFINITE, ReplayResult
 from cargohold.replay.workload import Workload
-from cargohold.units import format_bytes, format_count
 
 Facts = dict[str, Any]
 

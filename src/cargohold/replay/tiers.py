@@ -21,9 +21,9 @@ import numpy as np
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.errors import ConfigError
+from cargohold.option_values import is_positive_int
 from cargohold.replay.derived import DerivedHints
 from cargohold.replay.workload import Ints, Workload
-from cargohold.units import is_positive_int
 
 HOST: Final = "host"
 DISK: Final = "disk"

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cargohold.errors import ConfigError
+from cargohold.option_values import format_count, is_number, is_positive_int, is_positive_number
 from cargohold.replay.traces import MAX_TOKENS, TraceRequest
-from cargohold.units import format_count, is_number, is_positive_int, is_positive_number
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -21,13 +21,13 @@ from cargohold.connector.factory import Offload
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
+from cargohold.option_values import parse_bytes
 from cargohold.protocol import Hint, TierContents, last_name
 from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces.bodies import Message
 from cargohold.serve.records import Moved
 from cargohold.serve.settings import Client
-from cargohold.units import parse_bytes
 
 router = APIRouter()
 

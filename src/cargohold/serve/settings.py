@@ -14,7 +14,7 @@ from cargohold.cache.policies import RunsPolicy, find_policy
 from cargohold.cache.shares import MAX_SHARES
 from cargohold.connector.offloading import HintConfig, OffloadConfig, TenantQuota
 from cargohold.errors import ConfigError, one_line
-from cargohold.units import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
+from cargohold.option_values import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
 
 DEFAULT_BODY_BYTES = 8 * 1024**2
 """Largest body of a request by default: the text of some two million tokens."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError
+from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
 from cargohold.protocol import Locality
 from cargohold.tiers import shared as store_url
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.encryption import TAG_BYTES
 from cargohold.tiers.port import Tier
 from cargohold.tiers.shared import REDIS_SCHEMES
-from cargohold.units import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
 
 if TYPE_CHECKING:
     from cargohold.tiers.objects import ObjectTier

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, SparingLog
 from cargohold.protocol import Clock
-from cargohold.rate_limited_log import SparingLog
 from cargohold.tiers.port import (
     ACCESS_OF,
     FROM_INDEX,

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cargohold.errors import ConfigError
-from cargohold.machine import memory_limit_bytes
-from cargohold.units import format_bytes
+from cargohold.option_values import format_bytes
+from cargohold.process import memory_limit_bytes
 
 PAGE_BYTES = 4096
 """Direct I/O needs addresses, offsets and lengths that are multiples of this, on any disk of today."""

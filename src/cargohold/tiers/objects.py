@@ -32,8 +32,8 @@ from obstore import exceptions as store_errors
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.errors import ConfigError, TierError, one_line
-from cargohold.rate_limited_log import SparingLog
+from cargohold.errors import ConfigError, SparingLog, TierError, one_line
+from cargohold.option_values import format_bytes
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import PARALLEL_PROBES, SharedTierConfig
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
@@ -53,7 +53,6 @@ from cargohold.tiers.shared_directory import (
     refuses_access,
     try_listing,
 )
-from cargohold.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from typing import Final
 from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.errors import HIDDEN_OPTION, ConfigError, TierError
-from cargohold.rate_limited_log import SparingLog
+from cargohold.errors import HIDDEN_OPTION, ConfigError, SparingLog, TierError
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, ChunkCodec, Note, details_are_sound
 from cargohold.tiers.memory import copy_bytes
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage

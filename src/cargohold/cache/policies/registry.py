@@ -12,7 +12,7 @@ from cargohold.cache.policies.base import ReplacementPolicy
 from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.errors import ConfigError
-from cargohold.importing import import_named
+from cargohold.option_values import import_named
 
 POLICIES: Final[Mapping[str, type[ReplacementPolicy]]] = MappingProxyType(
     {policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LRUPolicy, ReuseIndexPolicy)}

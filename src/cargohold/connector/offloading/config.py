@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.errors import ConfigError
-from cargohold.machine import memory_limit_bytes
+from cargohold.option_values import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
+from cargohold.process import memory_limit_bytes
 from cargohold.protocol import AttentionKind, KVCacheLayout
 from cargohold.tiers import TierConfig
-from cargohold.units import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
 
 RESTORE_IF_FASTER = "if_faster"
 RESTORE_ALWAYS = "always"

@@ -13,6 +13,7 @@ from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
 from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError
+from cargohold.option_values import format_bytes
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
 from cargohold.tiers.chunk_format import room_for_details
@@ -28,7 +29,6 @@ from cargohold.tiers.scheduler_side import (
     random_epoch,
 )
 from cargohold.transfer import TransferWorker
-from cargohold.units import format_bytes
 
 
 def served_model(layout: KVCacheLayout) -> ServedModel:

@@ -26,6 +26,7 @@ from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, end_store, start_store
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
+from cargohold.option_values import is_positive_int
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     BlockIds,
@@ -38,7 +39,6 @@ from cargohold.protocol import (
     WorkerEnvironment,
 )
 from cargohold.tiers import TierConfig
-from cargohold.units import is_positive_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import BlockHolder, JobTable
+from cargohold.errors import SparingLog
 from cargohold.protocol import KVCacheLayout, SchedulerContext
-from cargohold.rate_limited_log import SparingLog
 from cargohold.tiers.scheduler_side import Promises
 
 logger = logging.getLogger(__name__)

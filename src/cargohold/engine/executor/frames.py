@@ -31,7 +31,7 @@ from cargohold.errors import (
     UnsupportedModelError,
     one_line,
 )
-from cargohold.gc_pauses import made_for_good
+from cargohold.process import made_for_good
 from cargohold.protocol import (
     Clock,
     EmptyMetadata,

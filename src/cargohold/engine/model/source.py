@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from platformdirs import user_cache_path
 
 from cargohold.errors import ModelNotFoundError, UnsupportedModelError, one_line
-from cargohold.units import parse_path
+from cargohold.option_values import parse_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

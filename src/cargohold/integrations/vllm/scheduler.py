@@ -12,7 +12,7 @@ from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
 from cargohold.connector.metrics import OutageLevels, for_operators
-from cargohold.errors import ContractError, RequestError
+from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat, probe
 from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
@@ -38,7 +38,6 @@ from cargohold.protocol import (
     level_changes,
     parse_hints,
 )
-from cargohold.rate_limited_log import SparingLog
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from cargohold.connector.recording import RecordingFactory
 from cargohold.connector.tracing import TracingFactory
 from cargohold.connector.tracing import require_packages as require_tracing
 from cargohold.errors import ConfigError
+from cargohold.option_values import is_positive_number
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import TierConfig, require_packages
-from cargohold.units import is_positive_number
 
 DISABLE: Final = "disable"
 REFUSE: Final = "refuse"

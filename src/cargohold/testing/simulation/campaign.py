@@ -10,11 +10,10 @@ from itertools import count, islice
 from time import monotonic
 
 from cargohold.errors import ConfigError
-from cargohold.gc_pauses import collected_in_one_go
+from cargohold.process import WorkerPool, collected_in_one_go
 from cargohold.testing.simulation.faults import Fault
 from cargohold.testing.simulation.run import NO_TIMELINE, Run, Timeline
 from cargohold.testing.simulation.scenario import ANY, Scenario, check_names, draw_scenario
-from cargohold.worker_pool import WorkerPool
 
 HUNG_S = 300.0
 """Real seconds: if no seed ends for so long, one of them hangs. Runs limit virtual time, but not real time."""

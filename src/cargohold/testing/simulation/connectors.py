@@ -21,7 +21,7 @@ from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.connector.options import named_factory
-from cargohold.importing import search_current_directory
+from cargohold.option_values import search_current_directory
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory, SchedulerEnvironment, WorkerEnvironment
 from cargohold.testing.simulation.tiers import MediumPlan
 from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from cargohold.errors import ConfigError
-from cargohold.rate_limited_log import SparingLog
+from cargohold.errors import ConfigError, SparingLog
+from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.files import Geometry, Segment, may_hold_chunks, segment_files, uses_file
@@ -33,7 +33,6 @@ from cargohold.tiers.disk.root import (
 from cargohold.tiers.memory import padded
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
 from cargohold.tiers.shared import warn_of_owners, warn_of_writers
-from cargohold.units import format_bytes, format_count, parse_path
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
-from cargohold.errors import ConfigError, TierError
-from cargohold.rate_limited_log import SparingLog
+from cargohold.errors import ConfigError, SparingLog, TierError
+from cargohold.option_values import format_count
 from cargohold.tiers.chunk_format import NO_NOTE, NO_TERMS, ChunkCodec, Claim, Details, Note, Terms, unpack_header
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.shard import Budget, Shard
@@ -33,7 +33,6 @@ from cargohold.tiers.port import (
     Tier,
     TierUsage,
 )
-from cargohold.units import format_count
 
 logger = logging.getLogger(__name__)
 

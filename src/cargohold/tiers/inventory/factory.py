@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cargohold.errors import ConfigError
+from cargohold.option_values import parse_path
 from cargohold.tiers.config import SharedTierConfig, needs_extra
 from cargohold.tiers.inventory.base import Inventory
 from cargohold.tiers.inventory.disk import DiskInventory
 from cargohold.tiers.shared import REDIS_SCHEMES, SCHEMES
-from cargohold.units import parse_path
 
 _STARTS_OF_URLS = tuple(f"{scheme}:" for scheme in SCHEMES)
 """A place that begins with one of these, without ``://``, is a URL whose slashes were forgotten, and not a path."""

@@ -1,15 +1,17 @@
-"""Values of options as people write them: checks of numbers, and sizes such as ``2GiB``."""
+"""Values of options as people write them: numbers, sizes such as ``2GiB``, names of what to import; and numbers for people."""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from fractions import Fraction
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, one_line
 
 _UNITS = {
     "": 1,
@@ -107,3 +109,29 @@ def _parse(value: object) -> int | None:
     if match is None or match[2].lower() not in _UNITS:
         return None
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])  # exact, with all digits
+
+
+def import_named(key: str, name: str) -> Any:
+    """Import ``MODULE`` and return its attribute ``NAME``.
+
+    Args:
+        key: the option, for the error.
+        name: the option's value, ``MODULE:NAME``.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except Exception as error:  # a user's module may raise anything
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        expected = "it must be MODULE:NAME of a module that is installed or in PYTHONPATH"
+        raise ConfigError(key, name, f"it cannot be imported from here ({reason}); {expected}") from error
+
+
+def search_current_directory() -> None:
+    """Append the current directory to ``sys.path``, which lacks it in installed commands: its modules are found last."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
