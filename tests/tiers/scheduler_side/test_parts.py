@@ -93,17 +93,21 @@ class TestPresence:
         assert presence.get(KEYS[:1]) == [None]
         assert presence.last(KEYS[:3]) == [True, False, None]
 
-    def test_so_many_are_remembered_and_no_more(self) -> None:
-        presence = Presence(3, 10.0, VirtualClock())
-        presence.note(KEYS[:5], [True] * 5)
-        assert len(presence) == 3
-        assert presence.get(KEYS[:5]) == [None, None, True, True, True]
-
-    def test_what_was_heard_of_again_is_not_the_oldest(self) -> None:
-        presence = Presence(2, 10.0, VirtualClock())
-        for at in (0, 1, 0, 2):
-            presence.note(KEYS[at : at + 1], [True])
-        assert presence.get(KEYS[:3]) == [True, None, True]
+    @given(limit=st.integers(2, 9), noted=st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=60))
+    def test_the_last_half_is_remembered_and_no_more_than_the_limit(
+        self, limit: int, noted: list[tuple[int, bool]]
+    ) -> None:
+        presence = Presence(limit, 10.0, VirtualClock())
+        last: dict[int, bool] = {}
+        for at, is_there in noted:
+            presence.note(KEYS[at : at + 1], [is_there])
+            last.pop(at, None)
+            last[at] = is_there
+            assert len(presence) <= limit
+        for at in [*last][-(limit // 2) :]:
+            assert presence.get(KEYS[at : at + 1]) == [last[at]]
+        for at, answer in enumerate(presence.last(KEYS[:12])):
+            assert answer in (None, last.get(at))
 
     def test_what_is_forgotten_is_not_known(self) -> None:
         presence = Presence(9, 10.0, VirtualClock())

@@ -93,7 +93,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._lower = lower
         self._prefetcher = None
         if lower is not None:
-            lower.describe_by(self._note_of)
+            lower.describe_by(self._notes_of)
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
             hints = self._shared.hints
@@ -383,11 +383,13 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Return which tiers are out of use, as a whole or in part."""
         return () if self._lower is None else self._lower.outages()
 
-    def _note_of(self, key: OffloadKey) -> Note:
-        """Return what lower tiers are to keep with a chunk that is written down now."""
+    def _notes_of(self, keys: Sequence[OffloadKey]) -> Sequence[Note]:
+        """Return what lower tiers are to keep with chunks that are written down now; nothing if that is nothing for all."""
         events, hints = self._shared.events, self._shared.hints
-        note = NO_NOTE if events is None else events.note_of(key)
-        return replace(note, claim=hints.claim_of(key)) if hints else note
+        notes = [NO_NOTE] * len(keys) if events is None else list(map(events.note_of, keys))
+        if hints:
+            return [replace(note, claim=hints.claim_of(key)) for note, key in zip(notes, keys, strict=True)]
+        return () if events is None else notes
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

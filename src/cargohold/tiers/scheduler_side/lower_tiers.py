@@ -97,9 +97,9 @@ class LowerTiers:
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
-    def describe_by(self, note_of: Callable[[OffloadKey], Note]) -> None:
-        """Let ``note_of`` say what else is known of chunks, to be written with them; it returns ``NO_NOTE`` for nothing."""
-        self._tasks.note_of = note_of
+    def describe_by(self, notes_of: Callable[[Sequence[OffloadKey]], Sequence[Note]]) -> None:
+        """Let ``notes_of`` say what else is known of chunks, to be written with them: a note each, or none at all."""
+        self._tasks.notes_of = notes_of
 
     def rank(self, keys: Iterable[OffloadKey]) -> None:
         """Learn that hints ask something else for chunks now: tiers that have them are told, a few with each step."""
@@ -467,4 +467,4 @@ def _nothing_follows(task: TierTask, succeeded: Sequence[bool], is_done: bool) -
 
 def _over(upper: bytes, lower: bytes) -> bytes:
     """Merge the states of two tiers: per chunk that of ``upper``, or that of ``lower`` where the former is ``ABSENT``."""
-    return bytes(below if state == ABSENT else state for state, below in zip(upper, lower, strict=True))
+    return bytes([below if state == ABSENT else state for state, below in zip(upper, lower, strict=True)])

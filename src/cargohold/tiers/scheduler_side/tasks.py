@@ -115,7 +115,7 @@ class TaskTable:
         new_epoch: makes a new name for ``rename``.
 
     Attributes:
-        note_of: says what else is known of a chunk that is written; ``None`` if nobody knows anything.
+        notes_of: says what else is known of chunks that are written, one note each, or none at all if that is nothing.
     """
 
     def __init__(self, clock: Clock, new_epoch: Callable[[], bytes]) -> None:
@@ -124,7 +124,7 @@ class TaskTable:
         self._epoch = b""
         # By name, after a ``rename``; the oldest first.
         self._key_of: OrderedDict[OffloadKey, OffloadKey] = OrderedDict()
-        self.note_of: Callable[[OffloadKey], Note] | None = None
+        self.notes_of: Callable[[Sequence[OffloadKey]], Sequence[Note]] = lambda _: ()
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
         self._cancelled: list[int] = []
@@ -159,8 +159,8 @@ class TaskTable:
         notes: tuple[Note, ...] = ()
         if task.kind is JobKind.STORE:
             parents, notes = self.names(task.parents), self._notes(task.keys)
-        elif task.kind is JobKind.RANK and self.note_of is not None:
-            notes = tuple(Note(claim=self.note_of(key).claim) for key in task.keys)
+        elif task.kind is JobKind.RANK:
+            notes = tuple(Note(claim=note.claim) for note in self.notes_of(task.keys)) or (NO_NOTE,) * len(task.keys)
         names = self.names(task.keys)
         return TierCommand(job_id, task.tier, task.kind, names, tuple(task.slots), parents, timeout_s, notes)
 
@@ -223,9 +223,7 @@ class TaskTable:
 
     def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
         """Return what else is known of chunks, or nothing if that is nothing."""
-        if self.note_of is None:
-            return ()
-        notes = tuple(map(self.note_of, keys))
+        notes = tuple(self.notes_of(keys))
         if self._epoch:  # no later engine will ask what these chunks are
             notes = tuple(note if note.details is NO_DETAILS else replace(note, details=NO_DETAILS) for note in notes)
         return notes if any(note is not NO_NOTE for note in notes) else ()
@@ -251,5 +249,6 @@ class TaskTable:
 
 
 def both(left: bytes, right: bytes) -> bytes:
-    """Merge two answers: per chunk, 1 if both say success, else 0."""
-    return bytes(a & b for a, b in zip(left, right, strict=True))
+    """Merge two answers, one byte per chunk: 1 if both say success, else 0."""
+    assert len(left) == len(right), "two workers were asked for different chunks"
+    return (int.from_bytes(left) & int.from_bytes(right)).to_bytes(len(left))

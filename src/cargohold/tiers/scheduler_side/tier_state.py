@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
@@ -94,6 +94,9 @@ class Presence:
     A tier may evict chunks, and other engines may write to it, so an answer grows old. Acting on an old answer does no harm: a
     chunk that has gone is a miss when it is loaded, and a new chunk is found a little later.
 
+    Answers are kept in two halves: when the younger one is full, the older one is forgotten as a whole. So thousands of answers
+    are noted without touching each, and the last ``limit / 2`` are always remembered.
+
     Args:
         limit: maximum number of answers to remember; the oldest are forgotten first.
         max_age_s: time in seconds for which an answer counts.
@@ -107,48 +110,46 @@ class Presence:
         self.limit = limit
         self._max_age_s = max_age_s
         self._clock = clock
-        self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
+        self._young: dict[OffloadKey, tuple[bool, float]] = {}
+        self._old: dict[OffloadKey, tuple[bool, float]] = {}
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._young.keys() | self._old.keys())
 
-    def get(self, keys: Iterable[OffloadKey]) -> list[bool | None]:
+    def get(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Return whether each chunk is there; ``None`` if there is no answer, or it is too old."""
         oldest = self._clock() - self._max_age_s
-        answers = map(self._answers.get, keys)
-        return [None if answer is None or answer[1] < oldest else answer[0] for answer in answers]
+        return [None if answer is None or answer[1] < oldest else answer[0] for answer in self._last(keys)]
 
-    def last(self, keys: Iterable[OffloadKey]) -> list[bool | None]:
+    def last(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Return the last answer for each chunk, however old; ``None`` if there is none."""
-        return [None if answer is None else answer[0] for answer in map(self._answers.get, keys)]
+        return [None if answer is None else answer[0] for answer in self._last(keys)]
 
-    def knows_none_of(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether there is no answer for any of these chunks, however old: so it is with all that is new."""
-        return self._answers.keys().isdisjoint(keys)
-
-    def not_heard_of(self, keys: Iterable[OffloadKey], for_s: float) -> list[OffloadKey]:
+    def not_heard_of(self, keys: Sequence[OffloadKey], for_s: float) -> list[OffloadKey]:
         """Return the chunks about which there was no answer in the last ``for_s`` seconds."""
-        answers, oldest = self._answers, self._clock() - for_s
-        return [key for key in keys if (answer := answers.get(key)) is None or answer[1] < oldest]
+        oldest = self._clock() - for_s
+        return [key for key, answer in zip(keys, self._last(keys), strict=True) if answer is None or answer[1] < oldest]
 
     def note(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Remember answers of the tier, or that chunks were just written to it."""
-        answers, now = self._answers, self._clock()
-        there, absent = (True, now), (False, now)
-        for key, is_there in zip(keys, are_there, strict=True):
-            answers.pop(key, None)
-            answers[key] = there if is_there else absent
-        while len(answers) > self.limit:
-            answers.popitem(last=False)
+        now = self._clock()
+        self._young.update(zip(keys, map(((False, now), (True, now)).__getitem__, are_there), strict=True))
+        if 2 * len(self._young) >= self.limit:
+            self._old, self._young = self._young, {}
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Forget the answers for these chunks."""
         for key in keys:
-            self._answers.pop(key, None)
+            self._young.pop(key, None)
+            self._old.pop(key, None)
 
     def clear(self) -> None:
         """Forget all answers."""
-        self._answers.clear()
+        self._young.clear()
+        self._old.clear()
+
+    def _last(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[bool, float] | None]:
+        return map(self._young.get, keys, map(self._old.get, keys))
 
 
 # --- the scheduler side of one tier below host memory -----------------------------------------------------------------

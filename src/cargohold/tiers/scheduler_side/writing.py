@@ -54,11 +54,10 @@ class Backlog:
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._parents
 
-    def add(self, keys: Iterable[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
+    def add(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Append chunks that do not wait already; ``parents`` has the chunk before each in its prefix, or ``None``."""
         waiting = self._parents
-        for key in keys:
-            waiting.setdefault(key, parents[key])
+        waiting.update(zip(keys, map(parents.__getitem__, keys), strict=True))
         while len(waiting) > self._limit:
             waiting.popitem(last=False)
 
@@ -89,8 +88,9 @@ class Backlog:
         while num_looks and len(parents) < limit:
             num_next = min(num_looks, limit - len(parents))
             num_looks -= num_next
-            looked_at = dict(self._parents.popitem(last=False) for _ in range(num_next))
-            parents.update((key, looked_at[key]) for key in ready(list(looked_at)))
+            looked_at = dict([self._parents.popitem(last=False) for _ in range(num_next)])
+            keys = ready(list(looked_at))
+            parents.update(looked_at if len(keys) == num_next else {key: looked_at[key] for key in keys})
         return parents
 
     def clear(self) -> None:
@@ -160,8 +160,8 @@ class Writes:
         daily = tier.options.max_daily_chunks
         self._allowance = None if daily is None else Allowance(daily, clock)
         self._max_dirty = host.capacity * 3 // 4
-        # The job that writes each chunk, for chunks under their current names.
-        self._writing: dict[OffloadKey, TierTask] = {}
+        # Chunks that are being written under their current names. A reset makes a new set: jobs that began before empty theirs.
+        self._writing: set[OffloadKey] = set()
         # Chunks used once, for ``Admission.REUSED``; oldest first.
         self._seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._max_seen = min(MAX_ANSWERS, ANSWERS_PER_SLOT * host.capacity)
@@ -187,8 +187,7 @@ class Writes:
         """Forget what is to be written, for a reset or because the tier is off."""
         self.backlog.clear()
         self.promised.clear()
-        # Chunks being written have names that nobody uses any more: they must not be taken for new chunks.
-        self._writing.clear()
+        self._writing = set()
         self._seen.clear()
 
     def _wanted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -198,10 +197,11 @@ class Writes:
         """
         if self.tier.is_off or self._options.is_read_only:
             return []
-        if self.tier.presence.knows_none_of(keys) and self._writing.keys().isdisjoint(keys):
+        known, writing = self.tier.presence.last(keys), self._writing
+        if True not in known and writing.isdisjoint(keys):  # nearly always
             return list(keys)
-        known = zip(keys, self.tier.presence.last(keys), strict=True)
-        return [key for key, is_there in known if is_there is not True and key not in self._writing]
+        answers = zip(keys, known, strict=True)
+        return [key for key, is_there in answers if is_there is not True and key not in writing]
 
     def _was_seen(self, key: OffloadKey) -> bool:
         """Whether a chunk was seen before; remember it."""
@@ -236,18 +236,21 @@ class Writes:
                 break
             keys = tuple(parents)
             pins = self._host.prepare_load(keys)
-            on_end = partial(self._end_write, pins)
+            on_end = partial(self._end_write, pins, self._writing)
             task = TierTask(JobKind.STORE, self._at, keys, on_end, tuple(parents.values()), pins.slots)
             if self._allowance is not None:
                 self._allowance.spend(len(keys))
-            self._writing.update(dict.fromkeys(keys, task))
+            self._writing.update(keys)
             self.num_writing += len(keys)
             yield task
 
     def _writable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks that the tier is to get and host memory has."""
         wanted = self._wanted(keys)
-        return [key for key, state in zip(wanted, self._host.lookup(wanted), strict=True) if state == READY]
+        states = self._host.lookup(wanted)
+        if states.count(READY) == len(wanted):
+            return wanted
+        return [key for key, state in zip(wanted, states, strict=True) if state == READY]
 
     def _promised(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the promised chunks that host memory has, but for those that are being written.
@@ -275,14 +278,20 @@ class Writes:
         taken = frozenset(waiting[:num_left])
         return (key for key in keys if key in self._writing or key in taken)
 
-    def _end_write(self, pins: LoadHandle, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
+    def _end_write(
+        self,
+        pins: LoadHandle,
+        writing: set[OffloadKey],
+        task: TierTask,
+        succeeded: Sequence[bool],
+        is_done: bool,
+    ) -> None:
         pins.release()
-        for key in task.keys:
-            if self._writing.get(key) is task:
-                del self._writing[key]
+        writing.difference_update(task.keys)
         self.num_writing -= len(task.keys)
-        self.tier.stats["stored_chunks"] += sum(succeeded)
-        self.tier.stats["not_stored_chunks"] += len(succeeded) - sum(succeeded)
+        num_stored = sum(succeeded)
+        self.tier.stats["stored_chunks"] += num_stored
+        self.tier.stats["not_stored_chunks"] += len(succeeded) - num_stored
         if is_done and not task.is_cancelled:  # after a reset, names are others
             self.tier.note_presence(task.keys, succeeded)
 
