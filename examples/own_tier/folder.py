@@ -10,7 +10,7 @@ from pathlib import Path
 from cargohold.errors import TierError
 from cargohold.tiers import Tier, TierConfig
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.shared import SharedTier
+from cargohold.tiers.stores.base import SharedTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.disk.root import bytes_in
 from cargohold.tiers.inventory.disk import DiskInventory
-from cargohold.tiers.objects import ObjectTier
-from cargohold.tiers.redis import RedisTier
+from cargohold.tiers.stores.objects import ObjectTier
+from cargohold.tiers.stores.redis import RedisTier
 from examples.own_tier.folder import FolderConfig
 from tests.servers import key_value_server
 from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads

@@ -65,7 +65,7 @@ class TestDirectory(TierConformance):
     is_shared: ClassVar[bool] = True
 
     def open(self, place: Path) -> Tier:
-        from cargohold.tiers.objects import ObjectTier  # noqa: PLC0415  # needs an extra
+        from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # needs an extra
 
         return ObjectTier(SharedTierConfig(url=f"file://{place}/shared"), codec(), self.chunk_bytes)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.offloading.handoff import HANDOFF
 from cargohold.connector.offloading.lazy import LazyStores
+from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import TransferOutcome

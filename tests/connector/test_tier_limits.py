@@ -14,7 +14,7 @@ import numpy as np
 from cargohold.cache import make_manager
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import tier_options
-from cargohold.connector.offloading.messages import TierReport
+from cargohold.connector.offloading.jobs import TierReport
 from cargohold.connector.offloading.worker import TierWorker
 from cargohold.protocol import ServedModel, TransferOutcome
 from cargohold.testing.simulation import VirtualClock, simulated_layout

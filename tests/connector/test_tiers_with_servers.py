@@ -15,7 +15,7 @@ import pytest
 from cargohold import LLM
 from cargohold.cache.manager import OffloadKey
 from cargohold.tiers import SharedTierConfig
-from cargohold.tiers.objects import ObjectTier
+from cargohold.tiers.stores.objects import ObjectTier
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
 from tests.llms import SettledLLM
 from tests.models import VOCAB_SIZE
@@ -88,7 +88,7 @@ def test_of_a_new_prompt_an_object_store_is_asked_for_the_first_chunks_alone(
                 asked.append(len(keys))
             return super().probe(keys)
 
-    monkeypatch.setattr("cargohold.tiers.objects.ObjectTier", Counting)
+    monkeypatch.setattr("cargohold.tiers.stores.objects.ObjectTier", Counting)
     model, options = tiny_model("llama"), {**OPTIONS, "block_tokens": 2}
     config = offload(SharedTierConfig(url=f"file://{tmp_path}"))
     ask(make_llm(model, offload=config, **options), prompts(1))

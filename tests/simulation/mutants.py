@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import pytest
 
+import cargohold.connector.offloading.jobs as messages_module
 import cargohold.connector.offloading.loads as loads_module
-import cargohold.connector.offloading.messages as messages_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
@@ -30,11 +30,16 @@ from cargohold.connector.multi.scheduler import MultiConnectorScheduler
 from cargohold.connector.multi.worker import MultiConnectorWorker
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Budgets, Hints
-from cargohold.connector.offloading.jobs import JobTable, Load, Store, TouchHolder
+from cargohold.connector.offloading.jobs import JobTable, Load, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
-from cargohold.connector.offloading.loads import BlocksToLoad, BlocksToStore, Loads, blocks_to_load, blocks_to_store
-from cargohold.connector.offloading.lookup import TierLookup
-from cargohold.connector.offloading.messages import OffloadingMetadata
+from cargohold.connector.offloading.loads import (
+    BlocksToLoad,
+    BlocksToStore,
+    Loads,
+    TierLookup,
+    blocks_to_load,
+    blocks_to_store,
+)
 from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared

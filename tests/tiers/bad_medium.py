@@ -91,7 +91,7 @@ class BadMedium:
             for name in names:
                 self._patch.setattr(module, name, self._wrapped(name, getattr(module, name)))
         # Without waiting: others act only at operations, so nothing changes while somebody waits.
-        self._patch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.0)
+        self._patch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.0)
         self._patch.setattr("cargohold.tiers.disk.tier._GROWTH_WAIT_S", 0.0)
 
     def close(self) -> None:

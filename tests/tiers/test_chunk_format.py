@@ -31,7 +31,7 @@ from cargohold.tiers.chunk_format import (
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.inventory.base import Finding, check_value
-from cargohold.tiers.objects import ObjectTier
+from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import disk_tier, load, payload
 
 NAMESPACE = Namespace("any", "w", "c", "bfloat16", "l", "rank 0 of 1", details_bytes=512)

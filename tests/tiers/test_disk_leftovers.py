@@ -10,7 +10,7 @@ import pytest
 from cargohold.errors import ConfigError
 from cargohold.tiers import StoreOutcome
 from cargohold.tiers.disk import shard as disk_shard
-from cargohold.tiers.disk.locks import DirectoryLock
+from cargohold.tiers.disk.files import DirectoryLock
 from cargohold.tiers.disk.root import bytes_in
 from tests.tiers.common import (
     codec,

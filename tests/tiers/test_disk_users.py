@@ -20,7 +20,7 @@ from cargohold.tiers import LoadOutcome, StoreOutcome
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk import shard as disk_shard
-from cargohold.tiers.disk.locks import brief_lock
+from cargohold.tiers.disk.files import brief_lock
 from cargohold.tiers.disk.root import bytes_in, delete_shard
 from cargohold.tiers.factory import open_tier
 from tests.tiers.common import (
@@ -97,7 +97,7 @@ def test_a_forked_child_does_not_keep_a_directory(tmp_path: Path) -> None:
 KILLED_WITH_A_CHILD = """
 import os, signal, sys
 from pathlib import Path
-from cargohold.tiers.disk.locks import brief_lock
+from cargohold.tiers.disk.files import brief_lock
 from tests.tiers.common import disk_tier, key, payload
 tier = disk_tier(Path(sys.argv[1]))
 tier.store(key(1), memoryview(payload(1)))
@@ -162,7 +162,7 @@ def test_a_lock_that_cannot_be_let_go_of_is_gone_with_its_file(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", lock)
         assert store(tier, 1) is StoreOutcome.STORED
-    monkeypatch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.0)
     with brief_lock(tmp_path):
         assert load(tier, 1) == payload(1)
 
@@ -185,7 +185,7 @@ def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own
 
 def test_the_wait_for_a_lock_of_a_stopped_process_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: after Ctrl-Z in `cargohold cache ls`, an engine hung at its start, and said nothing."""
-    monkeypatch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.1)
     tier = disk_tier(tmp_path)
     with brief_lock(tmp_path):
         with pytest.raises(ConfigError, match="another process has held"):

@@ -54,11 +54,11 @@ def open_tier(
             elif medium.startswith("disk"):
                 tier = disk_tier(tmp_path / "disk", using=using, direct_io=medium == "disk")
             elif medium in {"redis", "valkey"}:
-                from cargohold.tiers.redis import RedisTier  # noqa: PLC0415
+                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415
 
                 tier = RedisTier(SharedTierConfig(url=url), using, CHUNK)
             else:
-                from cargohold.tiers.objects import ObjectTier  # noqa: PLC0415
+                from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415
 
                 tier = ObjectTier(SharedTierConfig(url=url), using, CHUNK)
             opened.append(tier)

@@ -19,7 +19,7 @@ from cargohold.tiers import LoadOutcome, Namespace, StoreOutcome, Tier, digest_w
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.encryption import KEY_BYTES, EncryptionKey, read_key
-from cargohold.tiers.objects import ObjectTier
+from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import NAMESPACE, codec, disk_tier, key, load, payload
 
 SECRET = bytes(range(32))

@@ -11,7 +11,6 @@ import pytest
 
 from cargohold.errors import TierError
 from cargohold.tiers import StoreOutcome, Tier
-from cargohold.tiers import shared_directory as object_listing
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.disk import files as disk_files
@@ -19,7 +18,8 @@ from cargohold.tiers.disk.files import Descriptor
 from cargohold.tiers.factory import open_tier
 from cargohold.tiers.inventory import Finding, open_inventory
 from cargohold.tiers.inventory.disk import DiskInventory
-from cargohold.tiers.objects import ObjectTier
+from cargohold.tiers.stores import directory as object_listing
+from cargohold.tiers.stores.objects import ObjectTier
 from tests.servers import key_value_server
 from tests.tiers.common import (
     CHUNK,
@@ -242,7 +242,7 @@ def test_of_a_namespace_that_cannot_be_deleted_as_much_goes_as_can(
 def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: whoever needed room, or started, waited until all headers were read, and gave up after a minute."""
     filled(disk_tier(tmp_path, using=codec(weights="other")), 3).close()
-    monkeypatch.setattr("cargohold.tiers.disk.locks.MAX_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.1)
     engines: list[Tier] = []
 
     def count(file: Path) -> int:

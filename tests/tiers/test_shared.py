@@ -13,9 +13,9 @@ from cargohold.tiers import BreakerConfig, BreakerState, LoadOutcome, QueueConfi
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.factory import open_tier
 from cargohold.tiers.inventory.factory import open_inventory
-from cargohold.tiers.objects import open_store
 from cargohold.tiers.port import JobKind, JobStatus, TierJob
-from cargohold.tiers.shared_directory import list_ours
+from cargohold.tiers.stores.directory import list_ours
+from cargohold.tiers.stores.objects import open_store
 from tests.servers import Server, key_value_server
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload

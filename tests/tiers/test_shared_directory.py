@@ -22,8 +22,8 @@ from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, StoreOutcome
-from cargohold.tiers import shared_directory as object_listing
 from cargohold.tiers.inventory.factory import open_inventory
+from cargohold.tiers.stores import directory as object_listing
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 from tests.tiers.shared import raising, shared, store
 
@@ -84,7 +84,7 @@ def test_a_directory_that_is_not_for_everybody_does_not_stand_in_the_way() -> No
         Path(place, "lost+found").mkdir(mode=0o700)
         script = f"""
 import os
-import cargohold.tiers.objects, numpy.random  # while all modules can be read
+import cargohold.tiers.stores.objects, numpy.random  # while all modules can be read
 from tests.tiers.shared import CHUNK, shared, store
 os.setgid(65534)
 os.setuid(65534)
@@ -252,7 +252,7 @@ def test_one_folder_that_cannot_be_entered_does_not_hide_the_others(
 
 def test_a_probe_without_files_is_an_error_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by playing: where no more files could be opened, Python warned of a coroutine that nobody awaits."""
-    monkeypatch.setattr("cargohold.tiers.objects.from_url", lambda *_, **__: MemoryStore())
+    monkeypatch.setattr("cargohold.tiers.stores.objects.from_url", lambda *_, **__: MemoryStore())
     tier = shared("s3://bucket/prefix")
     store(tier, 1)
     with monkeypatch.context() as patch:

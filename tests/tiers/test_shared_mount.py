@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.tiers import LoadOutcome, StoreOutcome, Tier, open_tier, shared_directory
+from cargohold.tiers import LoadOutcome, StoreOutcome, Tier, open_tier
 from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.stores import directory as object_listing
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 
 
@@ -77,7 +78,7 @@ def test_a_mount_that_goes_while_room_is_made_is_noticed(mount: Mount, monkeypat
     def unmount(*_: object) -> None:
         mount.unmount()
 
-    monkeypatch.setattr("cargohold.tiers.objects.delete_unfinished", unmount)
+    monkeypatch.setattr("cargohold.tiers.stores.objects.delete_unfinished", unmount)
     with pytest.raises(TierError, match="another file system"):
         store(tier, 1)
     assert not list(mount.path.iterdir())
@@ -90,13 +91,13 @@ def test_a_mount_that_comes_back_under_another_number_is_known_by_what_we_wrote(
     """As network mounts do, above all those that are mounted when somebody looks."""
     tier = shared(tmp_path)
     store(tier, 1)
-    really_identify = shared_directory._identity  # no file system can be mounted here
+    really_identify = object_listing._identity  # no file system can be mounted here
 
     def identify(path: Path) -> tuple[int, int]:
         device, inode = really_identify(path)
         return device + 1, inode
 
-    monkeypatch.setattr(shared_directory, "_identity", identify)
+    monkeypatch.setattr(object_listing, "_identity", identify)
     if is_ours:
         assert store(tier, 2) is StoreOutcome.STORED
         assert store(tier, 3) is StoreOutcome.STORED

@@ -21,7 +21,7 @@ from tests.tiers.shared import raising, shared
 
 def test_credentials_that_may_not_ask_what_is_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: without the right to list, S3 answers so to a request for any chunk that is not there."""
-    monkeypatch.setattr("cargohold.tiers.objects.from_url", lambda *_, **__: MemoryStore())
+    monkeypatch.setattr("cargohold.tiers.stores.objects.from_url", lambda *_, **__: MemoryStore())
     monkeypatch.setattr(obstore, "head", raising(PermissionDeniedError("403 Forbidden")))
     with pytest.raises(ConfigError, match="refuses access for reading, or for listing: 403 Forbidden"):
         shared("s3://bucket/prefix")
@@ -154,7 +154,7 @@ def test_messages_about_an_object_store_show_no_secret(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
     """Found by reading: who writes credentials where Redis takes them read them in the log."""
-    monkeypatch.setattr("cargohold.tiers.objects.from_url", lambda *_, **__: MemoryStore())
+    monkeypatch.setattr("cargohold.tiers.stores.objects.from_url", lambda *_, **__: MemoryStore())
     with monkeypatch.context() as patch:
         patch.setattr(obstore, "put", raising(OSError("no")))
         shared(url)
@@ -164,7 +164,7 @@ def test_messages_about_an_object_store_show_no_secret(
         with pytest.raises(ConfigError, match="refuses access") as caught:
             shared(url)
     assert "secret" not in str(caught.value)
-    monkeypatch.setattr("cargohold.tiers.objects.from_url", raising(ValueError("no")))
+    monkeypatch.setattr("cargohold.tiers.stores.objects.from_url", raising(ValueError("no")))
     with pytest.raises(ConfigError, match="cannot be used") as caught:
         shared(url)
     assert "secret" not in str(caught.value)

@@ -18,13 +18,13 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import StoreOutcome, Tier, open_tier
-from cargohold.tiers import objects as store_budget
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.inventory.factory import open_inventory
 from cargohold.tiers.namespace import Namespace
-from cargohold.tiers.objects import StoreBudget
-from cargohold.tiers.shared_directory import StoredObject, list_ours
+from cargohold.tiers.stores import objects as store_budget
+from cargohold.tiers.stores.directory import StoredObject, list_ours
+from cargohold.tiers.stores.objects import StoreBudget
 from tests.tiers.bad_medium import ordinary_user
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 
@@ -75,7 +75,7 @@ class TestBudget:
             assert opened.wait(WAIT_S)
             return list_ours(self.store, prefix)
 
-        monkeypatch.setattr("cargohold.tiers.objects.list_ours", slow_list)
+        monkeypatch.setattr("cargohold.tiers.stores.objects.list_ours", slow_list)
         num_free = 0
         looker = threading.Thread(target=lambda: [self.put(number) for number in range(100, 110)], daemon=True)
         looker.start()
@@ -93,7 +93,7 @@ class TestBudget:
             raise OSError("no answer")
 
         with monkeypatch.context() as patch:
-            patch.setattr("cargohold.tiers.objects.list_ours", failing)
+            patch.setattr("cargohold.tiers.stores.objects.list_ours", failing)
             with pytest.raises(OSError, match="no answer"):
                 self.put(0)
         assert self.put(0)

@@ -29,7 +29,7 @@ from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
 from cargohold.tiers.inventory.base import Finding
 from cargohold.tiers.inventory.factory import open_inventory
-from cargohold.tiers.objects import ObjectTier
+from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload
 
 SECRET = bytes(range(32))

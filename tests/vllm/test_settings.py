@@ -41,8 +41,8 @@ def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], key: str) -> N
 @pytest.mark.parametrize(
     ("tier", "module", "extra"),
     [
-        ({"kind": "shared", "url": "redis://localhost"}, "cargohold.tiers.redis", "redis"),
-        ({"kind": "shared", "url": "s3://bucket/kv"}, "cargohold.tiers.objects", "objects"),
+        ({"kind": "shared", "url": "redis://localhost"}, "cargohold.tiers.stores.redis", "redis"),
+        ({"kind": "shared", "url": "s3://bucket/kv"}, "cargohold.tiers.stores.objects", "objects"),
         (
             {"kind": "disk", "directory": "/not/made", "max_bytes": "1GiB", "encryption_key": "env:NOT_SET_HERE"},
             "cryptography.hazmat.primitives.ciphers.aead",

@@ -77,7 +77,7 @@ def test_impossible_options_stop_the_server_by_name(
 def test_what_vllm_asks_before_it_loads_the_model_refuses_already(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.polcy="):
         CargoholdConnector.requires_piecewise_for_cudagraph({**EAGER, "polcy": "lru"})
-    monkeypatch.setitem(sys.modules, "cargohold.tiers.redis", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "cargohold.tiers.stores.redis", None)  # its import fails
     with pytest.raises(ConfigError, match=r"pip install 'cargohold\[redis\]'"):
         CargoholdConnector.requires_piecewise_for_cudagraph(
             {**EAGER, "tiers": [{"kind": "shared", "url": "redis://h"}]}

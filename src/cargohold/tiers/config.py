@@ -16,15 +16,15 @@ from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError
 from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
 from cargohold.protocol import Locality
-from cargohold.tiers import shared as store_url
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.encryption import TAG_BYTES
 from cargohold.tiers.port import Tier
-from cargohold.tiers.shared import REDIS_SCHEMES
+from cargohold.tiers.stores import base as store_url
+from cargohold.tiers.stores.base import REDIS_SCHEMES
 
 if TYPE_CHECKING:
-    from cargohold.tiers.objects import ObjectTier
-    from cargohold.tiers.redis import RedisTier
+    from cargohold.tiers.stores.objects import ObjectTier
+    from cargohold.tiers.stores.redis import RedisTier
 
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 REPLICA_DIRECTORY: Final = "replica-{}"
@@ -354,10 +354,10 @@ class SharedTierConfig(TierConfig):
         """Return the class of the tier. Raises ``ConfigError`` if its package is not installed."""
         with needs_extra(self):
             if self.scheme in REDIS_SCHEMES:
-                from cargohold.tiers.redis import RedisTier  # noqa: PLC0415  # an optional package
+                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
 
                 return RedisTier
-            from cargohold.tiers.objects import ObjectTier  # noqa: PLC0415  # an optional package
+            from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # an optional package
 
             return ObjectTier
 

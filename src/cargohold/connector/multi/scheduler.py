@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from cargohold.connector.multi.messages import (
     MultiMetadata,
@@ -12,6 +14,7 @@ from cargohold.connector.multi.messages import (
     split_job_id,
     worker_metadata_type_for,
 )
+from cargohold.connector.multi.worker import MultiConnectorWorker
 from cargohold.errors import ConfigError, RequestError
 from cargohold.protocol import (
     BlockIds,
@@ -22,9 +25,11 @@ from cargohold.protocol import (
     Hint,
     HintEvent,
     HintOutcome,
+    KVConnectorFactory,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
+    KVConnectorWorker,
     KVEvent,
     Outage,
     RequestView,
@@ -34,6 +39,7 @@ from cargohold.protocol import (
     StepView,
     TierContents,
     TransferOutcome,
+    WorkerEnvironment,
     add_stats,
     best_outcome,
 )
@@ -276,3 +282,39 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         for at in meta.stopped:
             # The child has no transfers in flight on any worker now.
             self._unlocks_of_stopped += self._children[at].release().unlock_block_ids
+
+
+Side = TypeVar("Side", KVConnectorScheduler, KVConnectorWorker)
+
+
+@dataclass(frozen=True, slots=True)
+class MultiConnectorFactory:
+    """Makes a composed connector. Satisfies ``cargohold.protocol.KVConnectorFactory``.
+
+    Attributes:
+        children: factories of the connectors, most preferred first.
+    """
+
+    children: tuple[KVConnectorFactory, ...]
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> MultiConnectorScheduler:
+        """Make the scheduler side. Raises the error of a child that cannot work in this environment; no child is left open."""
+        with _all_or_none(child.make_scheduler_side(environment) for child in self.children) as sides:
+            return MultiConnectorScheduler(sides, environment)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> MultiConnectorWorker:
+        """Make the worker side. Raises the error of a child that cannot be opened; no child is left open."""
+        with _all_or_none(child.make_worker_side(environment) for child in self.children) as sides:
+            return MultiConnectorWorker(sides)
+
+
+@contextmanager
+def _all_or_none(children: Iterable[Side]) -> Iterator[list[Side]]:
+    """Make the sides and yield them; if anything raises, then or inside the ``with``, shut down those that were made."""
+    with ExitStack() as on_failure:
+        sides: list[Side] = []
+        for side in children:
+            on_failure.callback(side.shutdown)
+            sides.append(side)
+        yield sides
+        on_failure.pop_all()

@@ -15,11 +15,9 @@ from cargohold.cache.keys import offload_key
 from cargohold.cache.manager import OffloadKey, StoreOffer
 from cargohold.cache.policies.recency import LRUPolicy
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, OffloadConfig
-from cargohold.connector.offloading.contents import Contents, contents_of
-from cargohold.connector.offloading.events import TierEvents
+from cargohold.connector.offloading.events import Contents, TierEvents, contents_of
 from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options
-from cargohold.connector.offloading.jobs import Store
-from cargohold.connector.offloading.messages import StoreJob
+from cargohold.connector.offloading.jobs import Store, StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared

@@ -13,15 +13,21 @@ from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.ahead import Prefetches
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
-from cargohold.connector.offloading.handoff import Handoff
 from cargohold.connector.offloading.hints import Hints
-from cargohold.connector.offloading.jobs import JobTable, Load, LockHolder, RequestHolder, Store, TouchHolder
-from cargohold.connector.offloading.loads import Loads
-from cargohold.connector.offloading.lookup import TierLookup
-from cargohold.connector.offloading.measures import Measures
-from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
-from cargohold.connector.offloading.prefixes import Prefixes
-from cargohold.connector.offloading.requests import Budget, RequestState
+from cargohold.connector.offloading.jobs import (
+    NOTHING_TO_DO,
+    JobTable,
+    Load,
+    LockHolder,
+    OffloadingMetadata,
+    RequestHolder,
+    Store,
+    TierReport,
+    TouchHolder,
+)
+from cargohold.connector.offloading.loads import Loads, TierLookup
+from cargohold.connector.offloading.measures import Measures, Prefixes
+from cargohold.connector.offloading.requests import Budget, Handoff, RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError

@@ -22,9 +22,8 @@ from typing import Final, Protocol, TypeAlias
 from cargohold.blocks import READY
 from cargohold.cache.keys import ChunkKeys
 from cargohold.cache.manager import OffloadKey, StoreHandle, StoreOffer
-from cargohold.connector.offloading.jobs import Store
+from cargohold.connector.offloading.jobs import Store, StoreJob
 from cargohold.connector.offloading.loads import BlocksToStore, blocks_to_store, rows_to_store
-from cargohold.connector.offloading.messages import StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.connector.offloading.messages import NOTHING_TO_DO, OffloadingMetadata, TierReport
+from cargohold.connector.offloading.jobs import NOTHING_TO_DO, OffloadingMetadata, TierReport
 from cargohold.protocol import (
     NOTHING_ENDED,
     Clock,

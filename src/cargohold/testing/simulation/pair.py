@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from cargohold.cache.keys import offload_key
-from cargohold.connector.offloading.handoff import HANDOFF
+from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.testing.simulation.engine import STEP_S, SimulatedEngine

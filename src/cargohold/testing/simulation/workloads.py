@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, TenantQuota
-from cargohold.connector.offloading.handoff import HANDOFF
+from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import AttentionKind, Hint, HintKind
 from cargohold.testing.simulation.clock import GroupPlan

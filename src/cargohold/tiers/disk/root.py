@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cargohold.tiers.config import REPLICA_DIRECTORY
-from cargohold.tiers.disk.files import Geometry, read_small, write_whole
-from cargohold.tiers.disk.locks import DirectoryLock, is_in_use
+from cargohold.tiers.disk.files import DirectoryLock, Geometry, is_in_use, read_small, write_whole
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES, as_facts, parse_description
 
 DESCRIPTION_FILE: Final = "shard.json"

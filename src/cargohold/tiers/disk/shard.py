@@ -16,8 +16,15 @@ from cargohold.errors import ConfigError, SparingLog
 from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import DiskTierConfig
-from cargohold.tiers.disk.files import Geometry, Segment, may_hold_chunks, segment_files, uses_file
-from cargohold.tiers.disk.locks import DirectoryLock, brief_lock
+from cargohold.tiers.disk.files import (
+    DirectoryLock,
+    Geometry,
+    Segment,
+    brief_lock,
+    may_hold_chunks,
+    segment_files,
+    uses_file,
+)
 from cargohold.tiers.disk.root import (
     DESCRIPTION_FILE,
     bytes_in,
@@ -32,7 +39,7 @@ from cargohold.tiers.disk.root import (
 )
 from cargohold.tiers.memory import padded
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
-from cargohold.tiers.shared import warn_of_owners, warn_of_writers
+from cargohold.tiers.stores.base import warn_of_owners, warn_of_writers
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,16 @@ from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, unpack_header
-from cargohold.tiers.disk.files import Geometry, Segment, may_hold_chunks, read_pieces, segment_files
-from cargohold.tiers.disk.locks import DirectoryLock, brief_lock, is_in_use
+from cargohold.tiers.disk.files import (
+    DirectoryLock,
+    Geometry,
+    Segment,
+    brief_lock,
+    is_in_use,
+    may_hold_chunks,
+    read_pieces,
+    segment_files,
+)
 from cargohold.tiers.disk.root import (
     DESCRIPTION_FILE,
     Owner,
@@ -37,7 +45,7 @@ from cargohold.tiers.inventory.base import (
     reason_of,
     remarks_on,
 )
-from cargohold.tiers.shared import url_of
+from cargohold.tiers.stores.base import url_of
 
 logger = logging.getLogger(__name__)
 

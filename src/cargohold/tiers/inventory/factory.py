@@ -7,7 +7,7 @@ from cargohold.option_values import parse_path
 from cargohold.tiers.config import SharedTierConfig, needs_extra
 from cargohold.tiers.inventory.base import Inventory
 from cargohold.tiers.inventory.disk import DiskInventory
-from cargohold.tiers.shared import REDIS_SCHEMES, SCHEMES
+from cargohold.tiers.stores.base import REDIS_SCHEMES, SCHEMES
 
 _STARTS_OF_URLS = tuple(f"{scheme}:" for scheme in SCHEMES)
 """A place that begins with one of these, without ``://``, is a URL whose slashes were forgotten, and not a path."""
@@ -41,13 +41,13 @@ def _shared_inventory(config: SharedTierConfig) -> Inventory:
     if config.scheme in REDIS_SCHEMES:
         with needs_extra(config):
             from cargohold.tiers.inventory.stores import RedisInventory  # noqa: PLC0415  # an optional package
-            from cargohold.tiers.redis import open_client  # noqa: PLC0415  # an optional package
+            from cargohold.tiers.stores.redis import open_client  # noqa: PLC0415  # an optional package
 
         return RedisInventory(open_client(config))
     if config.directory is not None and not config.directory.is_dir():
         raise ConfigError("url", config.url, "there is no such directory")  # a tier would create it
     with needs_extra(config):
         from cargohold.tiers.inventory.stores import ObjectInventory  # noqa: PLC0415  # an optional package
-        from cargohold.tiers.objects import open_store  # noqa: PLC0415  # an optional package
+        from cargohold.tiers.stores.objects import open_store  # noqa: PLC0415  # an optional package
 
     return ObjectInventory(open_store(config))

@@ -27,9 +27,7 @@ from cargohold.tiers.inventory.base import (
     remarks_on,
 )
 from cargohold.tiers.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, as_facts, parse_description
-from cargohold.tiers.objects import first_line, lacks_credentials
-from cargohold.tiers.redis import PREFIX, is_wrong_type
-from cargohold.tiers.shared_directory import (
+from cargohold.tiers.stores.directory import (
     StoredObject,
     delete_if_there,
     delete_unfinished,
@@ -37,6 +35,8 @@ from cargohold.tiers.shared_directory import (
     read_object,
     read_pieces,
 )
+from cargohold.tiers.stores.objects import first_line, lacks_credentials
+from cargohold.tiers.stores.redis import PREFIX, is_wrong_type
 
 _NAME = "shared"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.keys import offload_key, split_key
-from cargohold.connector.offloading.contents import contents_in
+from cargohold.connector.offloading.events import contents_in
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import (

@@ -38,8 +38,8 @@ from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import PARALLEL_PROBES, SharedTierConfig
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
 from cargohold.tiers.namespace import DESCRIPTION
-from cargohold.tiers.shared import SharedTier, warn_of_readers, warn_of_writers
-from cargohold.tiers.shared_directory import (
+from cargohold.tiers.stores.base import SharedTier, warn_of_readers, warn_of_writers
+from cargohold.tiers.stores.directory import (
     DirectoryPlace,
     StoredObject,
     delete_if_there,

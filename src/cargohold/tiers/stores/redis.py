@@ -20,7 +20,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import SharedTierConfig
-from cargohold.tiers.shared import SharedTier
+from cargohold.tiers.stores.base import SharedTier
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Stores that several machines share: a directory, object stores, Redis or Valkey."""
