@@ -10,8 +10,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -94,6 +96,97 @@ def test_the_manual_lists_the_alerts() -> None:
     table = MANUAL.split("## Four alerts")[1].split("\n## ")[0]
     assert re.findall(r"(?m)^\| `(\w+)` ", table) == [rule["alert"] for rule in RULES]
     assert len(RULES) == 4
+
+
+# --- with Grafana's own types -----------------------------------------------------------------------------------------
+
+
+def faults_in(dashboard: dict[str, Any]) -> list[str]:
+    """What of a dashboard Grafana's types do not know, or take otherwise. Grafana itself is in no package registry."""
+    reason = "Grafana's types are not installed: grafana-foundation-sdk"
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins", reason=reason)
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason=reason)
+    plugins.register_default_plugins()
+    read = models.Dashboard.from_json(dashboard)
+    written = json.loads(encoder.JSONEncoder().encode(read))
+    return [*lost(dashboard, written, "dashboard"), *misfits(read, type(read), "dashboard")]
+
+
+def lost(given: Any, written: Any, path: str) -> Iterator[str]:
+    """Fields that are no more there after reading and writing: the types have no such field."""
+    if isinstance(given, dict) and isinstance(written, dict):
+        for name, value in given.items():
+            if name not in written:
+                yield f"{path}.{name} is unknown"
+            else:
+                yield from lost(value, written[name], f"{path}.{name}")
+    elif isinstance(given, list) and isinstance(written, list) and len(given) == len(written):
+        for at, pair in enumerate(zip(given, written, strict=True)):
+            yield from lost(*pair, f"{path}[{at}]")
+    elif given != written:
+        yield f"{path} is {written!r} after it was {given!r}"
+
+
+def misfits(value: Any, kind: Any, path: str) -> Iterator[str]:
+    """Values that are not of the types that are written beside them: reading checks no types."""
+    if get_origin(kind) in (Union, UnionType):
+        found = [list(misfits(value, one, path)) for one in get_args(kind)]
+        yield from found[0] if all(found) else ()
+        return
+    if kind is object and hasattr(value, "to_json"):  # what panels of this kind have
+        kind = type(value)
+    if not is_one(value, kind):
+        yield f"{path} is {value!r}"
+        return
+    for name, item, hint in parts(value, kind):
+        yield from misfits(item, hint, f"{path}{name}")
+
+
+def parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What a value consists of: name, value and type of each part."""
+    if get_origin(kind) is list:
+        yield from ((f"[{at}]", item, *get_args(kind)) for at, item in enumerate(value))
+    elif get_origin(kind) is dict:
+        yield from ((f".{name}", item, get_args(kind)[1]) for name, item in value.items())
+    elif hasattr(kind, "from_json"):
+        read = kind.from_json(value) if isinstance(value, dict) else value
+        yield from ((f".{name}", getattr(read, name), hint) for name, hint in get_type_hints(type(read)).items())
+
+
+def is_one(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, or one of those that are listed; what it consists of may still be wrong."""
+    if hasattr(kind, "from_json") and isinstance(value, dict):  # left as it is where there is a choice of types
+        return True
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return value in [member.value for member in kind]
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    return isinstance(value, int | float if kind is float else get_origin(kind) or kind)
+
+
+def test_grafanas_types_know_every_field_and_value_of_the_dashboard() -> None:
+    assert not faults_in(DASHBOARD)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"refreshes": "10s"}, "dashboard.refreshes is unknown"),
+        ({"graphTooltip": 7}, "dashboard.graph_tooltip is 7"),
+        ({"panels": [{**DASHBOARD["panels"][0], "gridPos": {"x": 0, "y": 0, "w": "4", "h": 6}}]}, "grid_pos.w is '4'"),
+        ({"panels": [{**DASHBOARD["panels"][0], "options": {"colorMode": "loud"}}]}, "color_mode is 'loud'"),
+        (
+            {"panels": [{**DASHBOARD["panels"][0], "targets": [{"refId": "A", "exp": "up"}]}]},
+            "targets[0].exp is unknown",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_dashboard_that_grafana_would_not_take_is_noticed(change: dict[str, Any], fault: str) -> None:
+    assert any(found.endswith(fault) for found in faults_in({**DASHBOARD, **change}))
 
 
 # --- with a real Prometheus -------------------------------------------------------------------------------------------
