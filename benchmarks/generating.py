@@ -192,7 +192,7 @@ def _answer_of_disk(command: Any) -> tuple[int, bytes]:
 def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
     """Our worker's report on copies into host memory that have ended, with answers of the disk."""
     from cargohold.connector.offloading.jobs import TierReport  # noqa: PLC0415  # beside the others
-    from cargohold.integrations.vllm.messages import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
+    from cargohold.integrations.vllm.worker import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
     from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
 
     jobs = dict.fromkeys([*ended, *told], TransferOutcome.DONE)

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from cargohold import LLM, OffloadConfig, SamplingParams, SharedTierConfig
-from cargohold.cli.visits import require_offloading
+from cargohold.cli.demo import require_offloading
 from cargohold.connector.offloading.requests import HANDOFF
 
 MODEL = "smollm2"

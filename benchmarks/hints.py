@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.policies import FLOOR, PERCENTS, real_traces
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.replay.costs import CostModel
-from cargohold.replay.derived import HINTED
 from cargohold.replay.replaying import OPTIMUM, plan_tasks, run_tasks
+from cargohold.replay.tiers import HINTED
 from cargohold.replay.traces import TraceRequest, read_trace
 from cargohold.replay.workload import UNKNOWN, Workload, load_workload
 

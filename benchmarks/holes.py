@@ -19,12 +19,10 @@ from cargohold.cache import make_manager
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
-from cargohold.engine.core.config import SchedulerConfig
 from cargohold.engine.core.request import Request as EngineRequest
-from cargohold.engine.core.request import RequestTimes
+from cargohold.engine.core.request import RequestTimes, SamplingParams, SchedulerStep, StepOutput
+from cargohold.engine.core.roster import SchedulerConfig
 from cargohold.engine.core.scheduler import Scheduler
-from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import (
     AttentionKind,
     FinishedTransfers,

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
-from cargohold.cli.visits import require_offloading
+from cargohold.cli.demo import require_offloading
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 16

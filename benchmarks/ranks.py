@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from cargohold.connector.factory import connector_factory
-from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep
-from cargohold.engine.executor.base import Executor
-from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind, make_executor
-from cargohold.engine.executor.frames import RankPlace, RankSpec
-from cargohold.engine.executor.worker import LayerHooks, ModelRunner
+from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep
+from cargohold.engine.executor import Executor, LayerHooks, ModelRunner
+from cargohold.engine.frames import RankPlace, RankSpec
+from cargohold.engine.ranks import ExecutorConfig, ExecutorKind, make_executor
 from cargohold.protocol import (
     AttentionKind,
     KVCacheGroup,

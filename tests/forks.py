@@ -20,7 +20,7 @@ from threading import Thread
 import pytest
 
 from cargohold.cli import main
-from cargohold.engine.executor.multiprocess import RankProcess
+from cargohold.engine.ranks import RankProcess
 
 
 def fork_server() -> ForkServerContext:

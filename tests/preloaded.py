@@ -14,7 +14,7 @@ for name in (
     "transformers.models.qwen3.modeling_qwen3",
     "cargohold.cli.run",
     "cargohold.testing.conformance",
-    "cargohold.engine.executor.multiprocess",
+    "cargohold.engine.ranks",
     "cargohold.engine.model.hf_runner",
     "tests.executor.ranks",
 ):

@@ -65,7 +65,7 @@ def test_the_wheel_has_the_demo_texts_types_licence_and_command(built: Path) -> 
 def test_the_wheel_runs_by_itself(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     code = (
-        "import cargohold; from cargohold.cli.visits import load_conversations as load; "
+        "import cargohold; from cargohold.cli.demo import load_conversations as load; "
         "print(cargohold.__file__, len(load(3)), all(len(talk.questions[0]) > 5000 for talk in load(3)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(wheel)}

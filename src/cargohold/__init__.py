@@ -17,11 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cargohold.async_llm import AsyncLLM
     from cargohold.connector.offloading import HintConfig, OffloadConfig, TenantQuota
     from cargohold.connector.offloading.lazy import LazyOffloadConfig
+    from cargohold.engine.core.request import SamplingParams
     from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput
-    from cargohold.engine.sampling_params import SamplingParams
     from cargohold.errors import (
         CargoholdError,
         ConfigError,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
         RequestError,
         UnsupportedModelError,
     )
-    from cargohold.llm import LLM
+    from cargohold.llm import LLM, AsyncLLM
     from cargohold.protocol import Hint, HintEvent, HintOutcome
     from cargohold.tiers import DiskTierConfig, SharedTierConfig
 
@@ -64,11 +63,10 @@ __all__ = [
 ]
 
 _NAMES = {
-    "cargohold.async_llm": ("AsyncLLM",),
     "cargohold.connector.offloading.lazy": ("LazyOffloadConfig",),
     "cargohold.connector.offloading": ("HintConfig", "OffloadConfig", "TenantQuota"),
     "cargohold.engine.outputs": ("EngineStatus", "RequestMetrics", "RequestOutput"),
-    "cargohold.engine.sampling_params": ("SamplingParams",),
+    "cargohold.engine.core.request": ("SamplingParams",),
     "cargohold.errors": (
         "CargoholdError",
         "ConfigError",
@@ -78,7 +76,7 @@ _NAMES = {
         "RequestError",
         "UnsupportedModelError",
     ),
-    "cargohold.llm": ("LLM",),
+    "cargohold.llm": ("LLM", "AsyncLLM"),
     "cargohold.protocol": ("Hint", "HintEvent", "HintOutcome"),
     "cargohold.tiers": ("DiskTierConfig", "SharedTierConfig"),
 }

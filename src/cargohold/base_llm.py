@@ -24,22 +24,20 @@ from cargohold.connector.factory import (
     host_bytes_of,
     start_report,
 )
+from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
-from cargohold.connector.recording import RecordingFactory
-from cargohold.connector.tracing import TracingFactory
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
+from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.engine_thread import Asked, EngineThread
 from cargohold.engine.events import ZmqEventPublisher
-from cargohold.engine.executor.factory import ExecutorKind, make_executor
-from cargohold.engine.executor.frames import RankSpec
+from cargohold.engine.frames import RankSpec
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
-from cargohold.engine.model.info import describe_model
-from cargohold.engine.model.runners import HFRunners
+from cargohold.engine.model.info import HFRunners, describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus
-from cargohold.engine.sampling_params import SamplingParams
+from cargohold.engine.ranks import ExecutorKind, make_executor
 from cargohold.errors import ConfigError, RequestError
 from cargohold.option_values import format_bytes, format_count
 from cargohold.process import memory_limit_bytes

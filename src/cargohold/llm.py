@@ -1,18 +1,21 @@
-"""The front door: a model that is asked from ordinary code, in any thread."""
+"""The front door: a model that is asked from ordinary code, in any thread (``LLM``), or from an event loop (``AsyncLLM``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, closing, suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
+from weakref import WeakKeyDictionary
 
 from cargohold.base_llm import BaseLLM, HintOptions, Hints, Prompt, RequestOptions, all_asked, check_names
+from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.engine_thread import Answer, Asked, Mailbox
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.protocol import HintEvent, HintOutcome, KVEvent, TierContents
 
 T = TypeVar("T")
@@ -228,3 +231,198 @@ class LLM(BaseLLM):
         answers = SimpleQueue[Answer[T]]()
         self._engine.ask_settled(question, answers.put, timeout_s)
         return answers.get().get()
+
+
+class AsyncLLM(BaseLLM):
+    """A language model whose methods are coroutines: those of ``LLM``, with the same arguments, results and errors.
+
+    ::
+
+        async with AsyncLLM("smollm2", offload=OffloadConfig(host_bytes="2GiB")) as llm:
+            async for out in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+                print(out.new_text, end="")
+
+    The engine runs in a thread of its own, so the event loop never waits for a step. A task that is cancelled aborts its
+    requests. Several event loops may use one model. Making it loads the model, which takes seconds: make it before the event
+    loop has other things to do.
+    """
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        """Complete prompts; see ``LLM.generate``."""
+        check_names("generate", ("prompts", "sampling", "progress"), options)
+        asked = all_asked(prompts, sampling, options)
+        done: dict[int, RequestOutput] = {}
+        async with aclosing(self._serve(asked, wants_pieces=False)) as outputs:
+            async for at, output in outputs:
+                if output.finished:
+                    done[at] = output
+                    if progress is not None:
+                        progress(len(done), len(asked))
+        return [done[at] for at in range(len(asked))]
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[RequestOutput]:
+        """Complete one prompt, yielding an output per new piece; see ``LLM.stream``.
+
+        Use ``contextlib.aclosing`` where you may leave the loop before its end: otherwise the request goes on until Python
+        finalizes the generator.
+        """
+        check_names("stream", ("prompt", "sampling"), options)
+        return self._stream(Asked(prompt, sampling, options))
+
+    async def _stream(self, asked: Asked) -> AsyncGenerator[RequestOutput]:
+        async with aclosing(self._serve([asked])) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    def stream_each(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        wants_pieces: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Complete prompts, yielding outputs of all of them as they come; see ``LLM.stream_each``. Close it as ``stream``.
+
+        Unless it ``wants_pieces``, the reader wakes up for the first and the last output of each only.
+        """
+        check_names("stream_each", ("prompts", "sampling", "wants_pieces"), options)
+        return self._serve(all_asked(prompts, sampling, options), wants_pieces=wants_pieces)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        """Answer a conversation; see ``LLM.chat``."""
+        check_names("chat", ("messages", "sampling"), options)
+        return (await self.generate([self.chat_prompt(messages)], sampling, **options))[0]
+
+    async def hint(self, hints: Hints, **about: Unpack[HintOptions]) -> list[HintOutcome]:
+        """Tell the cache what is known of the future of a prompt; see ``LLM.hint``."""
+        return await self._ask(lambda engine: engine.hint(hints, **about))
+
+    async def take_hint_events(self) -> list[HintEvent]:
+        """How hints have ended since the last call; see ``LLM.take_hint_events``."""
+        return await self._ask(LLMEngine.take_hint_events)
+
+    async def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until no copy and no write to a lower tier is in flight; see ``LLM.settle``."""
+        timeout_s = self.plan.config.load_timeout_s if timeout_s is None else timeout_s
+        return await self._settled(lambda engine: not engine.has_work(), timeout_s)
+
+    async def reset_cache(self) -> bool:
+        """Forget all cached KV, on the device and below; see ``LLM.reset_cache``."""
+        return await self._ask(LLMEngine.reset_cache) or await self._settled(
+            LLMEngine.reset_cache, self.plan.config.load_timeout_s
+        )
+
+    async def take_events(self) -> list[KVEvent]:
+        """KV events since the last call, if ``kv_events`` is on."""
+        return await self._ask(LLMEngine.take_events)
+
+    async def stats(self) -> dict[str, float]:
+        """Counters of the connector since the start; see ``LLM.stats``. Answered between two steps."""
+        return await self._ask(LLMEngine.stats)
+
+    async def contents(self) -> Sequence[TierContents]:
+        """What is kept below the device, tier by tier; see ``LLM.contents``. Answered between two steps."""
+        return await self._ask(LLMEngine.contents)
+
+    async def close(self) -> None:
+        """End everything and give the memory back; see ``LLM.close``."""
+        await asyncio.to_thread(self._engine.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _serve(
+        self, asked: Sequence[Asked], *, wants_pieces: bool = True
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Have requests served, and yield their outputs as they come, each with the position of its request in ``asked``.
+
+        Of each, the first and the last are enough unless it ``wants_pieces``. However the generator ends, requests that have
+        not finished are aborted.
+        """
+        arrived = asyncio.Event()
+        mailbox = Mailbox(len(asked), _waking(arrived), wants_pieces=wants_pieces)
+        try:
+            if asked:
+                self._engine.submit(asked, mailbox)
+            while not mailbox.is_done:
+                await arrived.wait()
+                arrived.clear()
+                for output in mailbox.take():
+                    yield output
+        finally:
+            if not mailbox.is_done:
+                self._engine.abandon(mailbox)
+
+    async def _ask(self, question: Callable[[LLMEngine], T]) -> T:
+        """Ask the engine between two steps."""
+        answers = asyncio.Queue[Answer[T]]()
+        self._engine.ask(question, _in_loop(answers.put_nowait))
+        return (await answers.get()).get()
+
+    async def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
+        """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
+        answers = asyncio.Queue[Answer[T]]()
+        self._engine.ask_settled(question, _in_loop(answers.put_nowait), timeout_s)
+        return (await answers.get()).get()
+
+
+class _Bell:
+    """Wakes those who wait in one event loop. However many a step wakes, the loop is interrupted once."""
+
+    def __init__(self) -> None:
+        self._due: deque[asyncio.Event] = deque()
+        self._is_rung = False
+
+    def ring(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Set an event of that loop soon. For other threads."""
+        self._due.append(event)
+        if not self._is_rung:  # otherwise the loop has not looked at what is due: it looks after it has said so
+            self._is_rung = True
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+                loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._is_rung = False
+        while self._due:
+            self._due.popleft().set()
+
+
+_bells: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell] = WeakKeyDictionary()
+
+
+def _waking(event: asyncio.Event) -> Callable[[], None]:
+    """A function for other threads, which sets an event of the running event loop."""
+    loop = asyncio.get_running_loop()
+    bell = _bells.setdefault(loop, _Bell())
+    return lambda: bell.ring(loop, event)
+
+
+def _in_loop(call: Callable[..., object]) -> Callable[..., None]:
+    """A function for other threads, which has the running event loop make the call."""
+    loop = asyncio.get_running_loop()
+
+    def call_in_loop(*args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+            loop.call_soon_threadsafe(call, *args)
+
+    return call_in_loop

@@ -14,7 +14,7 @@ import pytest
 
 from cargohold import OffloadConfig
 from cargohold.errors import ConfigError
-from cargohold.serve.scrapes import Scrape, metrics_url
+from cargohold.serve.records import Scrape, metrics_url
 from tests.command import Command
 from tests.forks import ForkedCommand
 from tests.serve.running import call, running

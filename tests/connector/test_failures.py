@@ -10,10 +10,9 @@ import pytest
 from cargohold.blocks import ABSENT, READY
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadingScheduler
-from cargohold.engine.core.config import LoadFailurePolicy
-from cargohold.engine.core.request import FinishReason
-from cargohold.engine.core.step import SchedulerStep
-from cargohold.engine.executor.worker import LayerHooks
+from cargohold.engine.core.request import FinishReason, SchedulerStep
+from cargohold.engine.core.roster import LoadFailurePolicy
+from cargohold.engine.executor import LayerHooks
 from cargohold.protocol import (
     FinishedTransfers,
     KVConnectorOutput,

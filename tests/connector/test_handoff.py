@@ -10,7 +10,7 @@ import pytest
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
-from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.protocol import TransferOutcome
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering

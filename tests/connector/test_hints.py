@@ -11,7 +11,7 @@ from cargohold.connector.offloading import HintConfig, TenantQuota
 from cargohold.errors import ConfigError
 from cargohold.protocol import Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.testing.simulation.faults import VirtualClock
 from tests.connector.common import alone, finish, prompt
 from tests.connector.offloading import keys_of
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler, MultiConnectorWorker
-from cargohold.connector.multi.messages import MultiMetadata
+from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
+from cargohold.connector.multi_worker import MultiConnectorWorker, MultiMetadata
 from cargohold.connector.offloading import OffloadingWorker
 from cargohold.errors import ConfigError, RequestError
 from cargohold.protocol import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.protocol import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import SimulatedTiering

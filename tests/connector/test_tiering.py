@@ -13,7 +13,7 @@ from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.core.request import FinishReason
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
 from cargohold.testing.simulation import SimulatedEngine
-from cargohold.testing.simulation.clock import GroupPlan, layout_of
+from cargohold.testing.simulation.fingerprints import GroupPlan, layout_of
 from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-from cargohold.connector import tracing
-from cargohold.connector.tracing import Spans, TracingFactory
+from cargohold.connector import observers
+from cargohold.connector.observers import Spans, TracingFactory
 from cargohold.protocol import CacheReport, Episode, KVConnectorFactory
 from cargohold.testing.simulation import SimulatedEngine, simulated_layout
 from cargohold.testing.simulation.tiers import SimulatedTiering
@@ -31,7 +31,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(1.0)), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "_open_tracer", lambda: (provider.get_tracer("test"), provider.shutdown))
+    monkeypatch.setattr(observers, "_open_tracer", lambda: (provider.get_tracer("test"), provider.shutdown))
     yield exporter
     provider.shutdown()
 
@@ -107,7 +107,7 @@ class Request:
 
 @pytest.fixture
 def spans(exporter: InMemorySpanExporter) -> Spans:
-    return Spans(tracing._open_tracer()[0], lambda: 5.0)
+    return Spans(observers._open_tracer()[0], lambda: 5.0)
 
 
 def test_spans_are_in_the_trace_that_the_client_sent(spans: Spans, exporter: InMemorySpanExporter) -> None:
@@ -136,7 +136,7 @@ def test_memory_for_ended_requests_is_bounded(spans: Spans) -> None:
     for at in range(3000):
         spans.begin(Request(str(at)))  # type: ignore[arg-type]  # what is looked at
         spans.end(str(at), CacheReport())
-    assert len(spans._ended) == tracing._MAX_ENDED and not spans._open
+    assert len(spans._ended) == observers._MAX_ENDED and not spans._open
 
 
 def test_headers_that_are_none_and_a_tracer_that_fails_do_no_harm(

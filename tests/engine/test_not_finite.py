@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cargohold import LLM, DiskTierConfig, OffloadConfig, RequestOutput, SamplingParams
-from cargohold.engine.core.step import GREEDY, SampleSpec
+from cargohold.engine.core.request import GREEDY, SampleSpec
 from cargohold.engine.model.hf_runner import sample_tokens
 from cargohold.protocol import (
     BlockIds,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
-from cargohold.cli.visits import load_conversations
+from cargohold.cli.demo import load_conversations
 from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.engine.model.source import SMOLLM2_PACKAGE, locate_model

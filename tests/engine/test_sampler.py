@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from cargohold.engine.core.step import SampleSpec
+from cargohold.engine.core.request import SampleSpec
 from cargohold.engine.model.hf_runner import sample_tokens
 
 NUM_DRAWS = 2000

@@ -18,8 +18,8 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import NULL_BLOCK_ID
 from cargohold.testing.simulation import SimulatedEngine, simulated_layout
-from cargohold.testing.simulation.engine import VOCAB_SIZE
 from cargohold.testing.simulation.fingerprints import tokens_alone
+from cargohold.testing.simulation.replica import VOCAB_SIZE
 from tests.effort import examples
 from tests.engine.scripted import Load, Script, fill, scripted_connector
 

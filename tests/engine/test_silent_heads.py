@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cargohold.engine.model.info import describe_model
-from cargohold.engine.model.silent_heads import write_with_silent_heads
+from cargohold.engine.model.weights import write_with_silent_heads
 
 TOKENS = torch.tensor([[5, 17, 3, 99, 42, 7, 150, 8]])
 

@@ -16,9 +16,9 @@ import numpy as np
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
-from cargohold.engine.core.step import SchedulerStep
-from cargohold.engine.executor.frames import RankPlace
-from cargohold.engine.executor.worker import LayerHooks, ModelRunner
+from cargohold.engine.core.request import SchedulerStep
+from cargohold.engine.executor import LayerHooks, ModelRunner
+from cargohold.engine.frames import RankPlace
 from cargohold.errors import UnsupportedModelError
 from cargohold.protocol import (
     ConnectorMetadata,
@@ -33,8 +33,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
     WorkerMetadata,
 )
-from cargohold.transfer import TransferWorker
-from cargohold.transfer.base import CopyJob, CopyResult, Direction
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 
 
 @dataclass(frozen=True)

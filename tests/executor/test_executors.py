@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from cargohold import LLM
-from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor import Executor, InlineExecutor, Worker, multiprocess
-from cargohold.engine.executor.frames import RankPlace, RankSpec, StepCodec
-from cargohold.engine.executor.multiprocess import MultiprocessExecutor
-from cargohold.engine.executor.ray_executor import RayExecutor
+from cargohold.engine import ranks
+from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
+from cargohold.engine.executor import Executor, InlineExecutor, Worker
+from cargohold.engine.frames import RankPlace, RankSpec, StepCodec
+from cargohold.engine.ranks import MultiprocessExecutor, RayExecutor
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from cargohold.protocol import (
     ClassFactory,
@@ -297,7 +297,7 @@ def test_all_ranks_have_one_deadline_over_ray(monkeypatch: pytest.MonkeyPatch) -
     frame = b"O" + StepCodec().encode_output(StepOutput({}, KVConnectorOutput()))
     ray = MagicMock(wait=wait, get=lambda *_, **__: frame)
     ray.remote.return_value.options.return_value.remote.side_effect = MagicMock  # an actor for each rank
-    monkeypatch.setattr("cargohold.engine.executor.ray_executor._connect", lambda _: (ray, False))
+    monkeypatch.setattr("cargohold.engine.ranks._connect", lambda _: (ray, False))
     spec = RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT)
     with monkeypatch.context() as patched:
         patched.setattr(time, "monotonic", lambda: now)
@@ -310,7 +310,7 @@ def test_ranks_that_cannot_be_killed_do_not_hang_the_engine(
     make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found by freezing a file system: a killed process ends when its I/O does, and the engine waited for that."""
-    monkeypatch.setattr(multiprocess, "KILL_WAIT_S", 0.5, raising=False)
+    monkeypatch.setattr(ranks, "KILL_WAIT_S", 0.5, raising=False)
     executor = make_executor("multiprocess", Trouble("hang", "forward", 1, 0), step_timeout_s=1.0)
     assert isinstance(executor, MultiprocessExecutor)
     process_ids, processes = executor.process_ids, multiprocessing.active_children()
@@ -338,7 +338,7 @@ def test_a_program_ends_although_its_workers_do_not() -> None:
 
 
 def _leave_stopped_workers(channel: multiprocessing.connection.Connection) -> None:
-    multiprocess.EXIT_WAIT_S = 0.5
+    ranks.EXIT_WAIT_S = 0.5
     executor = _engine()
     for process_id in executor.process_ids:
         os.kill(process_id, signal.SIGSTOP)  # it does not even take the signal to end
@@ -383,7 +383,7 @@ def test_a_ray_cluster_that_does_not_answer_is_refused_by_name(monkeypatch: pyte
 def test_more_ranks_than_the_cluster_has_room_for_are_refused(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.engine.executor.ray_executor.STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("cargohold.engine.ranks.STOP_TIMEOUT_S", 1.0)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=5 is not possible.*no room"):
         RayExecutor(RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 5, StepCodec(), OutputAggregator(5))
 

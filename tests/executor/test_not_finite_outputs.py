@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cargohold.engine.core.step import ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor.base import merge_outputs
-from cargohold.engine.executor.frames import StepCodec
+from cargohold.engine.core.request import ScheduledTokens, SchedulerStep, StepOutput
+from cargohold.engine.executor import merge_outputs
+from cargohold.engine.frames import StepCodec
 from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError
-from cargohold.replay.derived import HINTED
 from cargohold.replay.replaying import replay
+from cargohold.replay.tiers import HINTED
 from cargohold.replay.traces import TraceRequest
 from cargohold.replay.workload import Workload, load_workload
 

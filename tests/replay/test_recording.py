@@ -16,7 +16,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.cache.policies import POLICIES
-from cargohold.connector.recording import RecordingFactory
+from cargohold.connector.observers import RecordingFactory
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import (
     NULL_CONNECTOR,
@@ -29,7 +29,7 @@ from cargohold.replay.replaying import replay
 from cargohold.replay.traces import TraceRequest, read_trace
 from cargohold.replay.workload import Selection, load_workload
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.transfer.base import CopyResult
+from cargohold.transfer import CopyResult
 from cargohold.transfer.cpu import CpuTransferWorker
 from tests.connector.common import finish, serve_and_lose
 from tests.llms import in_engine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.serve.interfaces.bodies import NEUTRAL, WITHOUT_EFFECT
+from cargohold.serve.interfaces import NEUTRAL, WITHOUT_EFFECT
 from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig
 from tests.serve.running import call, running

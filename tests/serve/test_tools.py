@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.serve.interfaces.tools import AnswerReader, Part, ToolCall
 from cargohold.serve.server import Server
+from cargohold.serve.tools import AnswerReader, Part, ToolCall
 from tests.serve.running import running
 from tests.serve.scripted_model import save_scripted_model
 

@@ -26,8 +26,8 @@ from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
 from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
-from cargohold.connector.multi.scheduler import MultiConnectorScheduler
-from cargohold.connector.multi.worker import MultiConnectorWorker
+from cargohold.connector.multi import MultiConnectorScheduler
+from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Budgets, Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, OffloadingMetadata, Store, TouchHolder

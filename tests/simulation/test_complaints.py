@@ -10,7 +10,7 @@ from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.protocol import BlockIds, ClassFactory, RequestView, SchedulerContext
 from cargohold.testing.simulation.connectors import ConnectorPlan
 from cargohold.testing.simulation.run import RecentTimeline, Run, RunResult
-from cargohold.testing.simulation.scenario import draw_scenario
+from cargohold.testing.simulation.world import draw_scenario
 from examples.own_connector.shelf import FACTORY, ShelfScheduler, ShelfWorker
 
 

@@ -8,16 +8,15 @@ from types import MappingProxyType
 import pytest
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER
-from cargohold.engine.core.config import LoadFailurePolicy
-from cargohold.engine.core.roster import QueuePolicy
-from cargohold.testing.simulation.clock import GroupPlan
+from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
 from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.testing.simulation.faults import Fault
+from cargohold.testing.simulation.fingerprints import GroupPlan
 from cargohold.testing.simulation.run import Run, RunResult
-from cargohold.testing.simulation.scenario import Scenario, Shape
 from cargohold.testing.simulation.tiers import MediumPlan
 from cargohold.testing.simulation.transfers import LinkProfile
 from cargohold.testing.simulation.workloads import Action, Ask, Reset, Restart
+from cargohold.testing.simulation.world import Scenario, Shape
 from cargohold.tiers.scheduler_side import TierOptions
 
 SCHEDULER = MappingProxyType(

@@ -7,8 +7,8 @@ from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.protocol import ClassFactory
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, WrongTokenError, simulated_layout
 from cargohold.testing.simulation.campaign import play_seed
-from cargohold.testing.simulation.engine import VOCAB_SIZE
 from cargohold.testing.simulation.fingerprints import tokens_alone
+from cargohold.testing.simulation.replica import VOCAB_SIZE
 from cargohold.testing.simulation.run import quiet_logging
 from examples.own_connector.shelf import ShelfScheduler, ShelfWorker
 from tests.simulation.mutants import MUTANTS

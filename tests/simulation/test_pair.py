@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from cargohold.testing.simulation.faults import parse_faults
-from cargohold.testing.simulation.pair import PairRun, draw_restarts
-from cargohold.testing.simulation.scenario import draw_scenario
+from cargohold.testing.simulation.world import draw_scenario
 from cargohold.tiers.scheduler_side import Promises
 from cargohold.tiers.scheduler_side.prefetch import Phase, Prefetcher, Waiting
+from tests.simulation.pair import PairRun, draw_restarts
 
 
 def play(seed: int, faults: str, *, dies: bool) -> Counter[str]:

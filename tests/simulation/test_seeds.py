@@ -14,8 +14,8 @@ import pytest
 from cargohold.testing.simulation.connectors import CONNECTORS
 from cargohold.testing.simulation.faults import Fault
 from cargohold.testing.simulation.run import Run
-from cargohold.testing.simulation.scenario import draw_scenario
 from cargohold.testing.simulation.workloads import WORKLOADS, Abort, Ask, without_used_ids
+from cargohold.testing.simulation.world import draw_scenario
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -90,7 +90,7 @@ def test_traffic_for_engines_that_give_ids_themselves_has_no_id_twice() -> None:
 _PLAY = """
 from hashlib import sha256
 from cargohold.testing.simulation.run import Run
-from cargohold.testing.simulation.scenario import draw_scenario
+from cargohold.testing.simulation.world import draw_scenario
 from cargohold.testing.simulation.run import RecentTimeline
 for seed in (7, 11, 23, 42):
     timeline = RecentTimeline(10**6)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.testing.simulation.faults import VirtualClock
 from cargohold.tiers import (
     BreakerConfig,
     BreakerState,

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.testing.simulation.faults import VirtualClock
 from cargohold.tiers import (
     BreakerConfig,
     FaultyTier,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.testing.simulation.faults import VirtualClock
 from cargohold.tiers import (
     BreakerConfig,
     FaultyTier,

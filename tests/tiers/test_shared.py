@@ -8,7 +8,7 @@ import obstore
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.testing.simulation.clock import VirtualClock
+from cargohold.testing.simulation.faults import VirtualClock
 from cargohold.tiers import BreakerConfig, BreakerState, LoadOutcome, QueueConfig, StoreOutcome, TierQueue
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.factory import open_tier

@@ -16,8 +16,8 @@ from cargohold.protocol import TransferOutcome
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.base import consecutive_runs
 from cargohold.transfer.cpu import SHARE_S, CpuTransferWorker
+from cargohold.transfer.port import consecutive_runs
 
 NUM_BLOCKS, NUM_ROWS, BLOCK_BYTES = 12, 20, 64
 WAIT_S = 30.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cargohold.integrations.vllm import probe
+from cargohold.integrations.vllm import compat
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.models import VOCAB_SIZE
 
@@ -20,7 +20,7 @@ RESTARTED: dict[str, Any] = {**EAGER, "restore": "always", "restore_timeout_s": 
 EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 COMPOSED: dict[str, Any] = {"mode": "multi", "connectors": [EAGER, LAZY]}
 
-CAN_DRAFT = probe.vllm_version() != (0, 30)
+CAN_DRAFT = compat.vllm_version() != (0, 30)
 """The CPU build of vLLM 0.30 dies at the first draft, with or without a connector: it has no kernel that judges drafts."""
 
 

@@ -34,14 +34,14 @@ os.environ.setdefault("CARGOHOLD_VLLM_SEED", str(random.SystemRandom().randrange
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Path of a tiny random model by kind, see ``tests.vllm.models``; skips where this version of vLLM cannot offload it."""
-    from cargohold.integrations.vllm import compat, probe  # noqa: PLC0415  # this file is read where there is no vLLM too
+    from cargohold.integrations.vllm import compat  # noqa: PLC0415  # this file is read where there is no vLLM too
     from tests.vllm.models import PLAIN, save_model  # noqa: PLC0415  # imports torch
 
     directory = tmp_path_factory.mktemp("vllm-models")
 
     def path(kind: str) -> str:
-        version = probe.vllm_version()
-        if version in probe.SCHEDULER_ONLY:
+        version = compat.vllm_version()
+        if version in compat.SCHEDULER_ONLY:
             pytest.skip(f"of vLLM {compat.VLLM_VERSION} there is no build for CPUs: its scheduler alone is tested")
         if compat.TransferResults is None and kind not in PLAIN:
             pytest.skip(f"vLLM {compat.VLLM_VERSION} cannot be told that a load of {kind} failed; 0.30 and later can")

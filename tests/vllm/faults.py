@@ -9,8 +9,7 @@ import torch
 
 from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers import HostMemory
-from cargohold.transfer import TransferWorker
-from cargohold.transfer.base import CopyJob, CopyResult, Direction
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
 
 

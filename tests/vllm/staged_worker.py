@@ -11,8 +11,7 @@ from vllm.distributed.parallel_state import get_pp_group
 import cargohold.transfer.cpu
 from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers import HostMemory
-from cargohold.transfer import TransferWorker
-from cargohold.transfer.base import CopyJob, Direction
+from cargohold.transfer import CopyJob, Direction, TransferWorker
 from tests.vllm.faults import Faults
 
 

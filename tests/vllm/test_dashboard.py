@@ -16,9 +16,9 @@ pytest.importorskip("fastapi", reason="vLLM's own server needs it, too")
 
 from prometheus_client import REGISTRY, generate_latest
 
-from cargohold.integrations.vllm.first_tokens import FirstTokens
+from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.serve.dashboard import Engine
-from cargohold.serve.scrapes import Scrape
+from cargohold.serve.records import Scrape
 from tests.vllm.common import forget, make_prompts, restored
 
 

@@ -11,7 +11,7 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm import probe
+from cargohold.integrations.vllm import compat
 from tests.vllm.common import EAGER, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
 from tests.vllm.models import save_mtp
@@ -23,7 +23,7 @@ FOLLOW_UP_TOKENS = 8
 the block that they go on from: in bfloat16, what is computed behind it is rounded otherwise."""
 
 
-@pytest.mark.skipif(probe.vllm_version() != (0, 32), reason="what vLLM's CPUs lack was written for vLLM 0.32")
+@pytest.mark.skipif(compat.vllm_version() != (0, 32), reason="what vLLM's CPUs lack was written for vLLM 0.32")
 @pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_state_behind_accepted_drafts_is_that_without_drafts(
     async_scheduling: bool,

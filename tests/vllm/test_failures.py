@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from cargohold.protocol import TransferOutcome
-from cargohold.transfer.base import CopyJob, Direction
+from cargohold.transfer import CopyJob, Direction
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm import probe
+from cargohold.integrations.vllm import compat
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 
-VERSION = probe.vllm_version()
+VERSION = compat.vllm_version()
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"num_blocks": 40},

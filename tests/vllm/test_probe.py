@@ -131,9 +131,9 @@ class TestWithoutVLLM:
 def missing() -> Callable[[], list[str]]:
     """What the connector lacks in the vLLM that is here."""
     pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
-    from cargohold.integrations.vllm import connector, probe  # noqa: PLC0415  # import vLLM
+    from cargohold.integrations.vllm import compat, connector  # noqa: PLC0415  # import vLLM
 
-    return lambda: probe.missing_from_vllm(connector.CargoholdConnector)
+    return lambda: compat.missing_from_vllm(connector.CargoholdConnector)
 
 
 @pytest.fixture
@@ -161,10 +161,8 @@ def test_nothing_is_missing_from_this_vllm(missing: Callable[[], list[str]]) -> 
 def test_versions_that_were_not_tested_are_told(
     version: str, sentence: str | None, compat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cargohold.integrations.vllm import probe  # noqa: PLC0415  # imports vLLM
-
     monkeypatch.setattr(compat, "VLLM_VERSION", version)
-    assert probe.version_warning() == sentence
+    assert compat.version_warning() == sentence
 
 
 def test_a_hook_that_has_changed_is_told(
@@ -211,9 +209,7 @@ def test_sources_of_hits_that_have_changed_are_told(
         assert missing() == [f"vLLM's CacheHitSource has no {name}" for name in names]
 
 
-def test_a_block_pool_that_has_changed_is_told(missing: object) -> None:
-    from cargohold.integrations.vllm import probe  # noqa: PLC0415  # imports vLLM
-
+def test_a_block_pool_that_has_changed_is_told(compat: Any) -> None:
     block = SimpleNamespace(block_hash=None, block_id=0, is_null=False, next_free_block=None, ref_cnt=0)
     queue = SimpleNamespace(fake_free_list_head=block, fake_free_list_tail=block, prepend_n=lambda blocks: None)
     names: dict[str, Any] = {
@@ -225,29 +221,27 @@ def test_a_block_pool_that_has_changed_is_told(missing: object) -> None:
         "free_blocks": lambda ordered_blocks: None,
         "get_num_free_blocks": lambda: 1,
     }
-    assert probe.missing_from_pool(SimpleNamespace(**names)) == []
+    assert compat.missing_from_pool(SimpleNamespace(**names)) == []
     changed = names | {"touch": lambda blocks, request: None}
-    assert probe.missing_from_pool(SimpleNamespace(**changed)) == [
+    assert compat.missing_from_pool(SimpleNamespace(**changed)) == [
         "its block pool's touch wants other arguments: missing a required argument: 'request'"
     ]
     del names["free_blocks"], names["get_num_free_blocks"]
-    assert probe.missing_from_pool(SimpleNamespace(**names)) == [
+    assert compat.missing_from_pool(SimpleNamespace(**names)) == [
         "its block pool has no free_blocks",
         "its block pool has no get_num_free_blocks",
     ]
     del block.ref_cnt
-    assert probe.missing_from_pool(SimpleNamespace(**changed | {"touch": lambda blocks: None})) == [
+    assert compat.missing_from_pool(SimpleNamespace(**changed | {"touch": lambda blocks: None})) == [
         "a block has no ref_cnt"
     ]
 
 
-def test_a_manager_that_has_changed_is_told(missing: object) -> None:
-    from cargohold.integrations.vllm import probe  # noqa: PLC0415  # imports vLLM
-
+def test_a_manager_that_has_changed_is_told(compat: Any) -> None:
     manager = SimpleNamespace(block_pool=None, get_blocks=lambda request_id: None)
-    assert probe.missing_from_manager(manager) == []
+    assert compat.missing_from_manager(manager) == []
     del manager.block_pool
-    assert probe.missing_from_manager(manager) == ["its KV-cache manager has no block_pool"]
-    assert probe.missing_from_manager(SimpleNamespace(block_pool=None, get_blocks=lambda: None)) == [
+    assert compat.missing_from_manager(manager) == ["its KV-cache manager has no block_pool"]
+    assert compat.missing_from_manager(SimpleNamespace(block_pool=None, get_blocks=lambda: None)) == [
         "its KV-cache manager's get_blocks wants other arguments: too many positional arguments"
     ]

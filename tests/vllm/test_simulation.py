@@ -13,7 +13,7 @@ from zlib import crc32
 import pytest
 
 from cargohold.cli import main
-from cargohold.engine.core.step import ScheduledTokens
+from cargohold.engine.core.request import ScheduledTokens
 from cargohold.errors import ConfigError
 from cargohold.testing.simulation.faults import Fault, parse_faults
 from cargohold.testing.simulation.run import RunResult
@@ -25,7 +25,7 @@ pytest.importorskip(
 )
 
 from cargohold.testing.vllm.configuration import ASYNC
-from cargohold.testing.vllm.recipe import APPLICABLE, VllmRecipe
+from cargohold.testing.vllm.engine import APPLICABLE, VllmRecipe
 from cargohold.testing.vllm.worker import AlignedStateBlocks, RunningStates, StateMove, WriteFirstRunner
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from cargohold.connector.factory import Parts
 from cargohold.integrations.vllm import compat, connector
 from cargohold.integrations.vllm.layout import Translation
-from cargohold.integrations.vllm.messages import WorkerPart, check_stages, stage_obstacles, united
+from cargohold.integrations.vllm.worker import WorkerPart, check_stages, stage_obstacles, united
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
 from tests.vllm.test_requests import count_preemptions

@@ -16,7 +16,7 @@ from cargohold.errors import ConfigError
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm import compat, probe
+from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.layout import translate
 from tests.vllm.common import COMPOSED, EAGER, LAZY, ask_twice, make_prompts, restored, tokens
@@ -198,7 +198,7 @@ def test_a_version_that_lacks_something_is_served_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = vllm_model("llama")
-    monkeypatch.setattr(probe, "_POOL", (*probe._POOL, "teleport"))
+    monkeypatch.setattr(compat, "_POOL", (*compat._POOL, "teleport"))
     monkeypatch.setattr(compat, "VLLM_VERSION", "0.99.1")
     engine = start(model, EAGER)
     said = [record.message for record in caplog.records if record.name.startswith("cargohold")]
@@ -234,7 +234,7 @@ def test_a_request_that_lacks_something_turns_the_connector_off(
     engine = start(vllm_model("llama"), EAGER)
     prompts = make_prompts(2, 330)
     expected = tokens(ask_twice(engine, prompts))
-    monkeypatch.setattr(probe, "_REQUEST", (*probe._REQUEST, "soul"))
+    monkeypatch.setattr(compat, "_REQUEST", (*compat._REQUEST, "soul"))
     engine = start(vllm_model("llama"), EAGER)
     answers = ask_twice(engine, prompts)
     assert tokens(answers) == expected

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cargohold.protocol import TransferOutcome
-from cargohold.transfer.base import CopyJob
+from cargohold.transfer import CopyJob
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

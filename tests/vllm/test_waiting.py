@@ -17,7 +17,7 @@ from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.layout import shares_load_ends
 from cargohold.protocol import AttentionKind, KVCacheGroup
-from cargohold.transfer.base import Direction
+from cargohold.transfer import Direction
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, tokens
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.faults import Faults

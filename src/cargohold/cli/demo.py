@@ -1,40 +1,226 @@
-"""``cargohold demo``: several conversations that do not fit the device pool together, without and with offloading."""
+"""``cargohold demo`` and ``demo-vllm``: conversations that do not fit the device pool together, without and with offloading."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Final
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from cargohold.cli.app import app
+from cargohold.cli.app import EXIT_USAGE, app
 from cargohold.cli.common import Answers, errors, loaded, quiet_transformers
-from cargohold.cli.visits import (
-    Answer,
-    Conversation,
-    Visit,
-    load_conversations,
-    progress,
-    require_offloading,
-    show,
-    ticker,
-    visits,
-)
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.engine.model.info import describe_model
-from cargohold.engine.model.kv_layout import KVGeometry
-from cargohold.engine.model.silent_heads import write_with_silent_heads
-from cargohold.engine.model.source import SMOLLM2
-from cargohold.engine.sampling_params import SamplingParams
-from cargohold.errors import ConfigError, UnsupportedModelError
+from cargohold.engine.core.request import SamplingParams
+from cargohold.engine.model.info import KVGeometry, describe_model
+from cargohold.engine.model.source import SMOLLM2, locate_model
+from cargohold.engine.outputs import RequestMetrics
+from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError
+from cargohold.integrations.vllm.server import serving, why_turned_off
+from cargohold.integrations.vllm.settings import Settings
 from cargohold.llm import LLM
 from cargohold.option_values import parse_path
 from cargohold.tiers import DiskTierConfig
 from cargohold.tiers.disk.root import make_private
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A user's questions, turn by turn.
+
+    Attributes:
+        topic: name of the document.
+        questions: the first one contains the document.
+    """
+
+    topic: str
+    questions: tuple[str, ...]
+
+
+def load_conversations(turns: int) -> list[Conversation]:
+    """The conversations that come with the package, cut to ``turns`` turns."""
+    texts = files("cargohold.cli") / "texts"
+    questions: dict[str, list[str]] = json.loads((texts / "questions.json").read_text(encoding="utf-8"))
+    return [
+        Conversation(topic, (f"{(texts / f'{topic}.txt').read_text(encoding='utf-8')}\n\n{first}", *rest[: turns - 1]))
+        for topic, (first, *rest) in questions.items()
+    ]
+
+
+LONG_CONTEXT_TOKENS = 1500
+EXIT_DIFFERENT = 1
+
+
+class TurnedOffError(CargoholdError):
+    """The connector that a demo or benchmark is about was turned off: it does not show any more what it says.
+
+    Attributes:
+        why: the reason.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"offloading was turned off, so there is nothing to show; {why}")
+        self.why = why
+
+
+def require_offloading(llm: LLM) -> None:
+    """Raise ``TurnedOffError`` if the connector of ``llm`` was turned off."""
+    error = llm.status.connector_error
+    if error is not None:
+        raise TurnedOffError(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One question in one conversation, answered.
+
+    Attributes:
+        conversation: its topic.
+        turn: number of the question, from 0.
+        answer: tokens or text.
+        metrics: where the context came from, and how long the first token took.
+    """
+
+    conversation: str
+    turn: int
+    answer: tuple[int, ...] | str
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a conversation's latest question.
+
+    Attributes:
+        text: the answer's text, which becomes part of the conversation.
+        compared: tokens or text, which must be the same without and with offloading.
+        metrics: the request's metrics.
+    """
+
+    text: str
+    compared: tuple[int, ...] | str
+    metrics: RequestMetrics
+
+
+def visits(
+    conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Answer], tick: Callable[[], None]
+) -> Iterator[Visit]:
+    """Ask every conversation's first question, then every conversation's second one, and so on; call ``tick`` after each.
+
+    Nothing is asked before the next visit is wanted.
+    """
+    messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
+    for turn in range(len(conversations[0].questions)):
+        for talk in conversations:
+            history = messages[talk.topic]
+            history.append({"role": "user", "content": talk.questions[turn]})
+            answer = ask(history)
+            history.append({"role": "assistant", "content": answer.text})
+            tick()
+            yield Visit(talk.topic, turn, answer.compared, answer.metrics)
+
+
+def show(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:
+    """Print table, sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
+    out.print(table(without, with_offload))
+    summary = summarize(without, with_offload)
+    out.print(sentence(summary))
+    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
+    if not summary["identical"]:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:
+    """A summary of the visits, as values for JSON."""
+    pairs = list(zip(without, with_offload, strict=True))
+    long = [
+        (a.metrics.ttft_s or 0.0, b.metrics.ttft_s or 0.0)
+        for a, b in pairs
+        if a.turn > 0 and a.metrics.prompt_tokens >= LONG_CONTEXT_TOKENS
+    ]
+    recompute_s = median(a for a, _ in long) if long else None
+    restored_s = median(b for _, b in long) if long else None
+    return {
+        "identical": all(a.answer == b.answer for a, b in pairs),
+        "visits": len(pairs),
+        "restored_tokens": sum(sum(visit.metrics.restored_tokens.values()) for visit in with_offload),
+        "ttft_recompute_s": recompute_s and round(recompute_s, 4),
+        "ttft_restored_s": restored_s and round(restored_s, 4),
+        "speedup": round(recompute_s / restored_s, 1) if recompute_s and restored_s else None,
+    }
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """The summary as a sentence for people."""
+    same = "All answers are identical" if summary["identical"] else "[red]ANSWERS DIFFER[/red]"
+    if summary["speedup"] is None:
+        return f"\n{same}; no visit had a context of {LONG_CONTEXT_TOKENS} tokens or more.\n"
+    return (
+        f"\n{same}. Coming back to a long context, the first token takes {summary['ttft_restored_s']:.2f} s instead of "
+        f"{summary['ttft_recompute_s']:.2f} s: {summary['speedup']:.0f} times sooner "
+        f"({summary['restored_tokens']:,} tokens were restored instead of computed).\n"
+    )
+
+
+def table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
+    """The visits as a table, one per line."""
+    rows = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)  # 80 columns wide
+    for column in ("about", "visit"):
+        rows.add_column(column)
+    for column in ("context\ntokens", "restored\ntokens", "first token\nwithout", "first token\nwith"):
+        rows.add_column(column, justify="right")
+    rows.add_column("identical\noutput", justify="center")
+    for a, b in zip(without, with_offload, strict=True):
+        same = a.answer == b.answer
+        rows.add_row(
+            a.conversation,
+            str(a.turn + 1),
+            f"{a.metrics.prompt_tokens:,}",
+            _restored(b.metrics),
+            f"{a.metrics.ttft_s:.2f} s",
+            f"{b.metrics.ttft_s:.2f} s",
+            "yes" if same else "NO",
+            style=None if same else "red",
+        )
+    return rows
+
+
+def _restored(metrics: RequestMetrics) -> str:
+    """Number of restored tokens, with the names of tiers below host memory that some of them come from."""
+    below = [tier for tier in ("disk", "shared") if metrics.restored_tokens.get(tier)]
+    return " ".join([f"{sum(metrics.restored_tokens.values()):,}", *below])
+
+
+def progress() -> Progress:
+    """A progress bar on standard error."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+        disable=not errors.is_terminal,
+    )
+
+
+def ticker(bar: Progress, description: str, total: int) -> Callable[[], None]:
+    """Add a task to the progress bar. Returns a function that advances it by one step."""
+    task = bar.add_task(description, total=total)
+    return lambda: bar.advance(task)
+
 
 _DISK_BYTES: Final = "4GiB"
 
@@ -115,6 +301,8 @@ def _splittable(model: str, num_shards: int, out: Console) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="cargohold-") as directory:
         with errors.status("adding silent heads"):
             quiet_transformers()
+            from cargohold.engine.model.weights import write_with_silent_heads  # noqa: PLC0415  # imports torch
+
             write_with_silent_heads(info, num_shards, Path(directory))
         yield directory
 
@@ -190,3 +378,107 @@ def _num_tokens(llm: LLM, talk: Conversation, answer_tokens: int) -> int:
     """About how many tokens a conversation has at its end."""
     turns = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in talk.questions]
     return len(llm.chat_prompt([message for turn in turns for message in turn])) + answer_tokens * len(turns)
+
+
+SERVED_NAME = "demo"
+
+
+@app.command()
+def demo_vllm(
+    model: Annotated[str, typer.Option("--model", help="Any model with a chat template.")] = "smollm2",
+    turns: Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")] = 3,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")] = 24,
+    device_blocks: Annotated[
+        int,
+        typer.Option(
+            "--num-device-blocks", min=2, help="Device pool, in blocks of 32 tokens: too small for two conversations."
+        ),
+    ] = 90,
+    host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
+) -> None:
+    """Show what offloading does inside vLLM for conversations that come back."""
+    for package in ("vllm", "openai"):
+        if find_spec(package) is None:
+            expected = "run make demo-vllm, which makes an environment that has it, or install it here"
+            typer.echo(f"cargohold demo-vllm: the package {package} is not installed here; {expected}", err=True)
+            raise typer.Exit(EXIT_USAGE)
+    extra = {"host_bytes": host_bytes}
+    Settings.parse(extra)  # refuses bad options before minutes are spent
+    conversations = load_conversations(turns)
+    out = Answers()
+    out.print(
+        f"{len(conversations)} conversations of {turns} questions, visited in turn, on vllm serve. Together they are several "
+        f"times larger than the device pool, so every visit finds its context evicted.\n"
+    )
+    with errors.status("looking for the model; the first time it is converted, which takes about 20 s"):
+        quiet_transformers()
+        path = locate_model(model)
+    options = {
+        "served-model-name": SERVED_NAME,
+        "dtype": "float32",
+        "block-size": 32,
+        "num-gpu-blocks-override": device_blocks,
+        "max-model-len": (device_blocks - 2) * 32,
+        "max-num-seqs": 4,
+        "enforce-eager": True,
+        "enable-prompt-tokens-details": True,
+    }
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="cargohold-") as directory, progress() as bar:
+        for title, transfer_config in (("without offloading", None), ("with offloading", _transfer_config(extra))):
+            tick = ticker(bar, title, len(conversations) * turns)
+            log = Path(directory, "vllm.log")
+            with serving(path, log, transfer_config=transfer_config, options=options) as url:
+                runs.append(_visit_all(url, log, conversations, answer_tokens, tick))
+    show(out, *runs)
+
+
+def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "CargoholdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _visit_all(
+    url: str, log: Path, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
+) -> list[Visit]:
+    """Make the visits on a server. Raises ``TurnedOffError`` once its log says that offloading was turned off."""
+    from openai import OpenAI  # noqa: PLC0415  # there only beside vLLM
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    _ask(client, [{"role": "user", "content": "warm up"}], 2)
+
+    def ask(messages: list[dict[str, str]]) -> Answer:
+        answer = _ask(client, messages, answer_tokens)
+        if (why := why_turned_off(log)) is not None:
+            raise TurnedOffError(why)
+        return answer
+
+    return list(visits(conversations, ask, tick))
+
+
+def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer:
+    """Ask for one answer. It is streamed, so that the time to the first token is the one that a user sees."""
+    started = time.perf_counter()
+    stream = client.chat.completions.create(
+        model=SERVED_NAME,
+        messages=messages,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, first_s, usage = "", None, None
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            first_s = time.perf_counter() - started if first_s is None else first_s
+            text += chunk.choices[0].delta.content
+        usage = chunk.usage or usage
+    assert usage is not None, "vLLM sends usage last, as it was asked to"
+    details = usage.prompt_tokens_details
+    found = (details.cached_tokens or 0) if details is not None else 0
+    metrics = RequestMetrics(
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        restored_tokens={"device or host": found} if found else {},
+        ttft_s=first_s,
+    )
+    return Answer(text, text, metrics)

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cargohold.cli.app import EXIT_USAGE, app
-from cargohold.cli.common import loading, remark
-from cargohold.cli.options import EngineOptions, ModelArgument, takes_groups
+from cargohold.cli.common import EngineOptions, ModelArgument, loading, remark, takes_groups
 from cargohold.option_values import parse_bytes
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -79,7 +78,7 @@ def serve(
     Ctrl-C and SIGTERM end it: it takes no more requests, and gives those that it has some seconds to end.
     """
     _check_packages("serve")
-    from cargohold.async_llm import AsyncLLM  # noqa: PLC0415  # slow to import
+    from cargohold.llm import AsyncLLM  # noqa: PLC0415  # slow to import
     from cargohold.serve.server import serving  # noqa: PLC0415  # needs packages that may be absent
     from cargohold.serve.settings import with_shares  # noqa: PLC0415  # as above
 
@@ -103,7 +102,7 @@ def dashboard(
     """Show the page for engines that run elsewhere: cargohold serve, or vLLM with the connector. Ctrl-C ends it."""
     _check_packages("dashboard")
     from cargohold.serve.dashboard import Engine, serve_dashboard  # noqa: PLC0415  # needs packages that may be absent
-    from cargohold.serve.scrapes import metrics_url  # noqa: PLC0415  # as above
+    from cargohold.serve.records import metrics_url  # noqa: PLC0415  # as above
     from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # as above
 
     engines = [Engine(url, metrics_url(url)) for url in urls]

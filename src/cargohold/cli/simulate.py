@@ -18,16 +18,15 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cargohold.cli.app import EXIT_FAILED, app
-from cargohold.cli.common import errors
-from cargohold.cli.options import takes_groups
+from cargohold.cli.common import errors, takes_groups
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_count
 from cargohold.testing.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
 from cargohold.testing.simulation.connectors import CONNECTORS
 from cargohold.testing.simulation.faults import Fault, parse_faults
 from cargohold.testing.simulation.run import RecentTimeline
-from cargohold.testing.simulation.scenario import ANY, Scenario
 from cargohold.testing.simulation.workloads import WORKLOADS
+from cargohold.testing.simulation.world import ANY, Scenario
 
 DEFAULT_SEEDS = 500
 OWN = "cargohold"
@@ -167,7 +166,7 @@ def _recipe_class(engine: str) -> type[Recipe]:
             "engine", engine, "vLLM is not installed in this environment; make test-vllm makes one that has it"
         )
     try:
-        from cargohold.testing.vllm.recipe import VllmRecipe  # noqa: PLC0415  # takes seconds
+        from cargohold.testing.vllm.engine import VllmRecipe  # noqa: PLC0415  # takes seconds
     except ImportError as error:
         raise ConfigError(
             "engine", engine, f"this follows the inside of vLLM 0.32, and that is another: {error}"

@@ -20,7 +20,7 @@ from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, app
 from cargohold.cli.common import Answers
 from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
-from cargohold.serve.scrapes import Scrape, metrics_url, scrape, tiers_of
+from cargohold.serve.records import Scrape, metrics_url, scrape, tiers_of
 
 _MAX_AT_ONCE: Final = 32
 _COLOURS: Final = ("green", "blue", "magenta", "cyan", "yellow")

@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy, SchedulerConfig
 from cargohold.engine.events import WIRE_MAP, WIRES
-from cargohold.engine.executor.factory import ExecutorConfig, ExecutorKind
 from cargohold.engine.model.info import DTYPES, ModelInfo
+from cargohold.engine.ranks import ExecutorConfig, ExecutorKind
 from cargohold.errors import ConfigError
 from cargohold.option_values import (
     MAX_TIMEOUT_S,

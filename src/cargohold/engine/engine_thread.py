@@ -22,10 +22,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
+from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus, RequestOutput
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import EngineDeadError, RequestError, one_line
 from cargohold.process import interrupt_thread
 from cargohold.protocol import Clock

@@ -10,13 +10,12 @@ from numbers import Integral
 from typing import Any
 
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.engine.core.request import FinishReason, Request, RequestTimes
+from cargohold.engine.core.request import FinishReason, Request, RequestTimes, SamplingParams
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
 from cargohold.engine.events import MAX_KEPT_EVENTS, KeptEvents, ZmqEventPublisher
-from cargohold.engine.executor.base import Executor
+from cargohold.engine.executor import Executor
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput, TextStream
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import EngineDeadError, RequestError, one_line
 from cargohold.option_values import is_int
 from cargohold.protocol import (

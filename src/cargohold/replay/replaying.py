@@ -19,8 +19,7 @@ from cargohold.cache.policies import find_policy
 from cargohold.cache.policies.offline import OfflineTrace
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.process import WorkerPool
-from cargohold.replay.derived import HINTED
-from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierLog, TierRun, TierTraffic, run_tiers
+from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HINTED, HOST, TierLog, TierRun, TierTraffic, run_tiers
 from cargohold.replay.workload import Workload
 
 INFINITE: Final = "infinite"

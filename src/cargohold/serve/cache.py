@@ -1,35 +1,58 @@
-"""What the cache does, for people and programs: what is kept where, why a request hit or missed, and how to forget it all."""
+"""What the cache does, for people, programs and Prometheus: what is kept, why a request hit or missed; the page; meters."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
+import hashlib
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
+from importlib.resources import files
 from itertools import islice
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Request
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as PromCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
-from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import Hints
 from cargohold.connector.factory import Offload
+from cargohold.connector.metrics import (
+    FROM_THE_START,
+    PROMPT,
+    TTFT,
+    Family,
+    Kind,
+    OutageLevels,
+    Series,
+    for_operators,
+    series_of,
+)
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
+from cargohold.llm import AsyncLLM
 from cargohold.option_values import parse_bytes
-from cargohold.protocol import Hint, TierContents, last_name
-from cargohold.serve.desk import Hall, client_of, hall_of
+from cargohold.protocol import Hint, TierContents, last_name, times_part
+from cargohold.serve.desk import Desk, Hall, State, Watch, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
-from cargohold.serve.interfaces.bodies import Message
-from cargohold.serve.records import Moved
+from cargohold.serve.interfaces import Message
+from cargohold.serve.records import Moved, Record
 from cargohold.serve.settings import Client
 
 router = APIRouter()
+page_router = APIRouter()
+"""The page alone, which also shows engines that run elsewhere."""
 
 _MAX_SHOWN: Final = 50
 _LOOK_S: Final = 0.2
@@ -311,3 +334,151 @@ def _configs(offload: Offload | Sequence[Offload] | None) -> Iterator[OffloadCon
         case Sequence():
             for one in offload:
                 yield from _configs(one)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+_INLINE: Final = {
+    "script": re.compile(r"<script>(.*?)</script>", re.DOTALL),
+    "style": re.compile(r"<style>(.*?)</style>", re.DOTALL),
+}
+
+
+@page_router.get("/")
+async def page() -> HTMLResponse:
+    """The page. It has no figures in it: it asks for them, with the key that its reader gives it."""
+    return HTMLResponse(_text(), headers={"content-security-policy": _policy(), "referrer-policy": "no-referrer"})
+
+
+@functools.cache
+def _text() -> str:
+    return (files("cargohold.serve") / "page.html").read_text(encoding="utf-8")
+
+
+@functools.cache
+def _policy() -> str:
+    """What browsers may do for the page: run its own script, and ask this server. No text that it shows can change that."""
+    hashes = {kind: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode() for kind, found in _parts()}
+    own = "; ".join(f"{kind}-src 'sha256-{digest}'" for kind, digest in hashes.items())
+    nothing = "; ".join(f"{kind} 'none'" for kind in ("default-src", "base-uri", "form-action", "frame-ancestors"))
+    return f"{nothing}; {own}; connect-src 'self'; img-src data:"
+
+
+def _parts() -> list[tuple[str, re.Match[str]]]:
+    return [(kind, found) for kind, pattern in _INLINE.items() for found in pattern.finditer(_text())]
+
+
+class Meters:
+    """Counts requests, in a registry of its own: several servers may live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = PromCounter(
+            "cargohold_requests", "Requests that have ended, by how.", ("endpoint", "state"), registry=self.registry
+        )
+        self._prompt_tokens = PromCounter(
+            PROMPT.name,
+            PROMPT.help,
+            PROMPT.labels,
+            registry=self.registry,
+        )
+        self._output_tokens = PromCounter("cargohold_generated_tokens", "Tokens generated.", registry=self.registry)
+        self._ttft = Histogram(
+            TTFT.name,
+            TTFT.help,
+            TTFT.labels,
+            buckets=TTFT.bounds_s,
+            registry=self.registry,
+        )
+
+    def count(self, record: Record) -> None:
+        """Count a request that has ended."""
+        self._requests.labels(record.endpoint, record.state).inc()
+        for source, tokens in record.sources().items():
+            self._prompt_tokens.labels(source).inc(tokens)
+        outputs = [sequence.metrics.output_tokens for sequence in record.sequences if sequence.metrics is not None]
+        self._output_tokens.inc(sum(outputs))
+        if record.ttft_s is not None:
+            self._ttft.labels("hit" if record.is_hit else "miss").observe(record.ttft_s)
+
+    def read_also(self, desk: Desk, watch: Watch) -> None:
+        """Show the engine's own counters and levels, too."""
+        self.registry.register(EngineMeters(desk, watch))
+
+
+class EngineMeters(Collector):
+    """The engine's queues, what its connectors count, how full each tier is, and what is out of use.
+
+    Args:
+        desk: has the model.
+        watch: has the counters.
+    """
+
+    def __init__(self, desk: Desk, watch: Watch) -> None:
+        self._desk = desk
+        self._watch = watch
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, as they are now."""
+        desk = self._desk
+        yield GaugeMetricFamily("cargohold_up", "Whether requests are taken.", desk.state is State.SERVING)
+        yield GaugeMetricFamily("cargohold_answers_in_progress", "Answers that clients wait for.", desk.num_answers)
+        yield CounterMetricFamily("cargohold_refused_requests", "Requests that found the queue full.", desk.num_refused)
+        if desk.loaded is None:
+            return
+        status, layout = desk.loaded.status, desk.loaded.plan.layout
+        requests = GaugeMetricFamily("cargohold_engine_requests", "Requests in the engine.", labels=("state",))
+        for state in ("running", "waiting", "loading"):
+            requests.add_metric((state,), getattr(status, f"num_{state}"))
+        yield requests
+        block_bytes = layout.block_bytes * layout.world_size
+        device = {
+            "num_device_capacity_bytes": status.num_blocks * block_bytes,
+            "num_device_bytes": status.num_cached_blocks * block_bytes,
+            "num_device_in_use_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
+        }
+        shown = for_operators({**self._watch.stats, **device}, layout.block_bytes, layout.token_bytes)
+        shown |= OutageLevels(epoch=0.0).take_changes(status.outages)
+        yield from _families(shown)
+
+
+def _families(counters: Mapping[str, float]) -> Iterator[Metric]:
+    """What connectors count, as Prometheus reads it, without what the server counts itself."""
+    families: dict[Family, dict[Series, dict[str, float]]] = {}
+    for series in FROM_THE_START:
+        families.setdefault(series.family, {})[series] = {}
+    for counter, value in counters.items():
+        series = series_of(counter)
+        families.setdefault(series.family, {}).setdefault(series, {})[counter] = value
+    for family, of_series in families.items():
+        if family in (PROMPT, TTFT):
+            continue
+        made = Metric(family.name, family.help, family.kind.value)
+        for series, values in of_series.items():
+            labels = dict(zip(family.labels, series.values, strict=True))
+            if family.kind is Kind.HISTOGRAM:
+                _add_histogram(made, family, labels, values)
+            else:
+                suffix = "_total" if family.kind is Kind.COUNTER else ""
+                made.add_sample(f"{family.name}{suffix}", labels, sum(values.values()))
+        yield made
+
+
+def _add_histogram(made: Metric, family: Family, labels: dict[str, str], values: Mapping[str, float]) -> None:
+    """Add a histogram's samples: numbers up to each bound, as Prometheus has them, from numbers per bucket."""
+    counts: Counter[float] = Counter()
+    total_s = 0.0
+    for counter, value in values.items():
+        part = times_part(counter)
+        assert part is not None, "only they belong to such a family"
+        if part.sum_counter is None:
+            total_s += value
+        else:
+            counts[part.bound_s] += int(value)
+    num_values = 0
+    for bound in (*family.bounds_s, float("inf")):
+        num_values += counts[bound]
+        shown = floatToGoString(bound)  # type: ignore[no-untyped-call]  # the package annotates only a part of itself
+        made.add_sample(f"{family.name}_bucket", {**labels, "le": shown}, num_values)
+    made.add_sample(f"{family.name}_count", labels, num_values)
+    made.add_sample(f"{family.name}_sum", labels, total_s)

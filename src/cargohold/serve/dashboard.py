@@ -16,11 +16,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from cargohold.connector.metrics import TTFT
-from cargohold.serve import page
-from cargohold.serve.cache import Vessel
+from cargohold.serve.cache import Vessel, page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
-from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Moved
-from cargohold.serve.scrapes import Labels, Scrape, scrape, tiers_of
+from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Labels, Moved, Scrape, scrape, tiers_of
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
 
@@ -173,7 +171,7 @@ def make_dashboard(engines: Sequence[Engine], interval_s: float) -> FastAPI:
 
     app = FastAPI(title="Cargohold", docs_url=None, redoc_url=None, lifespan=looking)
     app.add_api_route("/cache", cache, methods=["GET"])
-    app.include_router(page.router)
+    app.include_router(page_router)
     return app
 
 

@@ -20,11 +20,11 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
+from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import CargoholdError, EngineDeadError
+from cargohold.llm import AsyncLLM
 from cargohold.protocol import TierContents
 from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records

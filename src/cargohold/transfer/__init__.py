@@ -3,6 +3,6 @@
 ``factory`` picks the implementation for a device. It is not imported here, because it imports torch.
 """
 
-from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.port import CopyJob, CopyResult, Direction, TransferWorker
 
 __all__ = ["CopyJob", "CopyResult", "Direction", "TransferWorker"]

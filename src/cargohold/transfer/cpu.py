@@ -22,7 +22,8 @@ import torch
 
 from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers.memory import ByteRows, HostMemory
-from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker, consecutive_runs
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.port import consecutive_runs
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ import torch
 
 from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers.memory import ByteRows, HostMemory
-from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.links import Link, PageLocks, cuda_links, fastest_link, on_device, widest_element
 
 BUFFER_BYTES: Final = 64 * 1024**2

@@ -38,7 +38,8 @@ import numpy.typing as npt
 import torch
 
 from cargohold.tiers.memory import ByteRows
-from cargohold.transfer.base import Direction, consecutive_runs
+from cargohold.transfer import Direction
+from cargohold.transfer.port import consecutive_runs
 
 logger = logging.getLogger(__name__)
 

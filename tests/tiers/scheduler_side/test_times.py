@@ -8,7 +8,7 @@ from math import isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.engine.core.step import ScheduledTokens, SchedulerStep
+from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
 from cargohold.protocol import Patience
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker

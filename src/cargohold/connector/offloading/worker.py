@@ -33,7 +33,7 @@ from cargohold.tiers.port import (
     TierJob,
 )
 from cargohold.tiers.scheduler_side.tasks import TierCommand
-from cargohold.transfer.base import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 
 _OUTCOMES = {
     JobStatus.DONE: TransferOutcome.DONE,

@@ -6,9 +6,8 @@ from enum import Enum, auto
 from itertools import islice
 
 from cargohold.engine.core.kv_cache_manager import KVCacheManager, LocalHit
-from cargohold.engine.core.request import Request
+from cargohold.engine.core.request import Request, StepPlan
 from cargohold.engine.core.roster import Roster
-from cargohold.engine.core.step import StepPlan
 from cargohold.protocol import Clock, ConnectorGuard
 
 

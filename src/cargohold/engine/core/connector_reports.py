@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from cargohold.engine.core.config import LoadFailurePolicy, SchedulerConfig
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
-from cargohold.engine.core.request import FinishReason, Request, RequestStatus
-from cargohold.engine.core.roster import EndedLoad, Roster
-from cargohold.engine.core.step import StepOutput, StepPlan
+from cargohold.engine.core.request import FinishReason, Request, RequestStatus, StepOutput, StepPlan
+from cargohold.engine.core.roster import EndedLoad, LoadFailurePolicy, Roster, SchedulerConfig
 from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers, KVConnectorSchedulerOutput, Patience
 
 EndRequest = Callable[[Request, FinishReason, str], None]

@@ -1,15 +1,114 @@
-"""One request's life in the engine."""
+"""Requests, their lives in the engine and how their tokens are chosen; and the steps that compute them.
+
+A step and its output are the messages between scheduler and executor. They are structs, not dataclasses: several are made in
+every step, and a frozen dataclass takes ten times as long to make.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import msgspec
+
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.engine.sampling_params import SamplingParams
-from cargohold.protocol import Adapter, ExtraKey, HintOutcome
+from cargohold.errors import ConfigError
+from cargohold.option_values import is_int, is_number, is_positive_int
+from cargohold.protocol import (
+    NOTHING_TO_REPORT,
+    Adapter,
+    BlockIds,
+    ConnectorMetadata,
+    EmptyMetadata,
+    ExtraKey,
+    HintOutcome,
+    KVConnectorOutput,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen, and when to stop. Checked when made; raises ``ConfigError`` naming the field.
+
+    Attributes:
+        max_tokens: stop after so many generated tokens.
+        temperature: 0 takes the likeliest token (greedy); higher is more random.
+        top_k: sample among the ``top_k`` likeliest tokens; 0 for all.
+        top_p: sample among the likeliest tokens that together have this probability; 1 for all. In ``(0, 1]``.
+        seed: makes sampling repeatable: the same request with the same seed gives the same tokens, whatever it is batched
+            with and whether or not it was preempted. ``None`` draws a seed.
+        stop: stop when the text contains one of these strings; the text ends before it. One that is a special token of the
+            model, such as ``<|im_end|>``, stops at that token.
+        stop_token_ids: stop when one of these tokens is generated; it is not part of the text.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._freeze_stops()
+        self._require("max_tokens", is_positive_int(self.max_tokens), "an integer from 1")
+        # At most the largest float, for temperatures reach workers as floats: an integer may be larger.
+        is_temperature = is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max
+        self._require("temperature", is_temperature, "a number from 0 (greedy)")
+        is_count = is_int(self.top_k) and 0 <= self.top_k < 2**63
+        self._require("top_k", is_count, "an integer from 1, or 0 for all tokens")
+        self._require("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        self._require(
+            "seed",
+            self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**63),
+            "an integer from 0 to 2**63 - 1, or None",
+        )
+        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        if self.temperature == 0:
+            # Greedy decoding ignores top_k and top_p: a user who sets them with temperature 0 has misunderstood something.
+            self._require("top_k", self.top_k in (0, 1), "left out of greedy decoding; or set temperature above 0")
+            self._require("top_p", self.top_p == 1, "left out of greedy decoding; or set temperature above 0")
+        self._make_plain()
+
+    def _freeze_stops(self) -> None:
+        """Turn ``stop`` and ``stop_token_ids`` into tuples: users may give one string, lists or sets."""
+        stop = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
+        self._require("stop", stop is not None and all(isinstance(text, str) and text for text in stop), _STRINGS)
+        token_ids = _items(self.stop_token_ids)
+        self._require(
+            "stop_token_ids",
+            token_ids is not None and all(is_int(token_id) and token_id >= 0 for token_id in token_ids),
+            "a list of integers from 0",
+        )
+        assert stop is not None and token_ids is not None
+        object.__setattr__(self, "stop", tuple(str.__str__(text) for text in stop))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, token_ids)))
+
+    def _make_plain(self) -> None:
+        """Make all numbers plain ones: subclasses, such as numpy's, cannot be sent to workers, nor temperatures of 2**64."""
+        for name, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float)):
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
+
+    def _require(self, field: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ConfigError(field, getattr(self, field), f"it must be {expected}")
+
+
+_STRINGS = "a string or a list of strings, none of them empty"
+
+
+def _items(value: object) -> tuple[Any, ...] | None:
+    """The items of a list, tuple or set; ``None`` for anything else, also for strings and ``bytes``."""
+    return (
+        tuple(value) if isinstance(value, Sequence | frozenset | set) and not isinstance(value, str | bytes) else None
+    )
 
 
 class RequestStatus(Enum):
@@ -184,3 +283,163 @@ class Request:
 
     def _extend_hashes(self) -> None:
         extend_hashes(self.block_hashes, self.all_token_ids, self.hash_block_tokens, self._root_hash)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+_NO_METADATA: ConnectorMetadata = EmptyMetadata()
+
+
+class SampleSpec(msgspec.Struct, frozen=True):
+    """How to choose a request's next token; see ``SamplingParams``.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_k: sample among so many likeliest tokens; 0 for all.
+        top_p: sample among the likeliest tokens of this total probability.
+        seed: the request's seed.
+        index: number of the token to choose, counted from the first generated one. Seed and index decide the random draw,
+            so a request that starts over draws the same.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    index: int = 0
+
+
+GREEDY = SampleSpec()
+"""The likeliest token: nothing is drawn, so seed and index do not matter."""
+
+
+class ScheduledTokens(msgspec.Struct, frozen=True):
+    """One request's share of a step. Satisfies ``cargohold.protocol.ScheduledRequest``.
+
+    Attributes:
+        request_id: the request.
+        token_ids: the tokens to compute.
+        num_computed_tokens: position of the first of them.
+        write_from: first position whose KV is to be written. The KV of earlier positions is in place, in blocks that other
+            requests may be reading; such tokens are computed only for their logits.
+        block_ids: block tables per group, valid during this step.
+        sample: how to choose the next token; ``None`` if the prompt goes on after this step.
+        is_first: whether it may be the request's first share since it was given its blocks. Rows of its last block may hold
+            anything then, also in a block that a connector has filled in part.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    write_from: int
+    block_ids: BlockIds
+    sample: SampleSpec | None
+    is_first: bool = True
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """How many tokens are computed."""
+        return len(self.token_ids)
+
+
+class SchedulerStep(msgspec.Struct, frozen=True):
+    """What workers do in one step. Satisfies ``cargohold.protocol.StepView``.
+
+    Attributes:
+        scheduled: the batch; empty in a step that only carries transfers.
+        preempted_req_ids: requests that lost their blocks since the last step.
+        finished_req_ids: requests that ended since the last step.
+        connector_metadata: the connector's message to its workers.
+        drop_connector: whether workers must stop their connectors, and wait for the transfers that these have in flight.
+    """
+
+    scheduled: tuple[ScheduledTokens, ...] = ()
+    preempted_req_ids: frozenset[str] = frozenset()
+    finished_req_ids: frozenset[str] = frozenset()
+    connector_metadata: ConnectorMetadata = _NO_METADATA
+    drop_connector: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum([share.num_scheduled_tokens for share in self.scheduled])
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """The output of a step, merged over all workers.
+
+    Attributes:
+        sampled: the next token of every request that was to get one, by request id. ``None`` for each request for which the
+            model computed numbers that are not finite, whether or not it was to get a token.
+        connector: what the workers' connectors report.
+        connector_error: the rule that a worker's connector broke, if one did; it has been stopped on that worker.
+    """
+
+    sampled: Mapping[str, int | None] = msgspec.field(default_factory=dict)
+    connector: KVConnectorOutput = NOTHING_TO_REPORT
+    connector_error: str | None = None
+
+
+# --- the plan of one step ---------------------------------------------------------------------------------------------
+
+
+class StepPlan:
+    """The requests of a step and their shares, within a budget of tokens.
+
+    Args:
+        max_tokens: tokens that the step may compute.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.num_tokens_left = max_tokens
+        self._entries: list[tuple[Request, ScheduledTokens]] = []
+        self._loading: set[str] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is computed."""
+        return not self._entries
+
+    def __iter__(self) -> Iterator[tuple[Request, ScheduledTokens]]:
+        return iter(self._entries)
+
+    def shares(self) -> tuple[ScheduledTokens, ...]:
+        """The requests' shares, as workers are sent them."""
+        return tuple([share for _, share in self._entries])
+
+    def add(self, request: Request, num_new_tokens: int, block_ids: BlockIds, *, loads_in_step: bool = False) -> None:
+        """Add the request's next ``num_new_tokens`` tokens to the step.
+
+        Args:
+            loads_in_step: whether the step itself loads KV that these tokens read.
+        """
+        start = request.num_computed_tokens
+        end = start + num_new_tokens
+        reaches_end = end == request.num_tokens
+        share = ScheduledTokens(
+            request_id=request.request_id,
+            token_ids=tuple(request.all_token_ids[start:end]),
+            num_computed_tokens=start,
+            write_from=max(start, request.num_reused_tokens),
+            block_ids=block_ids,
+            sample=_sample_spec(request) if reaches_end else None,
+            is_first=start <= request.num_reused_tokens,
+        )
+        self._entries.append((request, share))
+        self.num_tokens_left -= num_new_tokens
+        if loads_in_step:
+            self._loading.add(request.request_id)
+
+    def take_out_loading(self) -> list[Request]:
+        """Remove and return the requests for which this step itself was to load KV."""
+        taken = [request for request, _ in self._entries if request.request_id in self._loading]
+        self._entries = [entry for entry in self._entries if entry[0].request_id not in self._loading]
+        self._loading.clear()
+        return taken
+
+
+def _sample_spec(request: Request) -> SampleSpec:
+    sampling = request.sampling
+    if sampling.temperature == 0:
+        return GREEDY
+    return SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, request.seed, request.num_output_tokens)

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cargohold.engine.executor.worker import LayerHooks
-from cargohold.engine.model.batch import Batch, Decodes, GroupBatch, Prefill
-from cargohold.engine.model.kv_layout import layer_name
-from cargohold.engine.model.paged_kv import PagedKV
+from cargohold.engine.executor import LayerHooks
+from cargohold.engine.model.batch import Batch, Decodes, GroupBatch, PagedKV, Prefill
+from cargohold.engine.model.info import layer_name
 
 PAGED_ATTENTION = "cargohold_paged"
 

@@ -27,13 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep
-from cargohold.engine.executor.worker import LayerHooks
+from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep
+from cargohold.engine.executor import LayerHooks
 from cargohold.engine.model.attention import PAGED_ATTENTION, PagedForward, Workspace
-from cargohold.engine.model.batch import Batch, GroupBatch, build_batch
-from cargohold.engine.model.info import ModelInfo
-from cargohold.engine.model.kv_layout import layer_name
-from cargohold.engine.model.paged_kv import PagedKV
+from cargohold.engine.model.batch import Batch, GroupBatch, PagedKV, build_batch
+from cargohold.engine.model.info import ModelInfo, layer_name
 from cargohold.engine.model.source import ONE_AT_A_TIME
 from cargohold.engine.model.weights import checked_device, load_model
 from cargohold.errors import CargoholdError, UnsupportedModelError, one_line

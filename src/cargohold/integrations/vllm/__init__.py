@@ -9,29 +9,18 @@ Nothing here decides what is kept or loaded: the adapter translates between vLLM
 ``cargohold.protocol``. Only the modules of this package import vLLM, and nothing outside imports them: vLLM does, through the
 entry point in ``plugin``.
 
-    plugin      registers the connector's short name
-    compat      the one place that imports names from vLLM, and notes what a version lacks
-    probe       the tested versions, and what else this adapter relies on in vLLM
-    signatures  whether vLLM calls, and wants to be called, as expected
-    settings    options
-    served      identity of the model whose KV is kept
-    stages      which part of the model each worker holds, where they differ
-    layout      vLLM's KV-cache configuration as our layout, or why it cannot be served
-    regions     the paged KV's tensors as plain bytes
-    blocks      vLLM's block pool as a scheduler context
-    room        whether there is room for another load
-    resets      follows resets of vLLM's prefix cache
-    deferrals   how long requests wait for an answer
-    step        vLLM's scheduler output as a step
-    messages    what travels between scheduler and workers
-    scheduler   scheduler side
-    worker      worker side
-    events      KV events
-    metrics     counters for vLLM's log and its Prometheus endpoint
-    report      lines for the log at start
-    connector   the class that vLLM instantiates
-    server      ``vllm serve`` as a child process, for demos and benchmarks
-    simulation  vLLM's scheduler and this adapter in ``cargohold simulate``
+    plugin       registers the connector's short name
+    compat       the one place that imports names from vLLM; the tested versions, and whether this one is like them
+    settings     options
+    layout       vLLM's KV cache and model as our layout, or why they cannot be served
+    engine_view  vLLM's block pool, requests and steps as the contract shows them
+    deferrals    how long requests wait for an answer, resets of the prefix cache, room for another load
+    scheduler    scheduler side
+    regions      the paged KV's tensors as plain bytes
+    worker       worker side; what travels between scheduler and workers, and which part of the model each worker holds
+    metrics      counters for vLLM's log and its Prometheus endpoint; KV events
+    connector    the class that vLLM instantiates
+    server       ``vllm serve`` as a child process, for demos and benchmarks
 """
 
 from typing import Final

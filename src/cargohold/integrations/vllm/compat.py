@@ -1,20 +1,123 @@
-"""Names from vLLM, in whatever version it is installed.
+"""What this adapter takes from vLLM, in whatever version it is installed, and whether it is what the adapter was tested with.
 
 What cannot be imported is replaced by something inert and noted in ``MISSING``: the connector then turns itself off with one
 clear line, where an ``ImportError`` would take the server down. Two names have no substitute: the connector's base class and
 its roles.
+
+vLLM calls its connector interface experimental, and the block pool is not part of it. So everything that is used of vLLM is
+listed here and looked for at start, and vLLM's hooks are compared with our class's methods: if a version has changed, the log
+says so in one line, before the first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
+from inspect import Parameter, Signature, signature
+from types import FunctionType
 from typing import Any, Final
 
 from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant, whatever its author calls it
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from cargohold.integrations.vllm.signatures import refused_call
+from cargohold.integrations.vllm import NEWEST, OLDEST
+
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def refused_call(what: str, function: Callable[..., Any], num_args: int = 0, keywords: Iterable[str] = ()) -> list[str]:
+    """A sentence if ``function`` does not take ``num_args`` arguments by position and these keywords; else none.
+
+    The function is not called.
+    """
+    try:
+        signature(function).bind(*[None] * num_args, **dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:
+        return [f"{what} wants other arguments: {error}"]
+    return []
+
+
+def changed_hooks(ours: type, *, later: Iterable[str] = ()) -> list[str]:
+    """Hooks whose signature in a class does not fit its bases', and hooks that the bases demand and it lacks, as sentences.
+
+    Args:
+        ours: the class. Its own public methods and properties are taken for hooks, and its bases must have all of them.
+        later: hooks that the bases of some versions do not have yet.
+    """
+    changed = [sentence for name in vars(ours) if name not in later for sentence in _changed_hook(name, ours)]
+    changed += [sentence for name in later if _inherited(name, ours) for sentence in _changed_hook(name, ours)]
+    return changed + [f"vLLM demands a hook {name}" for name in sorted(_demanded(ours))]
+
+
+@contextmanager
+def waived_demands(ours: type) -> Iterator[None]:
+    """Within the ``with`` block, the class can be instantiated although it lacks hooks that its bases demand."""
+    demanded = _demanded(ours)
+    ours.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]  # every class has it that ABCMeta made
+    try:
+        yield
+    finally:
+        ours.__abstractmethods__ = demanded  # type: ignore[attr-defined]  # see above
+
+
+def _demanded(ours: type) -> frozenset[str]:
+    return frozenset(getattr(ours, "__abstractmethods__", ()))
+
+
+def _inherited(name: str, ours: type) -> Any:
+    """The attribute that the class would inherit under this name, had it none of its own; ``None`` if there is none."""
+    return next((vars(base)[name] for base in ours.__mro__[1:] if name in vars(base)), None)
+
+
+def _changed_hook(name: str, ours: type) -> list[str]:
+    own = vars(ours).get(name)
+    if name.startswith("_") or not isinstance(own, FunctionType | classmethod | property):
+        return []
+    theirs = _inherited(name, ours)
+    if theirs is None:
+        return [f"vLLM has no hook {name}"]
+    if type(own) is not type(theirs):
+        return [f"vLLM's hook {name} is a {type(theirs).__name__} now"]
+    if isinstance(own, property):
+        return []
+    problem = _misfit(_signature(own), _signature(theirs))
+    return [] if problem is None else [f"vLLM's hook {name} {problem}"]
+
+
+def _signature(hook: Any) -> Signature:
+    return signature(hook.__func__ if isinstance(hook, classmethod) else hook)
+
+
+def _misfit(ours: Signature, theirs: Signature) -> str | None:
+    """Why a function of signature ``ours`` may fail where one of signature ``theirs`` is expected."""
+    if ours == theirs:
+        return None
+    own, expected = list(ours.parameters.values()), list(theirs.parameters.values())
+    for at, parameter in enumerate(expected):
+        if not _takes(own, at, parameter):
+            return f"has a parameter {parameter.name} at place {at}"
+    names = {parameter.name for parameter in expected}
+    for parameter in own:
+        is_needed = parameter.default is Parameter.empty and parameter.kind in (*_BY_POSITION, Parameter.KEYWORD_ONLY)
+        if is_needed and parameter.name not in names:
+            return f"has no parameter {parameter.name} any more"
+    return None
+
+
+def _takes(own: list[Parameter], at: int, parameter: Parameter) -> bool:
+    """Whether what is passed for ``parameter``, at place ``at``, finds one of ``own``."""
+    kinds = {candidate.kind for candidate in own}
+    if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        return parameter.kind in kinds
+    if parameter.kind is Parameter.KEYWORD_ONLY:
+        named = any(candidate.name == parameter.name and candidate.kind in _BY_NAME for candidate in own)
+        return named or Parameter.VAR_KEYWORD in kinds
+    same = at < len(own) and own[at].kind in _BY_POSITION and own[at].name == parameter.name
+    return same or {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds
+
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -136,9 +239,135 @@ def hashes_of(request: Any, token_ids: list[int]) -> list[bytes]:
     return hashes
 
 
+# --- what else is relied on -------------------------------------------------------------------------------------------
+
+SCHEDULER_ONLY: Final = ((0, 33),)
+"""Versions of which only the scheduler's side was tested, because there is no build for CPUs."""
+
+_MANAGER = ("block_pool",)
+_MANAGER_CALLS = {"get_blocks": 1}
+_POOL = ("blocks", "cached_block_hash_to_block", "free_block_queue", "hash_block_size")
+_POOL_CALLS = {"touch": 1, "free_blocks": 1, "get_num_free_blocks": 0}
+_QUEUE = ("fake_free_list_head", "fake_free_list_tail")
+_QUEUE_CALLS = {"prepend_n": 1}
+_BLOCK = ("block_hash", "block_id", "is_null", "next_free_block", "ref_cnt")
+_REQUEST = (
+    "all_token_ids",
+    "block_hashes",
+    "kv_transfer_params",
+    "num_computed_tokens",
+    "num_prompt_tokens",
+    "num_tokens",
+    "request_id",
+    "status",
+)
+
+_STEP = ("finished_req_ids", "num_scheduled_tokens", "preempted_req_ids")
+_OUTPUT = ("invalid_block_ids", "kv_connector_worker_meta")
+
+_SOURCES_HOOK = "get_external_cache_hit_sources"
+_SOURCES = ("EXTERNAL_UNSPECIFIED", "HOST")
+_LATER_HOOKS = (_SOURCES_HOOK, "get_transfer_results", "has_pending_block_frees")
+_BINDING_HOOKS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
+"""Hooks that not every tested version has. Of the binding hooks, a version must have at least one."""
+
+_EVENT_FIELDS = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+        "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+
+
+def version_warning() -> str | None:
+    """A sentence about a version that was not tested, or not wholly; ``None`` for those that were."""
+    version = vllm_version()
+    if version is not None and OLDEST <= version <= NEWEST:
+        return None
+    if version in SCHEDULER_ONLY:
+        return f"of vLLM {VLLM_VERSION} only the scheduler's side was tested"
+    tested = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    return f"vLLM {VLLM_VERSION} is outside the range that was tested, {tested}"
+
+
+def vllm_version() -> tuple[int, int] | None:
+    """The first two numbers of vLLM's version; ``None`` if it has none."""
+    match = re.match(r"(\d+)\.(\d+)", VLLM_VERSION)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def missing_from_vllm(connector: type) -> list[str]:
+    """What this version lacks or calls in another way, as sentences, as far as its classes and functions tell."""
+    if MISSING:
+        return list(MISSING)  # the stand-ins of missing names would be reported as changed, too
+    missing = changed_hooks(connector, later=(*_LATER_HOOKS, *_BINDING_HOOKS))
+    if not any(hasattr(KVConnectorBase_V1, name) for name in _BINDING_HOOKS):
+        missing.append(f"vLLM has none of the hooks {', '.join(_BINDING_HOOKS)}")
+    for name, keywords in _EVENT_FIELDS.items():
+        missing += refused_call(f"vLLM's {name}", globals()[name], keywords=keywords)
+    if TransferResults is not None:
+        missing += refused_call("vLLM's KVConnectorTransferResults", TransferResults, 3)
+    if hasattr(KVConnectorBase_V1, _SOURCES_HOOK):
+        missing += _missing("vLLM's CacheHitSource", CacheHitSource, _SOURCES)
+    for part, names in ((SchedulerOutput, _STEP), (KVConnectorOutput, _OUTPUT)):
+        fields = part.__dataclass_fields__
+        missing += [f"vLLM's {part.__name__} has no {name}" for name in names if name not in fields]
+    return missing
+
+
+def missing_from_manager(manager: Any) -> list[str]:
+    """What this KV-cache manager lacks, as sentences."""
+    what = "its KV-cache manager"
+    return [*_missing(what, manager, _MANAGER), *_changed_calls(what, manager, _MANAGER_CALLS)]
+
+
+def missing_from_pool(pool: Any) -> list[str]:
+    """What this block pool lacks, as sentences."""
+    missing = [*_missing("its block pool", pool, _POOL), *_changed_calls("its block pool", pool, _POOL_CALLS)]
+    if missing:
+        return missing
+    queue = pool.free_block_queue
+    return [
+        *_missing("its free queue", queue, _QUEUE),
+        *_changed_calls("its free queue", queue, _QUEUE_CALLS),
+        *_missing("a block", pool.blocks[0], _BLOCK),
+    ]
+
+
+def missing_from_request(request: Any) -> list[str]:
+    """What this request lacks, as sentences."""
+    return _missing("a request", request, _REQUEST)
+
+
+def missing_from_config(vllm_config: Any, needs: Mapping[str, Iterable[str]]) -> list[str]:
+    """What vLLM's configuration lacks: ``needs`` maps its parts to their attributes."""
+    return [
+        sentence
+        for part, names in needs.items()
+        for sentence in _missing(f"its {part}", getattr(vllm_config, part, None), names)
+    ]
+
+
+def _missing(what: str, subject: Any, names: Iterable[str]) -> list[str]:
+    return [f"{what} has no {name}" for name in names if not hasattr(subject, name)]
+
+
+def _changed_calls(what: str, subject: Any, calls: Mapping[str, int]) -> list[str]:
+    """Methods that ``subject`` lacks, or that do not take the given number of arguments, as sentences."""
+    missing = _missing(what, subject, calls)
+    return missing or [
+        sentence
+        for name, num_args in calls.items()
+        for sentence in refused_call(f"{what}'s {name}", getattr(subject, name), num_args)
+    ]
+
+
 __all__ = [
     "KEEPS_SHARED_PREFIXES",
     "MISSING",
+    "SCHEDULER_ONLY",
     "SHARED_PREFIX_END",
     "VLLM_VERSION",
     "AllBlocksCleared",
@@ -158,6 +387,7 @@ __all__ = [
     "SchedulerOutput",
     "SupportsHMA",
     "TransferResults",
+    "changed_hooks",
     "convert_block_hash",
     "describe_group",
     "environment_option",
@@ -165,5 +395,14 @@ __all__ = [
     "extra_keys",
     "has_own_process",
     "hashes_of",
+    "missing_from_config",
+    "missing_from_manager",
+    "missing_from_pool",
+    "missing_from_request",
+    "missing_from_vllm",
+    "refused_call",
+    "version_warning",
+    "vllm_version",
+    "waived_demands",
     "worker_connector",
 ]

@@ -12,9 +12,10 @@ from weakref import WeakSet
 
 from cargohold.connector.factory import Parts, check_chunks, connector_factory, equal_parts, start_report
 from cargohold.errors import ConfigError
-from cargohold.integrations.vllm import compat, probe
-from cargohold.integrations.vllm.blocks import BlockTables, ManagerTables, NotedTables
+from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.deferrals import LoadRoom
+from cargohold.integrations.vllm.engine_view import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.layout import (
     Translation,
     bears_full_hits,
@@ -27,20 +28,20 @@ from cargohold.integrations.vllm.layout import (
     smallest_block_tokens,
     translate,
 )
-from cargohold.integrations.vllm.messages import (
+from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
+from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
+from cargohold.integrations.vllm.settings import REFUSE, Settings
+from cargohold.integrations.vllm.worker import (
+    Ended,
     StepMessage,
     WorkerMessage,
     WorkerPart,
+    WorkerSide,
     check_stages,
     has_stages,
     stage_obstacles,
     united,
 )
-from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
-from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
-from cargohold.integrations.vllm.settings import REFUSE, Settings
-from cargohold.integrations.vllm.signatures import waived_demands
-from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.protocol import Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Take vLLM's block pool and the requests' tables (since vLLM 0.30)."""
-        if not self._obstacles and not self._turn_off(probe.missing_from_manager(kv_cache_manager)):
+        if not self._obstacles and not self._turn_off(compat.missing_from_manager(kv_cache_manager)):
             self._bind(kv_cache_manager.block_pool, ManagerTables(kv_cache_manager))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -372,10 +373,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def _missing(self) -> list[str]:
         """What this version of vLLM lacks, as sentences; the same on both sides. Warns of a version that was not tested."""
-        warning = probe.version_warning()
+        warning = compat.version_warning()
         if warning is not None and self._is_scheduler:
             logger.warning("%s", warning)
-        return probe.missing_from_vllm(CargoholdConnector) + probe.missing_from_config(self._vllm_config, _NEEDS)
+        return compat.missing_from_vllm(CargoholdConnector) + compat.missing_from_config(self._vllm_config, _NEEDS)
 
     def _translate(self) -> Translation:
         translation = translate(
@@ -466,7 +467,7 @@ def _pool_obstacles(pool: Any) -> list[str]:
     if pool in _SERVED_POOLS:
         # Both would give a request's explanation under the same key, and vLLM's engine would end.
         return ["another Cargohold connector serves this engine; with mode multi, one keeps KV in several ways"]
-    return probe.missing_from_pool(pool)
+    return compat.missing_from_pool(pool)
 
 
 def _follow_vllm_log() -> None:

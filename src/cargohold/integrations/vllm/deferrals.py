@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cargohold.integrations.vllm.blocks import BlockTables
+from cargohold.integrations.vllm.engine_view import BlockTables
 from cargohold.protocol import AttentionKind, Clock, ConnectorGuard, KVCacheGroup, Patience
 
 

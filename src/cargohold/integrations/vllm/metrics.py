@@ -1,4 +1,4 @@
-"""Counters and KV events of the connectors, in the forms that vLLM publishes.
+"""Counters and KV events of the connectors, in the forms that vLLM publishes, and how long requests wait for their first token.
 
 Both sides' counters meet on the scheduler side, which hands them to vLLM once a step. vLLM's logger adds them up with
 ``aggregate`` and prints ``reduce``; its metrics endpoint passes each to ``PromMetrics.observe``, in the process that serves it.
@@ -6,8 +6,9 @@ Both sides' counters meet on the scheduler side, which hands them to vLLM once a
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -15,9 +16,9 @@ from prometheus_client import REGISTRY, Histogram
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
-from cargohold.connector.metrics import FROM_THE_START, Family, Kind, Series, series_of
+from cargohold.connector.metrics import FROM_THE_START, TTFT_MS, Family, Kind, Series, is_hit, series_of
 from cargohold.integrations.vllm import compat
-from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, times_part
+from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Times, times_part
 
 _KINDS: Final[Mapping[Kind, type]] = {Kind.COUNTER: PromCounter, Kind.GAUGE: PromGauge, Kind.HISTOGRAM: Histogram}
 
@@ -175,3 +176,40 @@ class EventTranslator:
             kv_cache_spec_sliding_window=window,
             locality=event.locality,
         )
+
+
+_HIT: Final = Times("hit_ttft", TTFT_MS)
+_MISS: Final = Times("miss_ttft", TTFT_MS)
+
+
+class FirstTokens:
+    """Measures from when vLLM's front end has received a request until the step after the one that makes its first token.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._epoch = time.time() - clock()  # vLLM notes arrivals in seconds since 1970
+        # Requests without a token, and whether they are hits.
+        self._awaited: dict[str, tuple[Any, bool]] = {}
+
+    def note_admitted(self, request: Any, num_found_tokens: int) -> None:
+        """Note that a request is admitted for the first time, and how many tokens of its prompt were found."""
+        if getattr(request, "arrival_time", None) is not None:
+            self._awaited[request.request_id] = request, is_hit(num_found_tokens, request.num_prompt_tokens)
+
+    def look(self, stats: Counter[str]) -> None:
+        """Count in ``stats`` the requests that have their first token by now. Called once a step."""
+        if self._awaited:
+            for request, _ in list(self._awaited.values()):
+                if request.num_tokens > request.num_prompt_tokens:
+                    self.note_ended(request, stats)
+
+    def note_ended(self, request: Any, stats: Counter[str]) -> None:
+        """Forget a request. Counts it in ``stats`` if it has a token that was not counted."""
+        awaited = self._awaited.pop(request.request_id, None)
+        if awaited is not None and request.num_tokens > request.num_prompt_tokens:
+            waited_s = self._epoch + self._clock() - request.arrival_time
+            (_HIT if awaited[1] else _MISS).note(max(0.0, waited_s), stats)

@@ -13,12 +13,11 @@ from typing import Any, Final
 
 from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.errors import ContractError, RequestError, SparingLog
-from cargohold.integrations.vllm import compat, probe
-from cargohold.integrations.vllm.blocks import BlockTables, NotedTables, PoolContext, block_ids
+from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
-from cargohold.integrations.vllm.first_tokens import FirstTokens
-from cargohold.integrations.vllm.messages import StepMessage, WorkerMessage
-from cargohold.integrations.vllm.requests import SeenRequest, Step
+from cargohold.integrations.vllm.engine_view import BlockTables, NotedTables, PoolContext, SeenRequest, Step, block_ids
+from cargohold.integrations.vllm.metrics import FirstTokens
+from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
     HINTS_KEY,
     NULL_BLOCK_ID,
@@ -164,7 +163,7 @@ class SchedulerSide:
         """Tell the connector of a new request. One that it refuses, or that may change its own past, is served without it."""
         if not self._has_seen_request:
             self._has_seen_request = True
-            missing = probe.missing_from_request(request)
+            missing = compat.missing_from_request(request)
             if missing:
                 self.guard.break_off("; ".join(missing))
         if self.guard.broken is not None or getattr(request, "resumable", False):

@@ -7,12 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self, TypeGuard
 
 from cargohold.connector.factory import Offload, check_apart, connector_factory
+from cargohold.connector.observers import RecordingFactory, TracingFactory
+from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.connector.options import parse_dataclass, parse_offload
-from cargohold.connector.recording import RecordingFactory
-from cargohold.connector.tracing import TracingFactory
-from cargohold.connector.tracing import require_packages as require_tracing
 from cargohold.errors import ConfigError
 from cargohold.option_values import is_positive_number
 from cargohold.protocol import KVConnectorFactory

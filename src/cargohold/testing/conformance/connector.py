@@ -25,15 +25,13 @@ from cargohold.testing.conformance.strict import (
     SpoilingScheduler,
     StrictFactory,
 )
-from cargohold.testing.simulation.clock import simulated_layout
 from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
-from cargohold.testing.simulation.engine import VOCAB_SIZE, SimulatedEngine
 from cargohold.testing.simulation.faults import Fault
-from cargohold.testing.simulation.fingerprints import tokens_alone
+from cargohold.testing.simulation.fingerprints import simulated_layout, tokens_alone
+from cargohold.testing.simulation.replica import VOCAB_SIZE, SimulatedEngine
 from cargohold.testing.simulation.run import Run, RunResult, quiet_logging
-from cargohold.testing.simulation.scenario import Scenario, draw_scenario
 from cargohold.testing.simulation.workloads import WORKLOADS
-from cargohold.testing.simulation.world import World
+from cargohold.testing.simulation.world import Scenario, World, draw_scenario
 
 _EVERYBODYS = (type, ModuleType, logging.Logger)
 """Types of objects that are not followed: they are shared by everybody, and everything can be reached from them."""

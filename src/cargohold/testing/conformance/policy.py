@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
+from itertools import pairwise
 from random import Random
 from typing import ClassVar
 
@@ -13,9 +15,8 @@ import pytest
 from cargohold.blocks import READY
 from cargohold.cache import LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.keys import offload_key
 from cargohold.cache.policies import Newcomers, ReplacementPolicy
-from cargohold.testing.conformance.chunks import Tree
-from cargohold.testing.conformance.chunks import key as key_of
 
 NUM_OPERATIONS = 250
 
@@ -106,8 +107,8 @@ class PolicyConformance(ABC):
 
         Without ``admit_all``, which the test calls, a policy might refuse them for good because others are worth more.
         """
-        held = [key_of(f"held {depth}") for depth in range(6)]
-        late = [StoreOffer([key_of(f"late {number} {depth}") for depth in range(2)]) for number in range(2)]
+        held = [key(f"held {depth}") for depth in range(6)]
+        late = [StoreOffer([key(f"late {number} {depth}") for depth in range(2)]) for number in range(2)]
         manager = TierManager(len(held), self.strict)
         manager.admit_all()
         writing = manager.prepare_store(held)
@@ -307,3 +308,46 @@ class _Traffic:
 
 def _store(manager: TierManager, path: list[OffloadKey]) -> None:
     manager.prepare_store(path).commit()
+
+
+# --- chunks for tests, also of tiers ----------------------------------------------------------------------------------
+
+NUM_PATHS = 12
+MAX_DEPTH = 7
+
+
+class Tree:
+    """A random tree of prefixes that share beginnings.
+
+    Args:
+        random: the random numbers it is drawn from.
+
+    Attributes:
+        paths: prefixes, each as the keys of its chunks in prefix order; every leaf of the tree ends one of them.
+        keys: keys of all chunks, each once.
+        parents: for each chunk that has one, the chunk before it in its prefix.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self.paths: list[list[OffloadKey]] = []
+        for number in range(NUM_PATHS):
+            stem = random.choice(self.paths)[: random.randint(0, MAX_DEPTH - 2)] if self.paths else []
+            length = random.randint(1, MAX_DEPTH - len(stem))
+            self.paths.append([*stem, *(key(f"{number} {depth}") for depth in range(length))])
+        self.keys = list(dict.fromkeys(chunk for path in self.paths for chunk in path))
+        self.parents = {chunk: before for path in self.paths for before, chunk in pairwise(path)}
+
+    def any_path(self, random: Random) -> list[OffloadKey]:
+        """The beginning of a path, often all of it."""
+        path = random.choice(self.paths)
+        return path[: random.choice((len(path), random.randint(1, len(path))))]
+
+
+def key(name: str) -> OffloadKey:
+    """The offload key of the chunk with this name, made of a digest and a group as real ones are."""
+    return offload_key(sha256(name.encode()).digest(), 0)
+
+
+def contents(name: str, num_bytes: int) -> bytes:
+    """The bytes of the chunk with this name: random, and the same for the same name."""
+    return Random(name).randbytes(num_bytes)  # noqa: S311  # repeatable, on purpose

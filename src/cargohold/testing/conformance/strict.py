@@ -11,11 +11,9 @@ from enum import Enum
 from random import Random
 from typing import Any, Final, cast
 
-from cargohold.engine.core.request import Request, RequestStatus
-from cargohold.engine.core.step import SchedulerStep, StepOutput
-from cargohold.engine.executor import Worker
-from cargohold.engine.executor.base import merge_outputs
-from cargohold.engine.executor.frames import StepCodec
+from cargohold.engine.core.request import Request, RequestStatus, SchedulerStep, StepOutput
+from cargohold.engine.executor import Worker, merge_outputs
+from cargohold.engine.frames import StepCodec
 from cargohold.protocol import (
     NOTHING_ENDED,
     Adapter,
@@ -38,7 +36,7 @@ from cargohold.protocol import (
     StepView,
     WorkerEnvironment,
 )
-from cargohold.testing.simulation.engine import SimulatedEngine, SimulatedExecutor
+from cargohold.testing.simulation.replica import SimulatedEngine, SimulatedExecutor
 
 
 class EarlyView:

@@ -12,7 +12,7 @@ import pytest
 
 from cargohold.cache import OffloadKey
 from cargohold.errors import TierError
-from cargohold.testing.conformance.chunks import contents, key
+from cargohold.testing.conformance.policy import contents, key
 from cargohold.tiers import JobKind, JobStatus, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierJob, TierQueue
 
 NUM_THREADS = 4

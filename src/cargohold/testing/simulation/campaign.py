@@ -13,7 +13,7 @@ from cargohold.errors import ConfigError
 from cargohold.process import WorkerPool, collected_in_one_go
 from cargohold.testing.simulation.faults import Fault
 from cargohold.testing.simulation.run import NO_TIMELINE, Run, Timeline
-from cargohold.testing.simulation.scenario import ANY, Scenario, check_names, draw_scenario
+from cargohold.testing.simulation.world import ANY, Scenario, check_names, draw_scenario
 
 HUNG_S = 300.0
 """Real seconds: if no seed ends for so long, one of them hangs. Runs limit virtual time, but not real time."""

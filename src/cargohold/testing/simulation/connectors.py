@@ -1,8 +1,8 @@
-"""Connectors to simulate, by name: single, composed or nested ones, each with tiers of its own."""
+"""Connectors to simulate, by name: single, composed or nested ones, each with tiers of its own; and what is inside one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -13,7 +13,7 @@ import numpy as np
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
-from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
 from cargohold.connector.offloading.lazy import LazyStores
@@ -22,7 +22,15 @@ from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.connector.options import named_factory
 from cargohold.option_values import search_current_directory
-from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory, SchedulerEnvironment, WorkerEnvironment
+from cargohold.protocol import (
+    NULL_CONNECTOR,
+    ConnectorGuard,
+    ForwardingScheduler,
+    KVConnectorFactory,
+    KVConnectorScheduler,
+    SchedulerEnvironment,
+    WorkerEnvironment,
+)
 from cargohold.testing.simulation.tiers import MediumPlan
 from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
@@ -309,3 +317,59 @@ def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> T
     # Less room than a tier without lower tiers has: otherwise, nothing would ever have to be brought up.
     num_slots = min(tier.num_slots, random.randint(3, 20))
     return replace(tier, num_slots=num_slots, options={**tier.options, **restoring}, lower=media)
+
+
+# --- finds the connectors that an engine's connector is made of -------------------------------------------------------
+
+
+def walk(
+    connector: KVConnectorScheduler, guards: Sequence[ConnectorGuard] = ()
+) -> Iterator[tuple[KVConnectorScheduler, Sequence[ConnectorGuard]]]:
+    """Yield ``connector`` and all connectors inside it, outer ones first, each with the guards around it, outermost first."""
+    yield connector, guards
+    for inner in _parts(connector):
+        yield from walk(inner, [*guards, connector] if isinstance(connector, ConnectorGuard) else guards)
+
+
+def offloading_sides(connector: KVConnectorScheduler) -> Iterator[tuple[OffloadingScheduler, Sequence[ConnectorGuard]]]:
+    """Every offloading connector inside ``connector``, with the guards around it, outermost first."""
+    return ((side, guards) for side, guards in walk(connector) if isinstance(side, OffloadingScheduler))
+
+
+def live_sides(connector: KVConnectorScheduler) -> list[OffloadingScheduler]:
+    """Every offloading connector inside ``connector`` that is not turned off, and no connector around it either."""
+    return [side for side, guards in offloading_sides(connector) if all(guard.broken is None for guard in guards)]
+
+
+def guards_of(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
+    """Every guard around or inside ``connector``."""
+    return [guard for guard, _ in walk(connector) if isinstance(guard, ConnectorGuard)]
+
+
+def innermost_guards(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
+    """For every connector that is made of no others, the guard closest around it."""
+    return [guards[-1] for part, guards in walk(connector) if guards and not _parts(part)]
+
+
+def num_stuck_jobs(connector: KVConnectorScheduler) -> int:
+    """How many jobs of connectors that are not turned off have not ended in time, and may never end."""
+    return sum(side.jobs.num_stuck for side in live_sides(connector))
+
+
+def forget_engine(connector: KVConnectorScheduler) -> None:
+    """End the jobs of a connector whose process has died, so that its tiers give up their pins and reservations."""
+    for side, _ in offloading_sides(connector):
+        for load in list(side.jobs.loads()):
+            load.handle.release()
+        for store in list(side.jobs.stores()):
+            store.handle.forfeit()
+
+
+def _parts(connector: KVConnectorScheduler) -> Sequence[KVConnectorScheduler]:
+    match connector:
+        case ConnectorGuard() | ForwardingScheduler():
+            return [connector.inner]
+        case MultiConnectorScheduler():
+            return connector.children
+        case _:
+            return []

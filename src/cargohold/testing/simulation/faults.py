@@ -1,9 +1,9 @@
-"""Faults: which there are, when they strike, and how often. Modules ``faulty_*`` have the wrappers that make them happen."""
+"""Faults: which there are, when they strike, and how often; and virtual time. ``fault_wrappers`` makes them happen."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
@@ -179,3 +179,31 @@ class Stalls:
         random = self._source.random
         longest_s = random.choice(STALLS_S) if self._source.strikes(Fault.STALLS) else TICK_S
         return longest_s * random.random()
+
+
+class VirtualClock:
+    """A clock of virtual time. Satisfies ``cargohold.protocol.Clock``.
+
+    Attributes:
+        now: seconds since the start. Reading it lets no time pass, unlike a call.
+        before_reading: gives the seconds that pass before each call returns; ``None`` if none do.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.before_reading: Callable[[], float] | None = None
+
+    def __call__(self) -> float:
+        """The current time."""
+        if self.before_reading is not None:
+            self.advance(self.before_reading())
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        assert seconds >= 0
+        self.now += seconds
+
+    def advance_to(self, time: float) -> None:
+        """Let time pass until ``time``, unless it is past already."""
+        self.now = max(self.now, time)

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cargohold.engine.core.request import FinishReason, RequestStatus
+from cargohold.engine.core.request import FinishReason, RequestStatus, SchedulerStep, StepOutput
 from cargohold.engine.core.scheduler import RequestUpdate
-from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.errors import RequestError
 from cargohold.protocol import ConnectorGuard, KVConnectorOutput
-from cargohold.testing.simulation.clock import VirtualClock
-from cargohold.testing.simulation.engine import STEP_S
-from cargohold.testing.simulation.faults import BREAKING, Fault
+from cargohold.testing.simulation.connectors import (
+    forget_engine,
+    innermost_guards,
+    live_sides,
+    num_stuck_jobs,
+    offloading_sides,
+)
+from cargohold.testing.simulation.faults import BREAKING, Fault, VirtualClock
 from cargohold.testing.simulation.oracles import (
     ContainmentOracle,
     CopyOracle,
@@ -31,17 +35,9 @@ from cargohold.testing.simulation.oracles import (
     RequestOracle,
     TierOracle,
 )
-from cargohold.testing.simulation.replica import (
-    Replica,
-    forget_engine,
-    innermost_guards,
-    live_sides,
-    num_stuck_jobs,
-    offloading_sides,
-)
-from cargohold.testing.simulation.scenario import Scenario
+from cargohold.testing.simulation.replica import STEP_S, Replica
 from cargohold.testing.simulation.workloads import Abort, Action, Ask, Reset, Restart, Tell
-from cargohold.testing.simulation.world import World
+from cargohold.testing.simulation.world import Scenario, World
 from cargohold.tiers.scheduler_side import TieringManager
 
 

@@ -13,9 +13,8 @@ from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig,
 from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import AttentionKind, Hint, HintKind
-from cargohold.testing.simulation.clock import GroupPlan
-from cargohold.testing.simulation.engine import VOCAB_SIZE, root_of_salt
-from cargohold.testing.simulation.fingerprints import tokens_alone
+from cargohold.testing.simulation.fingerprints import GroupPlan, tokens_alone
+from cargohold.testing.simulation.replica import VOCAB_SIZE, root_of_salt
 from cargohold.testing.simulation.transfers import LinkProfile
 
 Tokens: TypeAlias = tuple[int, ...]
@@ -195,7 +194,7 @@ class Workload:
     Attributes:
         writer: writes the traffic.
         groups: KV-cache groups; drawn if empty.
-        options: further options of engine and connector that must not be drawn; see ``cargohold.testing.simulation.scenario``.
+        options: further options of engine and connector that must not be drawn; see ``cargohold.testing.simulation.world``.
     """
 
     writer: Writer

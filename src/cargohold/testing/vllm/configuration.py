@@ -1,9 +1,11 @@
-"""A scenario's engine in vLLM's terms: vLLM's configuration, and its KV-cache groups."""
+"""A scenario's engine in vLLM's terms: vLLM's configuration, its KV-cache groups, and the adapter over simulated tiers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -31,12 +33,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cargohold.engine.core.roster import QueuePolicy
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
-from cargohold.testing.simulation.clock import layout_of
-from cargohold.testing.simulation.engine import VOCAB_SIZE
-from cargohold.testing.simulation.fingerprints import FINGERPRINT_BYTES
-from cargohold.testing.simulation.scenario import Shape
-from cargohold.testing.vllm import connector
+from cargohold.integrations.vllm.connector import CargoholdConnector
+from cargohold.protocol import AttentionKind, Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory
+from cargohold.testing.simulation.fingerprints import FINGERPRINT_BYTES, layout_of
+from cargohold.testing.simulation.replica import VOCAB_SIZE
+from cargohold.testing.simulation.world import Shape
 
 ASYNC: Final = "async_scheduling"
 """Key in a shape's scheduler options: whether vLLM schedules a step before it has the output of the one before."""
@@ -132,8 +133,8 @@ def num_blocks_needed(shape: Shape) -> int:
 
 def _transfer_config(load_failure_policy: str) -> Any:
     return KVTransferConfig(
-        kv_connector=connector.NAME,
-        kv_connector_module_path=connector.__name__,
+        kv_connector=NAME,
+        kv_connector_module_path=__name__,
         kv_role="kv_both",
         kv_connector_extra_config={
             # The simulated tiers have sizes of their own.
@@ -190,3 +191,30 @@ def model_config() -> Any:
 @cache
 def _model() -> Any:
     return ModelConfig(model=_directory().name, skip_tokenizer_init=True, dtype="float32")
+
+
+# --- the adapter over simulated tiers ---------------------------------------------------------------------------------
+
+NAME: Final = "SimulatedConnector"
+
+_GROUND: ContextVar[tuple[KVConnectorFactory, Clock]] = ContextVar("ground")
+
+
+@contextmanager
+def standing_on(factory: KVConnectorFactory, clock: Clock) -> Iterator[None]:
+    """Within the ``with`` block, connectors that vLLM makes use this factory and clock: vLLM itself cannot pass them on."""
+    token = _GROUND.set((factory, clock))
+    try:
+        yield
+    finally:
+        _GROUND.reset(token)
+
+
+class SimulatedConnector(CargoholdConnector):
+    """The adapter, with a simulated factory and clock."""
+
+    def _factory(self) -> KVConnectorFactory:
+        return _GROUND.get()[0]
+
+    def _clock(self) -> Clock:
+        return _GROUND.get()[1]

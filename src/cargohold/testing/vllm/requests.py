@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus as VllmStatus
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.blocks import BlockView
+from cargohold.integrations.vllm.engine_view import BlockView
 from cargohold.integrations.vllm.scheduler import EXPLAIN, SchedulerSide
 from cargohold.protocol import (
     MEDIUM_DEVICE,
@@ -29,8 +29,8 @@ from cargohold.protocol import (
     KVCacheGroup,
     KVEvent,
 )
-from cargohold.testing.simulation.engine import VOCAB_SIZE, root_of_salt
 from cargohold.testing.simulation.fingerprints import tokens_alone
+from cargohold.testing.simulation.replica import VOCAB_SIZE, root_of_salt
 
 _HASH: Final = "sha256"
 NO_HASHES: Final = 1 << 30

@@ -29,8 +29,8 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from cargohold.engine.core.step import GREEDY, ScheduledTokens, SchedulerStep
-from cargohold.engine.executor.worker import LayerHooks
+from cargohold.engine.core.request import GREEDY, ScheduledTokens, SchedulerStep
+from cargohold.engine.executor import LayerHooks
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from cargohold.testing.simulation.fingerprints import FingerprintRunner, StateBlocks, end_of
 

@@ -9,7 +9,7 @@ from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.keys import offload_key, split_key
 from cargohold.connector.offloading.events import contents_in
 from cargohold.connector.offloading.jobs import Load, Store
-from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.protocol import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
@@ -19,9 +19,9 @@ from cargohold.protocol import (
     KVCacheBlockView,
     KVEvent,
 )
-from cargohold.testing.simulation.faulty import FaultyManager
-from cargohold.testing.simulation.oracles.base import Oracle
-from cargohold.testing.simulation.replica import Replica, guards_of, live_sides, offloading_sides
+from cargohold.testing.simulation.connectors import guards_of, live_sides, offloading_sides
+from cargohold.testing.simulation.fault_wrappers import FaultyManager
+from cargohold.testing.simulation.replica import Oracle, Replica
 from cargohold.testing.simulation.tiers import ListedMedium
 from cargohold.tiers.chunk_format import Note
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import Final
 
-from cargohold.engine.core.request import FinishReason, Request
+from cargohold.engine.core.request import FinishReason, Request, SchedulerStep, StepOutput
 from cargohold.engine.core.scheduler import RequestUpdate
-from cargohold.engine.core.step import SchedulerStep, StepOutput
 from cargohold.protocol import Stats, add_stats, is_level, last_name
-from cargohold.testing.simulation.engine import STEP_S
+from cargohold.testing.simulation.connectors import guards_of, live_sides
 from cargohold.testing.simulation.faults import Fault
-from cargohold.testing.simulation.oracles.base import Oracle
-from cargohold.testing.simulation.replica import Replica, guards_of, live_sides
+from cargohold.testing.simulation.replica import STEP_S, Oracle, Replica
 from cargohold.testing.simulation.transfers import LinkProfile
 from cargohold.tiers import BreakerConfig
 from cargohold.tiers.scheduler_side.pace import REACH

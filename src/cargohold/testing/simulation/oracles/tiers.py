@@ -13,12 +13,12 @@ from typing import Any, Final
 from cargohold.cache import OffloadKey, OffloadManager
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.connector.offloading.jobs import JobTable, Load
-from cargohold.engine.core.step import SchedulerStep, StepOutput
+from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.protocol import ConnectorGuard, RequestView
-from cargohold.testing.simulation.clock import VirtualClock
-from cargohold.testing.simulation.faulty import FaultyManager
-from cargohold.testing.simulation.oracles.base import Oracle
-from cargohold.testing.simulation.replica import Replica, num_stuck_jobs, offloading_sides
+from cargohold.testing.simulation.connectors import num_stuck_jobs, offloading_sides
+from cargohold.testing.simulation.fault_wrappers import FaultyManager
+from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.testing.simulation.replica import Oracle, Replica
 from cargohold.tiers.scheduler_side import TieringManager
 from cargohold.tiers.scheduler_side.pace import SteppedClock
 

@@ -15,7 +15,7 @@ from cargohold.cache.keys import offload_key
 from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.scheduler import RequestUpdate
-from cargohold.testing.simulation.engine import STEP_S, SimulatedEngine
+from cargohold.testing.simulation.connectors import forget_engine, live_sides, num_stuck_jobs
 from cargohold.testing.simulation.faults import BREAKING, Fault
 from cargohold.testing.simulation.oracles import (
     ContainmentOracle,
@@ -28,11 +28,10 @@ from cargohold.testing.simulation.oracles import (
     RequestOracle,
     TierOracle,
 )
-from cargohold.testing.simulation.replica import Replica, forget_engine, live_sides, num_stuck_jobs
+from cargohold.testing.simulation.replica import STEP_S, Replica, SimulatedEngine
 from cargohold.testing.simulation.run import RunResult, quiet_logging
-from cargohold.testing.simulation.scenario import Scenario
 from cargohold.testing.simulation.workloads import Ask
-from cargohold.testing.simulation.world import World
+from cargohold.testing.simulation.world import Scenario, World
 from cargohold.tiers.scheduler_side import TieringManager
 
 MAX_SECONDS = 600.0
@@ -259,7 +258,7 @@ class PairRun:
 
 def draw_restarts(seed: int, scenario: Scenario) -> tuple[tuple[float, bool], ...]:
     """Draw when engines die: in half of all scenarios, once or twice."""
-    random = Random(f"{seed}/restarts")  # noqa: S311  # repeatable, on purpose
+    random = Random(f"{seed}/restarts")  # repeatable, on purpose
     end = scenario.actions[-1].at + 0.5
     return tuple((random.random() * end, random.random() < 0.5) for _ in range(random.choice((0, 0, 1, 2))))
 

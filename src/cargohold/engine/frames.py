@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from cargohold.engine.core.step import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor.worker import ModelRunner, Worker
+from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
+from cargohold.engine.executor import ModelRunner, Worker
 from cargohold.errors import (
     CargoholdError,
     ConfigError,

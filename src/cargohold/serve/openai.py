@@ -14,15 +14,26 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from cargohold.async_llm import AsyncLLM
 from cargohold.base_llm import RequestOptions
+from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
-from cargohold.engine.sampling_params import SamplingParams
+from cargohold.llm import AsyncLLM
 from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of, trace_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
-from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
-from cargohold.serve.interfaces.bodies import Message, OpenAIBody, ToolChoice, offered_tools, tool_names
-from cargohold.serve.interfaces.tools import AnswerReader, Part, ToolCall, calls_in, text_in
+from cargohold.serve.interfaces import (
+    Message,
+    OpenAIBody,
+    ToolChoice,
+    cached_tokens,
+    checked,
+    make_prompt,
+    offered_tools,
+    streamed,
+    tool_names,
+    whole,
+    with_errors,
+)
+from cargohold.serve.tools import AnswerReader, Part, ToolCall, calls_in, text_in
 
 router = APIRouter()
 

@@ -13,16 +13,26 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from cargohold.async_llm import AsyncLLM
+from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
-from cargohold.engine.sampling_params import SamplingParams
 from cargohold.errors import RequestError
+from cargohold.llm import AsyncLLM
 from cargohold.protocol import Hint
 from cargohold.serve.desk import Job, Outputs, client_of, hall_of, trace_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
-from cargohold.serve.interfaces.answers import cached_tokens, checked, make_prompt, streamed, whole, with_errors
-from cargohold.serve.interfaces.bodies import Body, CachedBody, StopStrings, text_of
-from cargohold.serve.interfaces.tools import AnswerReader, Part, ToolCall
+from cargohold.serve.interfaces import (
+    Body,
+    CachedBody,
+    StopStrings,
+    cached_tokens,
+    checked,
+    make_prompt,
+    streamed,
+    text_of,
+    whole,
+    with_errors,
+)
+from cargohold.serve.tools import AnswerReader, Part, ToolCall
 
 router = APIRouter()
 

@@ -1,4 +1,4 @@
-"""Scheduler side of a composed connector: loads from the first child that has a hit, stores to all."""
+"""Several connectors as one: loads from the first child that has a hit, stores to all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cargohold.connector.multi.messages import (
+from cargohold.connector.multi_worker import (
+    MultiConnectorWorker,
     MultiMetadata,
     MultiWorkerMetadata,
     split_job_id,
     worker_metadata_type_for,
 )
-from cargohold.connector.multi.worker import MultiConnectorWorker
 from cargohold.errors import ConfigError, RequestError
 from cargohold.protocol import (
     BlockIds,
