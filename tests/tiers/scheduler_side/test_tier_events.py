@@ -115,6 +115,23 @@ def test_a_chunk_that_one_worker_loses_before_another_has_stored_it_is_not_annou
     assert world.lower.lookup(KEYS[:1]) == bytes([ABSENT])
 
 
+def test_a_chunk_that_is_lost_and_written_again_before_another_worker_has_answered_is_announced() -> None:
+    world = World(num_workers=2)
+    world.lower.probe(KEYS[:1])
+    (probe,) = world.step()
+    world.lower.note_report({probe.job_id: (bytes([1]), 1)}, {})
+    world.lower.note_lost(0, KEYS[:1])
+    world.keep(KEYS[:1])
+    (store,) = world.step()
+    world.end(store, [True])
+    known = follow(world, set())
+    assert known == {KEYS[0]}
+    world.lower.note_report({probe.job_id: (bytes([1]), 1)}, {})
+    assert world.lower.end(probe.job_id, TransferOutcome.DONE)
+    assert follow(world, known) == {KEYS[0]}
+    assert world.lower.lookup(KEYS[:1]) == bytes([READY])
+
+
 def test_what_a_tier_has_lost_is_not_looked_for_there() -> None:
     world = World()
     world.learn(KEYS[:3])

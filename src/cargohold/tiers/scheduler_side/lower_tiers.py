@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial, reduce
-from itertools import islice
+from itertools import compress, islice
 from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
@@ -436,11 +436,15 @@ class LowerTiers:
         task.has_ended = True
         if is_done:
             self.tiers[task.tier].note_took(task.kind, self.clock() - task.begun_at)
-        task.on_end(task, task.succeeded(self.config.num_workers), is_done)
+        succeeded = task.succeeded(self.config.num_workers)
+        task.on_end(task, succeeded, is_done)
         if task.lost:
             self.tiers[task.tier].note_lost(tuple(task.lost))
         if task.kind is JobKind.STORE:
             self.promises.note_written(task.keys)
+            if self.config.num_workers > 1:
+                there = [key for key in compress(task.keys, succeeded) if key not in task.lost]
+                self._tasks.note_written(task.tier, there)
 
     def _end_probe(self, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
         """Remember the answers of a tier. One that does not answer counts as not having the chunks."""

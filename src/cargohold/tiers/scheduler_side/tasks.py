@@ -221,6 +221,12 @@ class TaskTable:
             if task.tier == tier and task.num_answers:
                 task.lost.update(task.keys if lost is None else (key for key in task.keys if key in lost))
 
+    def note_written(self, tier: int, written: Sequence[OffloadKey]) -> None:
+        """Note that all workers have stored chunks since they were lost, for tasks that only some have answered."""
+        for task in self._in_flight.values():
+            if task.lost and task.tier == tier:
+                task.lost.difference_update(written)
+
     def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
         """Return what else is known of chunks, or nothing if that is nothing."""
         notes = tuple(self.notes_of(keys))
