@@ -28,7 +28,7 @@ from tests.servers import Server, s3_server
 __all__ = ["cargohold", "chat_model", "forked_ranks"]
 
 # No deadlines: how long an example takes depends on what else the machine does.
-settings.register_profile("cargohold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("cargohold", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("cargohold"), max_examples=1000)  # see ``tests.effort``
 settings.load_profile("cargohold")
 
@@ -40,6 +40,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # What is shown on a terminal depends on its kind. Tests of that need one that shows all, also in processes that they start.
 os.environ["TERM"] = "xterm"
+
+
+# Where nothing is compiled for good, each process that tests start would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 _LONGEST_FILES = (

@@ -1,4 +1,4 @@
-"""How much is drawn: little in ``make test``, ten times as much in ``make test-long``."""
+"""How much is drawn: little in ``make test``, 25 times as much in ``make test-long``."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from hypothesis import settings
 
 
 def examples(count: int, **options: Any) -> settings:
-    """Settings of a test of so many examples; with Hypothesis's profile ``long``, of ten times as many."""
-    return settings(max_examples=count * (10 if settings.get_current_profile_name() == "long" else 1), **options)
+    """Settings of a test of so many examples; with Hypothesis's profile ``long``, of 25 times as many."""
+    return settings(max_examples=count * (25 if settings.get_current_profile_name() == "long" else 1), **options)

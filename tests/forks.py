@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import termios
@@ -45,9 +46,16 @@ class ForkedCommand:
         args: the command line behind ``cargohold``.
         environment: its environment variables.
         terminal: descriptor of the terminal that it uses, which stays the caller's; by default it has three pipes.
+        ignored: signals that it finds ignored, as a shell's job in the background finds Ctrl-C.
     """
 
-    def __init__(self, args: Sequence[str], environment: Mapping[str, str], terminal: int | None = None) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        environment: Mapping[str, str],
+        terminal: int | None = None,
+        ignored: Sequence[signal.Signals] = (),
+    ) -> None:
         with ExitStack() as theirs:
             if terminal is None:
                 (stdin, our_stdin), (our_stdout, stdout), (our_stderr, stderr) = (os.pipe() for _ in range(3))
@@ -59,7 +67,7 @@ class ForkedCommand:
             else:
                 stdin, stdout, stderr = (os.dup(terminal) for _ in range(3))
             channels = [theirs.enter_context(Connection(descriptor)) for descriptor in (stdin, stdout, stderr)]
-            self._process = fork_server().Process(target=_command, args=(args, dict(environment), channels))
+            self._process = fork_server().Process(target=_command, args=(args, dict(environment), channels, ignored))
             self._process.start()
         self.pid = self._process.pid or 0
 
@@ -105,11 +113,18 @@ class ForkedCommand:
             stream.close()
 
 
-def _command(args: Sequence[str], environment: dict[str, str], channels: Sequence[Connection]) -> None:
+def _command(
+    args: Sequence[str],
+    environment: dict[str, str],
+    channels: Sequence[Connection],
+    ignored: Sequence[signal.Signals],
+) -> None:
     """Become what a new process would be; then run the command."""
     os.setsid()  # so that its processes can be sent what a terminal would send to all of them
-    for number, channel in enumerate(channels):
-        os.dup2(channel.fileno(), number)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    for descriptor, channel in enumerate(channels):
+        os.dup2(channel.fileno(), descriptor)
         channel.close()
     if os.isatty(0):
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C that is typed becomes a signal

@@ -65,6 +65,7 @@ def test_soak() -> None:
     assert result["after"]["requests"] == 0 and result["requests"]["answered"] > 0
 
 
+@pytest.mark.long  # it measures a server in a process of its own
 def test_serve(chat_model: str) -> None:
     pytest.importorskip("uvicorn", reason="the extra serve is not installed")
     result = serve.run(quick=True, model=chat_model)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from cargohold.cli.common import loaded
 from cargohold.process import collected_in_one_go, made_for_good
 from tests.command import Command
 
@@ -107,6 +108,15 @@ assert left() is None
 
 
 def test_a_model_that_a_command_has_closed_is_gone(chat_model: str) -> None:
+    with loaded(chat_model) as llm:
+        left = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.long
+def test_a_model_that_the_first_command_of_a_process_has_closed_is_gone(chat_model: str) -> None:
     """Found by looking: errors that libraries had caught while they were imported kept it, and were never looked at."""
     subprocess.run([sys.executable, "-c", LOADED, chat_model], check=True)
 

@@ -115,7 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolMachine.TestCase
-TestPoolAgainstModel.settings = examples(60, stateful_step_count=40)
+TestPoolAgainstModel.settings = examples(25, stateful_step_count=40)
 
 
 def test_satisfies_the_contract_as_it_is() -> None:

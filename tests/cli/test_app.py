@@ -164,9 +164,9 @@ def test_a_cache_directory_without_room_for_a_model_is_told_in_one_line(
 
     def read(*_: object, **__: object) -> tuple[LlamaForCausalLM, dict[str, list[str]]]:
         """Another model, for reading the real one takes twenty seconds."""
-        return LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1)), {
-            "missing_keys": []
-        }
+        return LlamaForCausalLM(
+            LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
+        ), {"missing_keys": []}
 
     monkeypatch.setenv("CARGOHOLD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -59,8 +59,8 @@ def fork() -> Iterator[Fork]:
     """Starts the command at once, with PyTorch imported; whatever is left of it at the end is killed."""
     with ExitStack() as stack:
 
-        def run(*args: str, terminal: int | None = None) -> ForkedCommand:
-            return stack.enter_context(closing(ForkedCommand(args, {**os.environ, **ENVIRONMENT}, terminal)))
+        def run(*args: str, **options: Any) -> ForkedCommand:
+            return stack.enter_context(closing(ForkedCommand(args, {**os.environ, **ENVIRONMENT}, **options)))
 
         yield run
 
@@ -130,15 +130,12 @@ def test_sigterm_in_a_chat_ends_more_than_the_answer(fork: Fork, chat_model: str
     assert process.stderr.read().splitlines()[1:] == ["terminated"]
 
 
-def test_sigterm_ends_a_job_in_the_background_which_ignores_ctrl_c(chat_model: str) -> None:
-    code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from cargohold.cli import main; raise SystemExit(main())"
-    )
-    command = [sys.executable, "-c", code, "run", chat_model, "-p", "Hello", *LONG]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert read_some(process.stdout)
-        _end(process, signal.SIGTERM)
+def test_sigterm_ends_a_job_in_the_background_which_ignores_ctrl_c(fork: Fork, chat_model: str) -> None:
+    process = fork("run", chat_model, "-p", "Hello", *LONG, ignored=[signal.SIGINT])
+    assert read_some(process.stdout)
+    process.send_signal(signal.SIGINT)
+    assert read_some(process.stdout), "it goes on"
+    _end(process, signal.SIGTERM)
 
 
 @pytest.fixture
@@ -309,7 +306,9 @@ def wait_for_processes(process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("command", IN_PROCESSES)
+@pytest.mark.parametrize(
+    "command", ["simulate", *(pytest.param(name, marks=pytest.mark.long) for name in ("replay", "plan"))]
+)
 def test_ctrl_c_while_its_processes_start_prints_nothing_of_theirs(command: str, start: Start) -> None:
     process = start(*IN_PROCESSES[command])
     wait_for_processes(process)
@@ -319,7 +318,9 @@ def test_ctrl_c_while_its_processes_start_prints_nothing_of_theirs(command: str,
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_its_processes_end_with_it_however_it_ends(number: signal.Signals, start: Start) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip(f"{number.name} is ignored here, as under nohup")
@@ -334,7 +335,7 @@ def test_its_processes_end_with_it_however_it_ends(number: signal.Signals, start
     assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("command", ["replay", "plan"])
+@pytest.mark.parametrize("command", [pytest.param("replay", marks=pytest.mark.long), "plan"])
 def test_no_files_are_left_when_it_is_killed(
     command: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

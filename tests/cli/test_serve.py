@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
 from tests.command import Command
+from tests.forks import ForkedCommand
+
+Process = subprocess.Popen[str] | ForkedCommand
+Start = Callable[[Sequence[str]], Process]
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
 
+def as_users_do(args: Sequence[str]) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "cargohold", *args]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def forked(args: Sequence[str]) -> ForkedCommand:
+    """The same, but for what happens before it begins to work."""
+    return ForkedCommand(args, os.environ)
+
+
 @contextmanager
-def served(model: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process of its own, and the address that it says."""
-    command = [sys.executable, "-m", "cargohold", "serve", model, "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+def served(start: Start, model: str, *options: str) -> Iterator[tuple[Process, str]]:
+    """The command, and the address that it says."""
+    process = start(["serve", model, "--port", "0", *options])
     try:
         assert process.stderr is not None
         found = None
@@ -33,14 +48,20 @@ def served(model: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], s
         yield process, found[1]
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
+            stream.close()
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "said"), [(signal.SIGTERM, 143, "terminated\n"), (signal.SIGINT, 130, "interrupted\n")]
+    ("start", "how", "status", "said"),
+    [(as_users_do, signal.SIGTERM, 143, "terminated\n"), (forked, signal.SIGINT, 130, "interrupted\n")],
 )
-def test_it_serves_until_it_is_told_to_end(chat_model: str, how: signal.Signals, status: int, said: str) -> None:
-    with served(chat_model, "--num-device-blocks", "100", "--served-model-name", "mine") as (process, url):
+def test_it_serves_until_it_is_told_to_end(
+    start: Start, how: signal.Signals, status: int, said: str, chat_model: str
+) -> None:
+    options = ("--num-device-blocks", "100", "--served-model-name", "mine")
+    with served(start, chat_model, *options) as (process, url):
         body = json.dumps({"model": "mine", "prompt": "Hello", "max_tokens": 2}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as reply:

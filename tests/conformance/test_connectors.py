@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
@@ -13,14 +15,19 @@ from cargohold.testing.conformance import ConnectorConformance
 from examples.own_connector import shelf
 
 
-class TestShelf(ConnectorConformance):
+class Quick(ConnectorConformance):
+    """One scenario per test; in the long tests, as many as authors of connectors play by default, and more of our own."""
+
+    num_seeds: ClassVar[int] = 1
+
+
+class TestShelf(Quick):
     def factory(self) -> KVConnectorFactory:
         return shelf.FACTORY
 
 
-class TestOffloading(ConnectorConformance):
+class TestOffloading(Quick):
     takes_real_time: ClassVar[bool] = True
-    num_seeds: ClassVar[int] = 2
     config: ClassVar[dict[str, Any]] = {"host_bytes": 64 * 128}
 
     def factory(self) -> KVConnectorFactory:
@@ -31,9 +38,8 @@ class TestOffloadingInChunks(TestOffloading):
     config: ClassVar[dict[str, Any]] = {"host_bytes": 20 * 256, "blocks_per_chunk": 2, "policy": "arc"}
 
 
-class TestLazyOffloading(ConnectorConformance):
+class TestLazyOffloading(Quick):
     takes_real_time: ClassVar[bool] = True
-    num_seeds: ClassVar[int] = 2
     needs_context: ClassVar[bool] = True
     needs_prefix_caching: ClassVar[bool] = True
 
@@ -41,17 +47,41 @@ class TestLazyOffloading(ConnectorConformance):
         return LazyOffloadingFactory(LazyOffloadConfig(host_bytes=64 * 128, lookahead_blocks=8))
 
 
-class TestComposed(ConnectorConformance):
+class TestComposed(Quick):
     takes_real_time: ClassVar[bool] = True
-    num_seeds: ClassVar[int] = 2
 
     def factory(self) -> KVConnectorFactory:
         eager = [OffloadingFactory(OffloadConfig(host_bytes=64 * 64, policy=policy)) for policy in sorted(POLICIES)]
         return MultiConnectorFactory(tuple(eager[:2]))
 
 
-class TestNothing(ConnectorConformance):
+class TestNothing(Quick):
     may_forget: ClassVar[bool] = True
 
     def factory(self) -> KVConnectorFactory:
         return NULL_CONNECTOR
+
+
+@pytest.mark.long
+class TestShelfLonger(TestShelf):
+    num_seeds: ClassVar[int] = ConnectorConformance.num_seeds
+
+
+@pytest.mark.long
+class TestOffloadingLonger(TestOffloading):
+    num_seeds: ClassVar[int] = 5
+
+
+@pytest.mark.long
+class TestOffloadingInChunksLonger(TestOffloadingInChunks):
+    num_seeds: ClassVar[int] = 5
+
+
+@pytest.mark.long
+class TestLazyOffloadingLonger(TestLazyOffloading):
+    num_seeds: ClassVar[int] = 5
+
+
+@pytest.mark.long
+class TestComposedLonger(TestComposed):
+    num_seeds: ClassVar[int] = 5

@@ -95,7 +95,7 @@ def published(blocks: set[Any], engine: SimulatedEngine, *, salted: bool) -> set
 
 @pytest.mark.parametrize("salted", [False, True])
 @pytest.mark.parametrize(("lazy", "blocks_per_chunk"), [(False, 1), (False, 2), (False, 3), (True, 1)])
-@examples(15)
+@examples(8)
 @given(data=st.data())
 def test_an_index_built_from_the_events_equals_device_and_host(
     lazy: bool, salted: bool, blocks_per_chunk: int, data: st.DataObject
@@ -134,7 +134,7 @@ def test_an_index_built_from_the_events_equals_device_and_host(
 @pytest.mark.parametrize("salted", [False, True])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 @pytest.mark.parametrize("windows", [(None,), (None, 9)])
-@examples(10)
+@examples(5)
 @given(data=st.data())
 def test_an_index_built_from_the_events_equals_what_is_on_disk(
     windows: tuple[int | None, ...], blocks_per_chunk: int, salted: bool, data: st.DataObject

@@ -151,7 +151,7 @@ def test_a_disk_that_works_again_is_listed_again() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
-@examples(25)
+@examples(10)
 @given(data=st.data())
 def test_what_is_announced_equals_what_is_on_disk_also_where_the_disk_evicts_and_engines_restart(
     blocks_per_chunk: int, world_size: int, data: st.DataObject

@@ -26,7 +26,7 @@ from tests.effort import examples
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-@examples(40)
+@examples(16)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
     windows: tuple[int | None, ...], data: st.DataObject

@@ -55,7 +55,7 @@ SHAPES: dict[str, Callable[[Sequence[SimulatedOffloading]], KVConnectorFactory]]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_context", [True, False])
-@examples(25)
+@examples(10)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading(shape: str, with_context: bool, data: st.DataObject) -> None:
     tiers = [

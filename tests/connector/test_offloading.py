@@ -18,7 +18,7 @@ from tests.effort import examples
 
 @pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (9, None, 3)])
-@examples(25)
+@examples(10)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
     hold: str, windows: tuple[int | None, ...], data: st.DataObject

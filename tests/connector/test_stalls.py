@@ -16,6 +16,8 @@ TIERS = {
     "bucket": [TierOptions(name="bucket", has_index=False, num_asked_at_once=2)],
     "both": [TierOptions(name="disk"), TierOptions(name="bucket", has_index=False)],
 }
+QUICK = {"disk": RESTORE_ALWAYS, "bucket": RESTORE_IF_FASTER, "both": RESTORE_ALWAYS}
+"""How the quick tests restore from them."""
 
 
 class Stall:
@@ -42,8 +44,14 @@ def restore(tiering: SimulatedTiering, stall: Stall) -> SimulatedEngine:
     return engine
 
 
-@pytest.mark.parametrize("restore_option", [RESTORE_ALWAYS, RESTORE_IF_FASTER])
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize(
+    ("tiers", "restore_option"),
+    [
+        pytest.param(tiers, option, marks=() if option == QUICK[tiers] else pytest.mark.long)
+        for tiers in TIERS
+        for option in (RESTORE_ALWAYS, RESTORE_IF_FASTER)
+    ],
+)
 def test_a_stall_past_the_deadline_before_any_reading_of_the_clock_costs_a_miss_at_most(
     tiers: str, restore_option: str
 ) -> None:

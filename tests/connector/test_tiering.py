@@ -247,7 +247,7 @@ def run_any_way(engine: SimulatedEngine, tiering: SimulatedTiering, draw: Callab
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
-@examples(40)
+@examples(16)
 @given(data=st.data())
 def test_tokens_are_those_without_offloading_under_any_schedule_of_jobs(
     windows: tuple[int | None, ...], data: st.DataObject

@@ -29,7 +29,7 @@ def expected_tokens(model: str, num: int = 3) -> list[tuple[int, ...]]:
         return tokens(ask(plain, prompts(num)))
 
 
-@pytest.mark.parametrize("kind", ["redis", "valkey"])
+@pytest.mark.parametrize("kind", [pytest.param("redis", marks=pytest.mark.long), "valkey"])
 def test_a_server_under_an_engine_goes_and_comes_back(
     kind: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
@@ -111,6 +111,7 @@ with LLM(sys.argv[1], offload=offload(disk(Path(sys.argv[2]), max_bytes="8MiB"))
 """
 
 
+@pytest.mark.long  # in ``test_tiers_with_models`` one is killed while it writes over what it has written
 def test_an_engine_killed_while_it_stores(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 from cargohold import LLM, SamplingParams, UnsupportedModelError
 from tests.models import CONFIGS, VOCAB_SIZE, greedy_reference, make_model
 
+NUM_TOKENS = 24
+
 
 def prompts(count: int, longest: int = 90) -> list[list[int]]:
     generator = random.Random(7)
@@ -31,11 +33,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def reference(kind: str) -> list[tuple[int, ...]]:
     model = make_model(kind)
-    return [greedy_reference(model, prompt, 24) for prompt in prompts(8)]
+    return [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts(8)]
 
 
 def generate(llm: LLM, batch: list[list[int]]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in llm.generate(batch, SamplingParams(max_tokens=24))]
+    return [output.token_ids for output in llm.generate(batch, SamplingParams(max_tokens=NUM_TOKENS))]
 
 
 def test_outputs_depend_on_the_prompt(reference: list[tuple[int, ...]]) -> None:
@@ -55,10 +57,10 @@ def test_tokens_are_those_of_transformers_one_by_one(
     kind: str, reference: list[tuple[int, ...]], tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     llm = make_llm(tiny_model(kind), block_tokens=4, prefix_caching=False)
-    assert [generate(llm, [prompt])[0] for prompt in prompts(8)] == reference
+    assert [generate(llm, [prompt])[0] for prompt in prompts(8)[:3]] == reference[:3]
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [3, 16])
+@pytest.mark.parametrize("max_num_batched_tokens", [pytest.param(3, marks=pytest.mark.long), 16])
 def test_tokens_are_those_of_transformers_when_prompts_are_chunked(
     kind: str,
     reference: list[tuple[int, ...]],
@@ -81,7 +83,7 @@ def test_tokens_are_those_of_transformers_when_requests_are_preempted(
         max_model_len=130,
         max_num_batched_tokens=32,
     )
-    outputs = llm.generate(prompts(8), SamplingParams(max_tokens=24))
+    outputs = llm.generate(prompts(8), SamplingParams(max_tokens=NUM_TOKENS))
     assert [output.token_ids for output in outputs] == reference
     if kind != "mistral-window":  # its requests hold a window each, so that all eight fit
         assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"
@@ -94,7 +96,7 @@ def test_tokens_are_those_of_transformers_for_prompts_longer_than_a_query_tile(
     batch = prompts(3, longest=300)
     model = make_model(kind)
     llm = make_llm(tiny_model(kind), block_tokens=4, max_num_batched_tokens=128)
-    assert generate(llm, batch) == [greedy_reference(model, prompt, 24) for prompt in batch]
+    assert generate(llm, batch) == [greedy_reference(model, prompt, NUM_TOKENS) for prompt in batch]
 
 
 def test_mixed_windows_get_groups_of_equal_size(tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]) -> None:

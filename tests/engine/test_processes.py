@@ -36,7 +36,9 @@ next(stream)
 """
 
 
-@pytest.mark.parametrize(("last_line", "status"), [("", 0), ("raise RuntimeError('of the program')", 1)])
+@pytest.mark.parametrize(
+    ("last_line", "status"), [("", 0), pytest.param("raise RuntimeError('of the program')", 1, marks=pytest.mark.long)]
+)
 def test_a_stream_that_is_not_read_to_its_end_does_not_keep_its_program_from_ending(
     last_line: str, status: int, tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:

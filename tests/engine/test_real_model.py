@@ -1,4 +1,7 @@
-"""SmolLM2-135M: a trained model, in float32, against transformers; its tokens with and without offloading."""
+"""SmolLM2-135M: a trained model, in float32, against transformers; its tokens with and without offloading.
+
+What a tiny model shows as well is played with this one in the long tests alone.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def generate(llm: LLM, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ..
     "options",
     [
         pytest.param({}, id="together"),
-        pytest.param({"max_num_batched_tokens": 37}, id="in chunks"),
+        pytest.param({"max_num_batched_tokens": 37}, id="in chunks", marks=pytest.mark.long),
         pytest.param({"max_num_seqs": 1, "prefix_caching": False}, id="one by one", marks=pytest.mark.long),
         pytest.param({"block_tokens": 7}, id="in odd blocks", marks=pytest.mark.long),
     ],
@@ -100,7 +103,6 @@ OFFLOADS: dict[str, Any] = {
         EAGER,
     ],
 }
-SEVERAL = [name for name in OFFLOADS if name.startswith("multi")]
 
 
 def visit(llm: LLM) -> list[RequestOutput]:
@@ -131,7 +133,7 @@ def answers() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "offload", ["eager", "lazy", *(pytest.param(name, marks=pytest.mark.long) for name in SEVERAL)]
+    "offload", ["eager", *(pytest.param(name, marks=pytest.mark.long) for name in OFFLOADS if name != "eager")]
 )
 def test_conversations_that_come_back_are_restored_and_go_on_the_same(
     offload: str, answers: list[tuple[int, ...]], smollm2: Callable[..., LLM]
@@ -146,6 +148,7 @@ def test_conversations_that_come_back_are_restored_and_go_on_the_same(
         assert reused > (0.6 if offload in {"eager", "multi(eager, lazy)"} else 0.3) * output.metrics.prompt_tokens
 
 
+@pytest.mark.long  # a CPU takes long for half precision; a tiny model does the same in ``connector.test_with_models``
 def test_in_half_precision_what_is_restored_is_what_was_there(smollm2: Callable[..., LLM]) -> None:
     # Recomputing would round differently; so compare with a pool that keeps everything.
     kept = visit(smollm2(dtype="bfloat16", num_device_blocks=256))
@@ -156,9 +159,8 @@ def test_in_half_precision_what_is_restored_is_what_was_there(smollm2: Callable[
         assert restored(after) > 45
 
 
-@pytest.mark.parametrize(
-    "offload", [pytest.param(None, id="none", marks=pytest.mark.long), pytest.param(EAGER, id="eager")]
-)
+@pytest.mark.parametrize("offload", [pytest.param(None, id="none"), pytest.param(EAGER, id="eager")])
+@pytest.mark.long
 def test_a_pool_so_small_that_requests_are_preempted(
     offload: Any, reference: list[tuple[int, ...]], smollm2: Callable[..., LLM]
 ) -> None:
@@ -171,9 +173,10 @@ def test_a_pool_so_small_that_requests_are_preempted(
 # --- sampling and text ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_with_a_seed_tokens_do_not_depend_on_the_batch(smollm2: Callable[..., LLM]) -> None:
     llm = smollm2()
-    sampling = [SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=seed) for seed in range(3)]
+    sampling = [SamplingParams(max_tokens=5, temperature=0.9, top_p=0.95, seed=seed) for seed in range(3)]
     prompts = ["My favourite colour is"] * 3
     together = [output.text for output in llm.generate(prompts, sampling)]
     alone = [llm.generate(prompt, params)[0].text for prompt, params in zip(prompts, sampling, strict=True)]
@@ -181,12 +184,13 @@ def test_with_a_seed_tokens_do_not_depend_on_the_batch(smollm2: Callable[..., LL
     assert len(set(together)) == 3
 
 
+@pytest.mark.long
 def test_a_stop_string_ends_the_text_before_it_and_is_never_streamed(smollm2: Callable[..., LLM]) -> None:
     llm = smollm2()
-    (whole,) = llm.generate(PROMPTS[1], SamplingParams(max_tokens=24))
+    (whole,) = llm.generate(PROMPTS[1], SamplingParams(max_tokens=12))
     stop = whole.text[30:37]
     expected = whole.text[: whole.text.index(stop)]
-    pieces = list(llm.stream(PROMPTS[1], SamplingParams(max_tokens=24, stop=["never said", stop])))
+    pieces = list(llm.stream(PROMPTS[1], SamplingParams(max_tokens=12, stop=["never said", stop])))
     assert pieces[-1].text == "".join(piece.new_text for piece in pieces) == expected
     assert pieces[-1].finish_reason == "stop"
     assert len(pieces) > 5, "it came piece by piece"
@@ -194,9 +198,10 @@ def test_a_stop_string_ends_the_text_before_it_and_is_never_streamed(smollm2: Ca
     assert not any(piece.finished for piece in pieces[:-1])
 
 
+@pytest.mark.long
 def test_text_that_takes_several_tokens_per_character_is_streamed_whole(smollm2: Callable[..., LLM]) -> None:
     llm = smollm2()
-    sampling = SamplingParams(max_tokens=16)
+    sampling = SamplingParams(max_tokens=10)
     prompt = "Repeat after me: 🙂 🚢 ⚓ 日本語 🙂 🚢 ⚓ 日本語 🙂 🚢"
     pieces = [piece.new_text for piece in llm.stream(prompt, sampling)]
     assert "".join(pieces) == llm.generate(prompt, sampling)[0].text

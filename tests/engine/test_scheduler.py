@@ -46,7 +46,7 @@ def alone(tokens: list[int], max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("windows", LAYOUTS.values(), ids=LAYOUTS.keys())
-@examples(25)
+@examples(10)
 @given(data=st.data())
 def test_tokens_do_not_depend_on_batching_chunking_reuse_or_preemption(
     windows: tuple[int | None, ...], data: st.DataObject

@@ -239,7 +239,7 @@ class DecisionMachine(RuleBasedStateMachine):
 
 
 TestEveryDecision = DecisionMachine.TestCase
-TestEveryDecision.settings = examples(60, stateful_step_count=40)
+TestEveryDecision.settings = examples(25, stateful_step_count=40)
 
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
@@ -395,4 +395,4 @@ class OwnershipMachine(RuleBasedStateMachine):
 
 
 TestWhoHoldsWhat = OwnershipMachine.TestCase
-TestWhoHoldsWhat.settings = examples(60, stateful_step_count=40)
+TestWhoHoldsWhat.settings = examples(25, stateful_step_count=40)

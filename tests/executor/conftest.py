@@ -25,11 +25,12 @@ def model_with_heads(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    """A local cluster of two CPUs, for all tests."""
+    """A local cluster of two CPUs. It ends with its tests, because its processes work also when nobody uses it."""
     ray = pytest.importorskip("ray", reason="the Ray executor needs the extra cargohold[ray]")
-    paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    root = Path(__file__).parents[2]
+    paths = {"PYTHONPATH": f"{root}:{root / 'src'}"}
     with not_tidied_up():
         ray.init(
             num_cpus=2,

@@ -262,7 +262,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(
 
 @pytest.mark.parametrize(
     ("kind", "rank"),
-    [("multiprocess", 0), ("multiprocess", 1), pytest.param("ray", 0, marks=pytest.mark.long), ("ray", 1)],
+    [("multiprocess", 0), ("multiprocess", 1), *(pytest.param("ray", rank, marks=pytest.mark.long) for rank in (0, 1))],
 )
 def test_a_rank_that_hangs_ends_the_engine_in_bounded_time(kind: str, rank: int, make_executor: MakeExecutor) -> None:
     executor = make_executor(kind, Trouble("hang", "forward", rank, 1), step_timeout_s=1.0)
@@ -396,8 +396,8 @@ BAD_STARTS: dict[str, tuple[type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("kind", "what"), [
-    *(("multiprocess", what) for what in BAD_STARTS), ("ray", "kill"),
-    *(pytest.param("ray", what, marks=pytest.mark.long) for what in ("raise", "refuse")),
+    *(("multiprocess", what) for what in BAD_STARTS),
+    *(pytest.param("ray", what, marks=pytest.mark.long) for what in BAD_STARTS),
 ])  # fmt: skip
 def test_a_rank_that_cannot_start_leaves_none_running(kind: str, what: str, make_executor: MakeExecutor) -> None:
     error, message = BAD_STARTS[what]

@@ -28,11 +28,18 @@ def no_process_left() -> Iterator[None]:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long  # each process imports for many seconds; what starts as outside of tests in ``test_executors`` does not
 @pytest.mark.usefixtures("no_process_left")
+def test_processes_that_are_started_as_outside_of_tests_answer_as_a_whole_model(
+    model_with_heads: MakeModel, make_llm: Callable[..., LLM]
+) -> None:
+    check_split_as_whole(model_with_heads("qwen3", 2), make_llm)
+
+
+@pytest.mark.usefixtures("no_process_left", "forked_ranks")
 def test_a_split_model_with_norms_of_keys_answers_as_a_whole_one(
     model_with_heads: MakeModel, make_llm: Callable[..., LLM]
 ) -> None:
-    """In processes that are started as outside of tests."""
     check_split_as_whole(model_with_heads("qwen3", 2), make_llm)
 
 

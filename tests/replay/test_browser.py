@@ -29,7 +29,10 @@ COSTS = CostModel(bytes_per_token=1 << 17, prefill_tokens_per_s=5000.0)
 SCHEMES = {"dark": 0, "light": 1}
 PAPER = {"dark": "rgb(20, 24, 29)", "light": "rgb(255, 255, 255)"}
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to look at the page with")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to look at the page with"),
+]
 
 LOOK = """
 <script>

@@ -377,7 +377,7 @@ class TestPlan:
     def test_words_and_table(self, cargohold: Command) -> None:
         result = cargohold(
             "plan", "--trace", TRACE_FILE, "--bytes-per-token", "1024", "--host-bytes", "8MiB", "--disk-bytes", "64MiB",
-            "--prefill-tokens-per-s", "2000", "--policy", "lru",
+            "--prefill-tokens-per-s", "2000", "--policy", "lru", "--until", "400",
         )  # fmt: skip
         assert result.status == 0, result.err
         for words in ("* Recommended: ", "8.0 MiB of host memory", "64 MiB of disk", "This machine", "next GiB"):

@@ -85,9 +85,15 @@ def recommended(workload: Workload, costs: CostModel, *prices: float) -> list[Re
 
 
 class TestRecommendation:
-    def test_it_does_not_move_with_the_length_of_the_trace(self) -> None:
+    @pytest.mark.parametrize(
+        ("lengths", "prices"),
+        [((20, 40), (30.0, 100.0)), pytest.param((20, 40, 80), (10.0, 30.0, 100.0), marks=pytest.mark.long)],
+    )
+    def test_it_does_not_move_with_the_length_of_the_trace(
+        self, lengths: tuple[int, ...], prices: tuple[float, ...]
+    ) -> None:
         costs = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=1000.0)
-        cuts = [recommended(conversations(minutes), costs, 10.0, 30.0, 100.0) for minutes in (20, 40, 80)]
+        cuts = [recommended(conversations(minutes), costs, *prices) for minutes in lengths]
         for sizes in zip(*cuts, strict=True):
             known = [size.num_bytes for size in sizes if not size.is_least]
             assert len(known) >= 2
@@ -107,7 +113,7 @@ class TestRecommendation:
         assert not half.is_least and not whole.is_least
         assert half.num_bytes == pytest.approx(whole.num_bytes, rel=0.25)
 
-    @pytest.mark.parametrize("seconds", [400, 1600])
+    @pytest.mark.parametrize("seconds", [400, pytest.param(1600, marks=pytest.mark.long)])
     def test_what_a_full_cache_saves_does_not_move_with_the_length_of_the_trace(self, seconds: int) -> None:
         # Every second, a new chunk is used, and the one of 100 seconds ago a second and last time.
         requests = [
@@ -130,7 +136,7 @@ class TestRecommendation:
 
     def test_if_all_of_a_long_trace_pays_it_is_all_of_it(self) -> None:
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
-        workload = looping(rounds=8)
+        workload = looping(rounds=5)
         _, plan, words = planned(workload, Budget(), costs)
         assert plan.recommendation == Recommendation(num_bytes=workload.num_unique * BLOCK_TOKENS * TOKEN_BYTES)
         assert "It holds everything" in words and "too short" not in words
@@ -237,14 +243,14 @@ class TestDisk:
 
     def plan(self, **budget: Any) -> tuple[Planner, Plan, str]:
         sizes = {"host_bytes": GIB, "disk_bytes": 8 * GIB, "disk_writes_per_day": 1e6}
-        planner = Planner(conversations(40), self.SLOW, "lru", Budget(**sizes | budget))
+        planner = Planner(conversations(20), self.SLOW, "lru", Budget(**sizes | budget))
         plan = planner.plan(self.results(planner.budget.disk_bytes))
         return planner, plan, " ".join((*recommend(planner, plan), *advise(planner, plan)))
 
     @staticmethod
     @cache
     def results(disk_bytes: int) -> list[ReplayResult]:
-        planner = Planner(conversations(40), TestDisk.SLOW, "lru", Budget(host_bytes=GIB, disk_bytes=disk_bytes))
+        planner = Planner(conversations(20), TestDisk.SLOW, "lru", Budget(host_bytes=GIB, disk_bytes=disk_bytes))
         results = [result for name in ("lru", INFINITE) for result in replay(planner.workload, name, planner.curve())]
         return [*results, *replay(planner.workload, "lru", planner.further(results))]
 

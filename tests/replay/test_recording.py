@@ -91,8 +91,14 @@ def no_shared_tags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("prompt_stores", "no_shared_tags")
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize(("num_slots", "blocks_per_chunk"), [(24, 1), (40, 2)])
+@pytest.mark.parametrize(
+    ("policy", "num_slots", "blocks_per_chunk"),
+    [
+        pytest.param(policy, *sizes, marks=() if at % 2 == turn else pytest.mark.long)
+        for at, policy in enumerate(sorted(POLICIES))
+        for turn, sizes in enumerate([(24, 1), (40, 2)])
+    ],
+)
 def test_the_replay_agrees_with_an_engine_that_offloads(
     policy: str,
     num_slots: int,

@@ -17,7 +17,7 @@ from cargohold.serve.records import Scrape, metrics_url
 from cargohold.serve.server import Server, listening
 from cargohold.serve.settings import ServeConfig
 from tests.serve.running import call, running, wait_until
-from tests.serve.test_page import browsing, in_a_browser
+from tests.serve.test_page import browsing
 
 TEXT = "The ship sails on. " * 40
 OF_VLLM = """
@@ -148,7 +148,7 @@ def test_each_engine_can_be_asked_for(tiered: Server) -> None:
         assert call(server, "/").body == call(tiered, "/").body
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_the_page_shows_one_engine_after_the_other(tiered: Server) -> None:
     of_vllm = Engine("of vLLM", "", lambda _: Scrape.parse(time.monotonic(), OF_VLLM))
     with dashboard([Engine("one", metrics_url(tiered.url)), of_vllm]) as server, browsing(server) as page:

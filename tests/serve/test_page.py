@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 NO_DRIVER = importlib.util.find_spec("playwright") is None
-in_a_browser = pytest.mark.skipif(
-    BROWSER is None or NO_DRIVER, reason="no Chromium, or no playwright to drive it with: make test-browser"
-)
 PAPER = {"dark": "rgb(20, 24, 29)", "light": "rgb(255, 255, 255)"}
 UNNAMED = """() => [...document.querySelectorAll("button, input, textarea, [role=meter], [role=img], svg, ul")]
   .filter(one => one.checkVisibility() && !(one.getAttribute("aria-label") || one.getAttribute("aria-labelledby")
@@ -65,6 +62,8 @@ def tiered(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @contextmanager
 def browsing(server: Server, **options: Any) -> Iterator[Page]:
     """The page in a browser, in which nothing went wrong."""
+    if BROWSER is None or NO_DRIVER:
+        pytest.skip("no Chromium, or no playwright to drive it with: make test-browser")
     from playwright.sync_api import sync_playwright  # noqa: PLC0415  # need not be there
 
     wrong: list[str] = []
@@ -79,7 +78,7 @@ def browsing(server: Server, **options: Any) -> Iterator[Page]:
     assert wrong == []
 
 
-@in_a_browser
+@pytest.mark.browser
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 320)])
 def test_it_can_be_read_wide_and_narrow_in_light_and_dark(tiered: Server, scheme: Any, width: int) -> None:
     with browsing(tiered, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
@@ -91,7 +90,7 @@ def test_it_can_be_read_wide_and_narrow_in_light_and_dark(tiered: Server, scheme
         assert page.evaluate(UNNAMED) == []
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_it_shows_what_is_kept_and_where_prompts_came_from(tiered: Server) -> None:
     shown = call(tiered, "/cache").json
     with browsing(tiered) as page:
@@ -110,7 +109,7 @@ def test_it_shows_what_is_kept_and_where_prompts_came_from(tiered: Server) -> No
         assert page.locator("#hits rect").count() > 0 and page.locator("#ttft circle").count() > 0
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_it_tells_what_is_pinned_and_which_prefixes_are_kept(tiered: Server) -> None:
     pin = {"prompt": "First. " + "The ship sails on. " * 40, "lease": "<b>mine</b>", "ttl_s": 600}
     assert call(tiered, "/cache/pins", pin).status == 200
@@ -122,7 +121,7 @@ def test_it_tells_what_is_pinned_and_which_prefixes_are_kept(tiered: Server) -> 
         assert page.evaluate(FAINT) == [] and page.evaluate(UNNAMED) == []
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_one_can_talk_to_the_model_with_the_keyboard_alone(server: Server) -> None:
     with browsing(server) as page:
         page.wait_for_selector("#vessels li")
@@ -135,7 +134,7 @@ def test_one_can_talk_to_the_model_with_the_keyboard_alone(server: Server) -> No
         page.wait_for_selector("#requests li")
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_it_asks_for_a_key_where_one_is_needed(chat_model: str) -> None:
     with running(chat_model, ServeConfig(port=0, api_keys=("one",))) as server, browsing(server) as page:
         page.wait_for_selector("#key")
@@ -148,7 +147,7 @@ def test_it_asks_for_a_key_where_one_is_needed(chat_model: str) -> None:
         page.wait_for_selector("#said .soft")
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_texts_of_the_server_are_texts_and_no_html(server: Server) -> None:
     with browsing(server) as page:
         page.wait_for_selector("#vessels li")

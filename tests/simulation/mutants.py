@@ -250,7 +250,7 @@ def remembers_ended_requests_for_ever(patch: Patch) -> None:
     patch.setattr(OffloadingScheduler, "explain", remembers)
 
 
-@mutant(connector="multi")
+@mutant(connector="multi", first_seed=6)
 def tells_every_child_to_load_what_one_child_found(patch: Patch) -> None:
     def all_load(self: MultiConnectorScheduler, request: Any, blocks: Any, num_external_tokens: int) -> None:
         chosen = self._chosen.pop(request.request_id, None) if num_external_tokens else None
@@ -526,7 +526,7 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
     patch.setattr(Writes, "take", unpinned)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs")
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=8)
 def gives_slots_back_before_the_workers_have_reported(patch: Patch) -> None:
     def at_once(self: Fetches, fetch: Fetch) -> None:
         self._live.discard(fetch)
@@ -542,7 +542,7 @@ def never_lets_go_of_what_it_has_fetched(patch: Patch) -> None:
     patch.setattr(Fetch, "release", lambda self: None)
 
 
-@mutant(connector="tiered", workload="returning")
+@mutant(connector="tiered", workload="returning", first_seed=5)
 def reserves_slots_while_it_looks_a_request_up(patch: Patch) -> None:
     must_wait = Prefetcher.must_wait
 
@@ -581,7 +581,7 @@ def marks_chunks_as_used_before_admission(patch: Patch) -> None:
     patch.setattr(TierLookup, "find", touching)
 
 
-@mutant(connector="tiered", workload="stops")
+@mutant(connector="tiered", workload="stops", first_seed=5)
 def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
     patch.setattr(TaskTable, "rename", lambda self: None)
 
@@ -589,17 +589,17 @@ def keeps_the_names_of_chunks_after_a_reset(patch: Patch) -> None:
 # --- patience with tiers below host memory ----------------------------------------------------------------------------
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs")
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=8)
 def waits_longer_than_computing_takes(patch: Patch) -> None:
     patch.setattr(Prefetcher, "_limit_by_computing", lambda *_: None)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs")
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=3)
 def never_counts_the_time_of_a_wait(patch: Patch) -> None:
     patch.setattr(Waiting, "waited_s", property(lambda self: 0.0, lambda self, seconds: None))
 
 
-@mutant(connector="tiered", workload="endurance")
+@mutant(connector="tiered", workload="endurance", first_seed=3)
 def waits_although_there_is_nothing_worth_waiting_for(patch: Patch) -> None:
     go = Waiting.go
     patch.setattr(Waiting, "go", lambda self, event: None if event is Event.NOTHING else go(self, event))
@@ -626,12 +626,12 @@ def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
     patch.setattr(MediumHealth, "__init__", one_for_all)
 
 
-@mutant(connector="tiered", workload="endurance")
+@mutant(connector="tiered", workload="endurance", first_seed=3)
 def never_learns_how_slow_loads_are(patch: Patch) -> None:
     patch.setattr(Fetches, "_note_pace", lambda *_: None)
 
 
-@mutant(connector="tiered", workload="endurance")
+@mutant(connector="tiered", workload="endurance", first_seed=3)
 def always_asks_tiers_however_slow_they_are(patch: Patch) -> None:
     patch.setattr(Prefetcher, "_skip_slow", lambda *_: False)
 
@@ -815,12 +815,12 @@ def forgets_a_hint_in_its_answer(patch: Patch) -> None:
 # --- what disks are told, and tell ------------------------------------------------------------------------------------
 
 
-@mutant("tiered", "hints")
+@mutant("tiered", "hints", first_seed=5)
 def tells_disks_nothing_of_hints_that_come_later(patch: Patch) -> None:
     patch.setattr(LowerTiers, "rank", lambda self, keys: None)
 
 
-@mutant("tiered", "hints")
+@mutant("tiered", "hints", first_seed=5)
 def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     notes = TaskTable._notes
 

@@ -17,7 +17,18 @@ from tests.simulation.mutation import Mutant
 MAX_SEEDS = 200
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+SLOW = {
+    "never lets go of what it has fetched",
+    "takes a job that hangs for one too many",
+    "waits although there is nothing worth waiting for",
+}
+"""Who waits in vain plays thousands of steps before it is found out."""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(mutant, id=mutant.what, marks=pytest.mark.long if mutant.what in SLOW else ()) for mutant in MUTANTS],
+)
 def test_every_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.apply(monkeypatch)
     seeds = range(mutant.first_seed, mutant.first_seed + MAX_SEEDS)

@@ -160,7 +160,7 @@ class TierMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", MANAGERS)
 def test_under_random_operations(name: str) -> None:
     machine = type("Machine", (TierMachine,), {"make": staticmethod(MANAGERS[name])})
-    run_state_machine_as_test(machine, settings=examples(40, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=examples(16, stateful_step_count=40))
 
 
 @pytest.mark.parametrize("name", MANAGERS)

@@ -18,7 +18,7 @@ from tests.effort import examples
 
 
 @pytest.mark.parametrize("most_in_one_dict", [0, 600])
-@examples(60)
+@examples(25)
 @given(data=st.data())
 def test_a_table_finds_every_chunk_whatever_is_removed(most_in_one_dict: int, data: st.DataObject) -> None:
     """Prefixes that share beginnings, in neighbouring slots and scattered over the table."""

@@ -178,7 +178,7 @@ class SharesMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_levels_and_quotas_hold_under_any_operations(policy: str, with_quotas: bool) -> None:
     machine = type("Machine", (SharesMachine,), {"policy": policy, "with_quotas": with_quotas})
-    run_state_machine_as_test(machine, settings=examples(10, stateful_step_count=25))
+    run_state_machine_as_test(machine, settings=examples(5, stateful_step_count=25))
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -16,7 +16,7 @@ from tests.cache.policies.naive_arc import PaperARC
 from tests.effort import examples
 
 
-@examples(60)
+@examples(25)
 @given(capacity=st.integers(1, 12), generator=st.randoms(use_true_random=False), length=st.integers(0, 400))
 def test_does_what_the_paper_says_where_chunks_come_alone(capacity: int, generator: Random, length: int) -> None:
     # Some chunks come often, others in phases: both ghost lists are hit, at different lengths.
@@ -81,7 +81,7 @@ def test_strangers_are_admitted_at_once_as_one_by_one(
     assert at_once == one_by_one
 
 
-@examples(80)
+@examples(30)
 @given(capacity=st.integers(1, 6), data=st.data())
 def test_ghosts_are_two_lists_of_keys(capacity: int, data: st.DataObject) -> None:
     ghosts = Ghosts(capacity)

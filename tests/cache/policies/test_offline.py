@@ -36,7 +36,7 @@ def best_by_search(requests: Requests, capacity: int, num_asked: Sequence[int]) 
     return best(0, frozenset())
 
 
-@examples(60)
+@examples(25)
 @given(requests=st.lists(paths.map(chain), max_size=6), capacity=st.integers(1, 4))
 def test_no_choice_whatever_gives_more_hits(requests: Requests, capacity: int) -> None:
     assert sum(OfflineTrace(requests).optimal_hits(capacity)) == best_by_search(
@@ -44,7 +44,7 @@ def test_no_choice_whatever_gives_more_hits(requests: Requests, capacity: int) -
     )
 
 
-@examples(100)
+@examples(40)
 @given(requests=st.lists(st.tuples(paths.map(chain), st.integers(0, 3)), max_size=6), capacity=st.integers(1, 4))
 def test_the_optimum_counts_only_chunks_that_are_looked_up(
     requests: Sequence[tuple[Sequence[bytes], int]], capacity: int
@@ -56,7 +56,7 @@ def test_the_optimum_counts_only_chunks_that_are_looked_up(
     assert all(found <= asked for found, asked in zip(hits, num_asked, strict=True))
 
 
-@examples(40)
+@examples(16)
 @given(requests=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), max_size=30))
 def test_no_policy_gives_more_and_more_room_never_gives_less(requests: list[tuple[int, ...]]) -> None:
     keys = [chain(path) for path in requests]

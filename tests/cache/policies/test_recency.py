@@ -102,15 +102,15 @@ class TwinMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", TWINS)
 def test_evicts_what_the_model_evicts_and_in_its_order(name: str) -> None:
     machine = type("Machine", (TwinMachine,), {"policies": TWINS[name]})
-    run_state_machine_as_test(machine, settings=examples(25, stateful_step_count=50))
+    run_state_machine_as_test(machine, settings=examples(10, stateful_step_count=50))
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_long_history_of_a_large_tier_is_evicted_in_the_order_of_the_model(name: str) -> None:
     """Long enough that the oldest are picked out in several passes."""
-    capacity = 1_000
+    capacity = 400
     twins = Twins(capacity, TWINS[name])
-    for at in range(300):
+    for at in range(100):
         path = chain_of_numbers(at % 97, 40 + at % 31)
         for manager in twins.managers:
             manager.touch(path)

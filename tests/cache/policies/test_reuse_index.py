@@ -71,10 +71,10 @@ class NoHoles(RuleBasedStateMachine):
 
 
 TestNoHoles = NoHoles.TestCase
-TestNoHoles.settings = examples(25, stateful_step_count=40)
+TestNoHoles.settings = examples(10, stateful_step_count=40)
 
 
-@examples(60)
+@examples(25)
 @given(capacity=st.integers(1, 10), requests=st.lists(paths, max_size=40))
 def test_lru_leaves_no_hole_either_where_nothing_is_pinned(capacity: int, requests: list[tuple[int, ...]]) -> None:
     tier = NaiveTier(make_manager("lru", capacity))
@@ -235,7 +235,7 @@ def test_ages_are_told_apart_by_powers_of_two(age: int, bucket: int) -> None:
     assert age_bucket(age) == bucket
 
 
-@examples(100)
+@examples(40)
 @given(data=st.data())
 def test_the_leaf_that_is_worth_least_goes_until_a_newcomer_is_worth_less(data: st.DataObject) -> None:
     """Prefixes that branch, of classes of any worth, some of whose chunks are in use."""

@@ -102,7 +102,7 @@ class Traffic:
                 break
 
 
-@examples(150)
+@examples(60)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 2), st.integers(1, 2))
 def test_under_random_traffic_no_slot_is_lost_and_no_pin_is_kept(
     seed: int, capacity: int, num_tiers: int, num_workers: int
