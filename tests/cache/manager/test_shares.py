@@ -94,7 +94,7 @@ class SharesMachine(RuleBasedStateMachine):
 
     def idle(self) -> list[bytes]:
         """Chunks that could be evicted."""
-        table: ChunkTable = self.manager._table
+        table: ChunkTable = self.manager.table
         return [
             key
             for key in self.owners
