@@ -26,7 +26,7 @@ from tests.connector.test_events import RouterIndex, blocks_of, finish_all
 from tests.connector.tiering import make_engine, serve
 from tests.effort import examples
 
-LISTED = TierOptions(name="disk", is_listed=True)
+LISTED = TierOptions(name="disk", is_listed=True, max_chunks=10_000)
 
 
 def first_engine(
@@ -78,13 +78,13 @@ def test_the_next_request_finds_what_was_announced_and_announces_nothing_twice()
 def test_each_step_announces_a_bounded_number() -> None:
     tiering = SimulatedTiering(400, [LISTED])
     first_engine(tiering, 20)
-    assert len(tiering.media[0][0].chunks) > 3 * LISTED_AT_ONCE
+    assert len(tiering.media[0][0].chunks) > 3 * LISTED_AT_ONCE[JobKind.DESCRIBE]
     engine = make_engine(tiering, emit_events=True)
     counts = []
     while engine.scheduler.has_work():
         engine.step()
         counts.append(sum(isinstance(event, BlockStored) for event in engine.scheduler.take_events()))
-    assert max(counts) == LISTED_AT_ONCE and sum(counts) == len(tiering.media[0][0].chunks)
+    assert max(counts) == LISTED_AT_ONCE[JobKind.DESCRIBE] and sum(counts) == len(tiering.media[0][0].chunks)
 
 
 def test_a_listing_is_no_use_of_the_chunks_and_nobody_waits_for_it() -> None:
@@ -95,7 +95,7 @@ def test_a_listing_is_no_use_of_the_chunks_and_nobody_waits_for_it() -> None:
     kinds: list[JobKind] = []
     queue.on_job = lambda job: kinds.append(job.kind)
     finish_all(engine, tiering)
-    assert set(kinds) == {JobKind.LIST, JobKind.CHECK}
+    assert set(kinds) == {JobKind.LIST, JobKind.DESCRIBE, JobKind.CHECK}
     queue.held = frozenset({JobKind.LIST})
     other = make_engine(tiering, emit_events=True)
     (queue,) = tiering.all_queues()
@@ -144,7 +144,9 @@ def test_a_disk_that_works_again_is_listed_again() -> None:
     tiering.media[0][0].is_gone = False
     engine.clock.advance(1000.0)  # type: ignore[attr-defined]  # virtual
     for at in range(2):  # the first step tells the scheduler side that the tier may be tried again
-        serve(engine, tiering, f"asks {at}", prompt(70 + at, 16))
+        evict_everything(engine)
+        tiering.manager.host.remove(tiering.media[0][0].chunks)
+        serve(engine, tiering, f"asks {at}", prompt(1, 45))
     index.follow(engine.scheduler.take_events())
     assert before <= index.blocks[MEDIUM_STORAGE]
 
@@ -258,9 +260,12 @@ def test_a_chunk_that_is_lost_while_its_job_goes_on_with_others_is_not_announced
 
 
 def lose_disk(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
+    """The disk is gone, and requests for what was there notice it."""
     tiering.media[0][0].is_gone = True
     for at in range(6):
-        engine.add(f"lost {at}", prompt(100 + at, 16), 1)
+        evict_everything(engine)
+        tiering.manager.host.remove(tiering.media[0][0].chunks)
+        engine.add(f"lost {at}", prompt(1, 45), 1)
         finish_all(engine, tiering)
 
 

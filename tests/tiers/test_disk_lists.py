@@ -48,7 +48,7 @@ def listed(tier: Tier, limit: int = 7) -> dict[bytes, Details]:
     found: dict[bytes, Details] = {}
     cursor, is_first = b"", True
     while cursor or is_first:
-        listing = tier.list_chunks(cursor, limit)
+        listing = tier.list_chunks(cursor, limit, with_details=True)
         assert len(listing.found) <= limit
         for chunk in listing.found:
             assert chunk.key not in found

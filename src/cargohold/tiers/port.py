@@ -78,7 +78,7 @@ class Found:
 
     Attributes:
         key: its key.
-        details: what events say of it.
+        details: what events say of it; ``NO_DETAILS`` if that was not asked for.
     """
 
     key: OffloadKey
@@ -90,7 +90,7 @@ class Listing:
     """A part of the list of a tier's chunks.
 
     Attributes:
-        found: chunks whose details are known.
+        found: the chunks; if details were asked for, only those whose details are known.
         cursor: where the next part begins; empty if there is none.
     """
 
@@ -181,7 +181,7 @@ class Tier(ABC):
         """Take what hints ask now for chunks, one claim each. Absent chunks are ignored, and by default all."""
         del keys, claims
 
-    def list_chunks(self, cursor: bytes, limit: int) -> Listing:
+    def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:
         """Return some of the chunks that are there, without using them.
 
         A tier that cannot say, or whose medium has its price for each question, lists nothing: the default. Chunks that come
@@ -190,8 +190,9 @@ class Tier(ABC):
         Args:
             cursor: empty for the first part; then what the call before has returned.
             limit: maximum number of chunks to look at.
+            with_details: whether to read what events say of them. Without that the medium is not asked.
         """
-        del cursor, limit
+        del cursor, limit, with_details
         return NOTHING_LISTED
 
     def take_losses(self) -> Losses:
@@ -225,6 +226,8 @@ class JobKind(Enum):
     """Change what hints ask for chunks."""
     LIST = "list"
     """List chunks that are there. The only key is the cursor; see ``Tier.list_chunks``."""
+    DESCRIBE = "describe"
+    """List chunks with their details, which takes longer."""
 
 
 class Access(Enum):
@@ -239,7 +242,8 @@ ACCESS_OF: Final[Mapping[JobKind, Access]] = {
     JobKind.PROBE: Access.LOOK_UP,
     JobKind.TOUCH: Access.LOOK_UP,
     JobKind.CHECK: Access.LOOK_UP,
-    JobKind.LIST: Access.LOAD,
+    JobKind.LIST: Access.LOOK_UP,
+    JobKind.DESCRIBE: Access.LOAD,
     JobKind.RANK: Access.WRITE,
     JobKind.LOAD: Access.LOAD,
     JobKind.STORE: Access.WRITE,
@@ -247,10 +251,10 @@ ACCESS_OF: Final[Mapping[JobKind, Access]] = {
 }
 URGENT: Final = frozenset(kind for kind in JobKind if ACCESS_OF[kind] is not Access.WRITE)
 """Kinds of jobs that go before others, because somebody waits for them or they take hardly any time."""
-SHOW_NOTHING: Final = frozenset({JobKind.TOUCH, JobKind.CHECK, JobKind.LIST, JobKind.RANK})
+LISTED_AT_ONCE: Final[Mapping[JobKind, int]] = {JobKind.LIST: 4096, JobKind.DESCRIBE: 64}
+"""Kinds of jobs that list, and the number of chunks that one looks at."""
+SHOW_NOTHING: Final = frozenset({JobKind.TOUCH, JobKind.CHECK, JobKind.RANK, *LISTED_AT_ONCE})
 """Kinds of jobs whose end does not show whether the medium works. They pass while it does, and are no trials."""
-LISTED_AT_ONCE: Final = 64
-"""Number of chunks that a job of kind ``LIST`` looks at."""
 ONE_BY_ONE: Final = frozenset({JobKind.LOAD, JobKind.STORE})
 """Kinds of jobs whose chunks are worked on one by one, so that several threads share a job."""
 

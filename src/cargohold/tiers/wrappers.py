@@ -62,8 +62,8 @@ class WrappedTier(Tier):
     def rank(self, keys: Sequence[OffloadKey], claims: Sequence[Claim]) -> None:  # noqa: D102
         self.call("rank", 0, lambda: self.inner.rank(keys, claims))
 
-    def list_chunks(self, cursor: bytes, limit: int) -> Listing:  # noqa: D102
-        return self.call("list_chunks", 0, lambda: self.inner.list_chunks(cursor, limit))
+    def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:  # noqa: D102
+        return self.call("list_chunks", 0, lambda: self.inner.list_chunks(cursor, limit, with_details=with_details))
 
     def take_losses(self) -> Losses:  # noqa: D102
         return self.inner.take_losses()

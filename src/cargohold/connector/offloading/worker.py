@@ -22,6 +22,7 @@ from cargohold.tiers.chunk_format import NO_DETAILS, Note
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.memory import ByteRows
 from cargohold.tiers.port import (
+    LISTED_AT_ONCE,
     NO_LOSSES,
     ONE_BY_ONE,
     JobKind,
@@ -113,7 +114,7 @@ class RecentLosses:
             return NO_LOSSES  # mostly
         suspects = set(losses.keys)
         for job in ended:
-            if job.kind is not JobKind.LIST:
+            if job.kind not in LISTED_AT_ONCE:
                 suspects.update(job.keys if job.job_id <= self._all_lost else self._lost.keys() & job.keys)
         for key in [key for key, begun in self._lost.items() if begun < oldest]:
             del self._lost[key]
@@ -199,7 +200,7 @@ class TierWorker:
                 assert job.status is not None
                 outcomes[job.job_id] = _OUTCOMES[job.status]
                 self._answers[job.job_id] = bytes(job.succeeded), 1
-                if job.kind is JobKind.LIST and self._rank == 0:
+                if job.kind in LISTED_AT_ONCE and self._rank == 0:
                     self._listings[job.job_id] = job.listing
         oldest = next(iter(self._queue_of), self._last_begun + 1)
         for at, recent in enumerate(self._recent):

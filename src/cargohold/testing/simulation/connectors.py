@@ -309,7 +309,10 @@ def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> T
     }
     # One that others share knows nothing of what they do to it, so it tells no changes either.
     media = tuple(
-        replace(medium, options=replace(medium.options, is_listed=True))
+        replace(
+            medium,
+            options=replace(medium.options, is_listed=True, max_chunks=aside.choice((None, medium.max_chunks))),
+        )
         if medium.options.has_index and medium.options.locality == "LOCAL"
         else medium
         for medium in media

@@ -63,8 +63,8 @@ class SimulatedMedium:
         """Do what a job asks for with one of its chunks."""
         key = job.keys[at]
         chunk = self.chunks.get(key)
-        if job.kind is JobKind.LIST:
-            job.listing = self._list(key)
+        if job.kind in LISTED_AT_ONCE:
+            job.listing = self._list(key, job.kind)
             return True
         if job.kind in {JobKind.PROBE, JobKind.TOUCH, JobKind.CHECK}:
             return chunk is not None
@@ -119,12 +119,15 @@ class SimulatedMedium:
         """Those of the chunks that are not there."""
         return [key for key in keys if key not in self.chunks]
 
-    def _list(self, cursor: bytes) -> Listing:
+    def _list(self, cursor: bytes, kind: JobKind) -> Listing:
         """The next chunks, in the order of storing: each after the one before it in its prefix."""
         after = int.from_bytes(cursor, "little")
         keys = [key for key in self.chunks if self._numbers[key] > after]
-        part = keys[:LISTED_AT_ONCE]
-        found = tuple(Found(key, self.notes[key].details) for key in part if self.notes[key].details != NO_DETAILS)
+        part = keys[: LISTED_AT_ONCE[kind]]
+        if kind is JobKind.LIST:
+            found = tuple(Found(key, NO_DETAILS) for key in part)
+        else:
+            found = tuple(Found(key, self.notes[key].details) for key in part if self.notes[key].details != NO_DETAILS)
         return Listing(found, self._numbers[part[-1]].to_bytes(8, "little") if len(keys) > len(part) else b"")
 
     def corrupt(self, key: OffloadKey) -> None:

@@ -17,7 +17,17 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, SparingLog, TierError
 from cargohold.option_values import format_count
-from cargohold.tiers.chunk_format import NO_NOTE, NO_TERMS, ChunkCodec, Claim, Details, Note, Terms, unpack_header
+from cargohold.tiers.chunk_format import (
+    NO_DETAILS,
+    NO_NOTE,
+    NO_TERMS,
+    ChunkCodec,
+    Claim,
+    Details,
+    Note,
+    Terms,
+    unpack_header,
+)
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
@@ -176,8 +186,8 @@ class DiskTier(Tier):
     def _now_s(self) -> float:
         return self._codec.now_ns() / 1e9
 
-    def list_chunks(self, cursor: bytes, limit: int) -> Listing:
-        """Return the next chunks with details, each after the one before it in its prefix: routers want to know that first."""
+    def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:
+        """Return the next chunks, each after the one before it in its prefix: routers want to know that first."""
         state, first = self._state, int.from_bytes(cursor, "little")
         if not cursor:
             with self._lock:
@@ -189,9 +199,12 @@ class DiskTier(Tier):
         end = first + limit
         with self._lock:
             chunks = state.index.chunks_in(slots[first:end].tolist())
-        found = tuple(
-            Found(key, details) for slot, key in chunks if (details := self._details(state, slot, key)) is not None
-        )
+        if with_details:
+            found = tuple(
+                Found(key, details) for slot, key in chunks if (details := self._details(state, slot, key)) is not None
+            )
+        else:
+            found = tuple(Found(key, NO_DETAILS) for _, key in chunks)
         if end >= len(slots):
             self._roll = state, slots[:0]
             return Listing(found)

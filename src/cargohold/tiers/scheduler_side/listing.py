@@ -1,13 +1,13 @@
-"""Finds again what an earlier engine has left in a tier, for KV events: a few chunks at a time, and behind everything else.
+"""Finds again what an earlier engine has left in a tier: a few chunks at a time, and behind everything else.
 
-::
+First which chunks the tier has: from then on it need not be asked, because it tells what it loses (``TierState.knows_all``).
+Then, if anybody wants events, what these say of each chunk, which was stored with it and takes longer to read::
 
-    due --> LIST: keys and details, from one worker --> CHECK: does every worker have its shard? --> announced
+    due --> LIST, then DESCRIBE: from one worker --> CHECK: does every worker have its shard? --> known, then announced
              ^                                                                                 |
              +------------------------------- until the end of the list -----------------------+
 
-A chunk that no request has asked for yet is announced with the contents that were stored with it. After a ``rename``, nothing
-is listed: chunks have names then that tell nobody which chunks they are.
+After a ``rename``, nothing is listed: chunks have names then that tell nobody which chunks they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Lister:
         self._at = at
         self._tier = tier
         self._tasks = tasks
-        self._is_wanted = self._is_due = tier.records_events and tier.options.is_listed
+        self._is_wanted = self._is_due = tier.options.is_listed and (tier.may_know_all or tier.records_events)
         self._num_found = 0
         self._is_running = False
 
@@ -57,31 +57,41 @@ class Lister:
         elif self.is_at_work:
             self._is_due = False
             self._num_found = 0
-            self._list_from(b"")
+            self._list_from(b"", JobKind.LIST if self._tier.may_know_all else JobKind.DESCRIBE)
 
-    def _list_from(self, cursor: bytes) -> None:
+    def _list_from(self, cursor: bytes, kind: JobKind) -> None:
         self._is_running = True
-        self._tasks.want(TierTask(JobKind.LIST, self._at, [cursor], self._end_list))
+        self._tasks.want(TierTask(kind, self._at, [cursor], self._end_list))
 
     def _end_list(self, task: TierTask, _: Sequence[bool], is_done: bool) -> None:
         if task.is_cancelled or not is_done:
             self._is_running = False
         elif task.listing.found:
             keys = [found.key for found in task.listing.found]
-            self._tasks.want(TierTask(JobKind.CHECK, self._at, keys, partial(self._end_check, task.listing)))
+            on_end = partial(self._end_check, task.listing, task.kind)
+            self._tasks.want(TierTask(JobKind.CHECK, self._at, keys, on_end))
         else:
-            self._go_on(task.listing)
+            self._go_on(task.listing, task.kind)
 
-    def _end_check(self, listing: Listing, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
+    def _end_check(
+        self, listing: Listing, kind: JobKind, task: TierTask, succeeded: Sequence[bool], is_done: bool
+    ) -> None:
         if task.is_cancelled or not is_done:
             self._is_running = False
             return
-        there = tuple(compress(listing.found, succeeded))
-        self._num_found += len(there)
-        self._tier.announce_found(there)
-        self._go_on(listing)
+        self._tier.hold(task.keys, succeeded)
+        if kind is JobKind.DESCRIBE:
+            there = tuple(compress(listing.found, succeeded))
+            self._num_found += len(there)
+            self._tier.announce_found(there)
+        self._go_on(listing, kind)
 
-    def _go_on(self, listing: Listing) -> None:
+    def _go_on(self, listing: Listing, kind: JobKind) -> None:
         self._is_running = False
         if listing.cursor and self._num_found < MAX_ANNOUNCED:
-            self._list_from(listing.cursor)
+            self._list_from(listing.cursor, kind)
+        elif kind is JobKind.LIST:
+            # Unless the list, or a part of it, has become worthless meanwhile.
+            self._tier.knows_all = not self._is_due
+            if self._tier.records_events:
+                self._list_from(b"", JobKind.DESCRIBE)

@@ -25,7 +25,7 @@ from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.protocol import Clock, Outage, TransferOutcome
 from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import TierHealth
-from cargohold.tiers.port import JobKind, Listing
+from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
 from cargohold.tiers.scheduler_side.listing import Lister
 from cargohold.tiers.scheduler_side.pace import SteppedClock
@@ -201,7 +201,7 @@ class LowerTiers:
         tiers = [-1] * len(keys)
         for at, tier in enumerate(self.tiers):
             if tier.is_readable:
-                answers = tier.presence.get(keys)
+                answers = tier.known(keys)
                 tiers = [
                     at if known < 0 and is_there else known for known, is_there in zip(tiers, answers, strict=True)
                 ]
@@ -243,7 +243,7 @@ class LowerTiers:
         probes: list[TierTask] = []
         for at, tier in enumerate(self.tiers):
             if tier.is_readable and at not in skipped:
-                answers = tier.presence.get(rest)
+                answers = tier.known(rest)
                 asked = [key for key, is_there in zip(rest, answers, strict=True) if is_there is None]
                 rest = [key for key, is_there in zip(rest, answers, strict=True) if is_there is not None]
                 before = num_found.get(at, 0)
@@ -296,7 +296,7 @@ class LowerTiers:
         assert not self.is_fetching, "chunks on their way would be remembered under the wrong name"
         self._tasks.cancel(lambda _: True)
         for tier, writes in zip(self.tiers, self.writes, strict=True):
-            tier.clear()
+            tier.clear(is_empty=True)
             writes.clear()
         self._to_rank.clear()
         self.promises.note_reset()
@@ -324,7 +324,7 @@ class LowerTiers:
                 self._tasks.want(task)
             elif not task.is_cancelled and tier.takes(task.kind):
                 # Nobody waits for a list: on a slow medium, too, it is to end.
-                is_waited_for = task.kind is not JobKind.LIST
+                is_waited_for = task.kind not in LISTED_AT_ONCE
                 timeout_s = self.config.restore_timeout_s if is_waited_for else self.config.store_timeout_s
                 commands.append(self._tasks.begin(new_id(), task, timeout_s))
             else:
@@ -366,7 +366,7 @@ class LowerTiers:
     def note_emptied(self, tiers: Iterable[int]) -> None:
         """Learn that tiers have lost all that they had. To be called before the jobs end that a report says have ended."""
         for at in tiers:
-            self.tiers[at].clear()
+            self.tiers[at].clear(is_empty=self._tasks.is_renamed)
             self._listers[at].begin_again()
             if self.config.num_workers > 1:
                 self._tasks.note_lost(at, None)

@@ -184,6 +184,14 @@ class Planner:
         ]
         return longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens)
 
+    def may_have_more(self, wanted: Wanted) -> bool:
+        """Whether lower tiers have more of what is wanted than host memory, as far as is known without asking them."""
+        unknown: list[OffloadKey] = []
+        hit = self.deep_hit(wanted, wanted.limit_tokens, unknown, ())
+        if unknown or hit.undecided:
+            return True
+        return hit.num_tokens > self.host_hit(wanted, wanted.limit_tokens)
+
     def compute_s(self, wanted: Wanted, num_tokens: int) -> float | None:
         """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.
 

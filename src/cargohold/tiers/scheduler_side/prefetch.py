@@ -2,7 +2,7 @@
 
 ::
 
-    ASK ----> ask the tiers about what host memory does not have
+    ASK ----> ask the tiers about what host memory does not have, unless it is known what they have
      |          | all have answered
      |          v
      |        how much is it worth while to fetch? --nothing--> OVER: host memory's answer counts
@@ -268,8 +268,9 @@ class Prefetcher:
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)
-        if self._lower.is_readable:
-            self._note_asked(waiting, wanted)
+        waiting.wanted = self._within_reach(wanted)
+        if self._lower.is_readable and (num_announced or planner.may_have_more(waiting.wanted)):
+            self._note_asked(waiting)
         else:
             waiting.go(Event.NOTHING)
         return waiting
@@ -285,14 +286,16 @@ class Prefetcher:
         if waiting.has_arrived:
             waiting.go(Event.ARRIVED)
             return False
-        self._note_asked(waiting, wanted)
+        waiting.wanted = self._within_reach(wanted)
+        self._note_asked(waiting)
         return True
 
-    def _note_asked(self, waiting: Waiting, wanted: Wanted) -> None:
+    def _within_reach(self, wanted: Wanted) -> Wanted:
         # All answers of one look-up must be remembered until the last has come.
         max_tokens = int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in wanted.keys]))
-        limit_tokens = min(wanted.limit_tokens, wanted.num_computed_tokens + max_tokens)
-        waiting.wanted = wanted._replace(limit_tokens=limit_tokens)
+        return wanted._replace(limit_tokens=min(wanted.limit_tokens, wanted.num_computed_tokens + max_tokens))
+
+    def _note_asked(self, waiting: Waiting) -> None:
         waiting.has_place = self._num_places is None or self._num_asked <= self._num_places
         self._asked.append(waiting)
 

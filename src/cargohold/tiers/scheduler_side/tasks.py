@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
-from cargohold.tiers.port import ACCESS_OF, NOTHING_LISTED, SHOW_NOTHING, Access, JobKind, Listing
+from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NOTHING_LISTED, SHOW_NOTHING, Access, JobKind, Listing
 
 _MAX_NAMES: Final = 2**18
 """Maximum number of names of which it is remembered whose they are. Of further chunks, nobody hears when tiers lose them."""
@@ -153,7 +153,7 @@ class TaskTable:
         task.begun_at = self._clock()
         self._in_flight[job_id] = task
         self._count(task, 1)
-        if task.kind is JobKind.LIST:
+        if task.kind in LISTED_AT_ONCE:
             return TierCommand(job_id, task.tier, task.kind, tuple(task.keys), (), (), timeout_s)
         parents: tuple[OffloadKey | None, ...] = ()
         notes: tuple[Note, ...] = ()

@@ -171,6 +171,8 @@ REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
 MAX_ANNOUNCED = 2**18
 """Maximum number of a tier's chunks that KV events announce at the same time, even if it can hold more."""
+MAX_KNOWN = 2**20
+"""Maximum number of chunks of a tier of which all are known, at some 130 bytes each. A larger tier is asked."""
 _READING = (Access.LOOK_UP, Access.LOAD)
 _GROWTH = 4
 """A look-up that has found n chunks asks for this many times n next; see ``TierState.num_to_ask``."""
@@ -195,6 +197,8 @@ class TierState:
         look_up_gain: how many of the chunks that requests ask it for it has.
         stats: counters since they were last taken.
         probing: chunks in probes that it has not answered.
+        knows_all: whether all chunks that the tier has are known, so that it need not be asked. It tells what it loses; a chunk
+            that it turns out not to have is a miss.
     """
 
     def __init__(
@@ -219,6 +223,8 @@ class TierState:
         self.look_up_pace = Pace(clock, REMEASURE_S)
         self.look_up_gain = LookUpGain()
         self.probing: set[OffloadKey] = set()
+        self.knows_all = False
+        self._held: set[OffloadKey] = set()
         self.stats: Counter[str] = Counter()
         self._times = {JobKind.PROBE: Times("look_up"), JobKind.LOAD: Times("fetch"), JobKind.STORE: Times("write")}
         self._events: list[TierEvent] | None = [] if config.record_events else None
@@ -315,6 +321,12 @@ class TierState:
         return self.options.has_index and not self.options.is_read_only and not self.is_off
 
     @property
+    def may_know_all(self) -> bool:
+        """Whether all of its chunks can be known, once they are listed: they are not too many, and it tells what it loses."""
+        most = self.options.max_chunks
+        return self.options.is_listed and most is not None and most <= MAX_KNOWN
+
+    @property
     def records_events(self) -> bool:
         """Whether anybody listens to its events."""
         return self._events is not None
@@ -365,10 +377,26 @@ class TierState:
 
         With ``is_skipped``, it has nothing but what it is known to have.
         """
-        states = bytes(map(_STATES.__getitem__, self.presence.get(keys)))
+        states = bytes(map(_STATES.__getitem__, self.known(keys)))
+        if self.knows_all:
+            return states
         if is_skipped:
             return states.translate(_UNKNOWN_IS_ABSENT)
         return mark(states, keys, self.probing, NOT_YET)
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
+        """Return whether each chunk is there; ``None`` if the tier must be asked."""
+        return list(map(self._held.__contains__, keys)) if self.knows_all else self.presence.get(keys)
+
+    def last_known(self, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
+        """Return whether each chunk was there when it was heard of last, however old that is; ``None`` if it never was."""
+        return list(map(self._held.__contains__, keys)) if self.knows_all else self.presence.last(keys)
+
+    def hold(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
+        """Note which chunks the tier has, if all are to be known."""
+        if self.may_know_all:
+            self._held.difference_update(keys)
+            self._held.update(compress(keys, are_there))
 
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Remember, and announce, whether the tier has these chunks."""
@@ -390,19 +418,26 @@ class TierState:
         if kind in self._times:
             self._times[kind].note(seconds, self.stats)
 
-    def clear(self) -> None:
-        """Forget what the tier holds, for a reset or because it is off."""
+    def clear(self, *, is_empty: bool = False) -> None:
+        """Forget what the tier holds, because it is off, or has lost everything or its list of losses.
+
+        After a reset it ``is_empty``: nobody asks for what it has under the names before.
+        """
         self.presence.clear()
+        self._held.clear()
+        self.knows_all = is_empty and self.may_know_all
         self._note_events(AllChunksRemoved())
 
     def note_lost(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that chunks which the tier may have had are not there any more."""
-        known = [key for key, was_there in zip(keys, self.presence.last(keys), strict=True) if was_there]
+        known = [key for key, was_there in zip(keys, self.last_known(keys), strict=True) if was_there]
         self.presence.note(known, [False] * len(known))
+        self._held.difference_update(keys)
         self._note_events(ChunksRemoved(tuple(keys)))
 
     def announce(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
-        """Record which chunks the tier was found to have, and which not to have."""
+        """Note, and record for events, which chunks the tier was found to have, and which not to have."""
+        self.hold(keys, are_there)
         # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
         if self._events is None or not self.can_be_relied_on:
             return

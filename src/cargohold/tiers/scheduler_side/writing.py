@@ -197,7 +197,7 @@ class Writes:
         """
         if self.tier.is_off or self._options.is_read_only:
             return []
-        known, writing = self.tier.presence.last(keys), self._writing
+        known, writing = self.tier.last_known(keys), self._writing
         if True not in known and writing.isdisjoint(keys):  # nearly always
             return list(keys)
         answers = zip(keys, known, strict=True)
@@ -318,7 +318,7 @@ class Writes:
         if options.num_asked_at_once is not None:
             told = [] if self.touching else told[: options.num_asked_at_once]
         elif options.has_index:
-            known = [key for key, is_there in zip(idle, presence.last(idle), strict=True) if is_there]
+            known = [key for key, is_there in zip(idle, self.tier.last_known(idle), strict=True) if is_there]
             if presence.not_heard_of(known, TOUCH_S):
                 also = {*known, *told}
                 told = [key for key in idle if key in also]

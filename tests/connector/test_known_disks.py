@@ -1,0 +1,122 @@
+"""A disk whose chunks are all known is not asked which it has: nobody waits for an answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cargohold.testing.simulation import SimulatedEngine
+from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side import TierOptions
+from cargohold.tiers.scheduler_side.tier_state import MAX_KNOWN
+from tests.connector.common import evict_everything, prompt
+from tests.connector.tiering import finish, make_engine, restored, serve
+
+DISK = TierOptions(name="disk", is_listed=True, max_chunks=1000)
+
+
+def settled_engine(tiering: SimulatedTiering) -> SimulatedEngine:
+    """An engine that has listed its disks."""
+    engine = make_engine(tiering)
+    finish(engine, tiering)
+    return engine
+
+
+def kinds_of_jobs(tiering: SimulatedTiering) -> list[JobKind]:
+    """The kinds of the jobs that the workers get from now on."""
+    kinds: list[JobKind] = []
+    for queue in tiering.all_queues():
+        queue.on_job = lambda job: kinds.append(job.kind)
+    return kinds
+
+
+def lose_host_memory(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
+    evict_everything(engine)
+    tiering.manager.host.remove(tiering.media[0][0].chunks)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_new_prompt_is_admitted_at_once(world_size: int) -> None:
+    tiering = SimulatedTiering(60, [DISK], world_size)
+    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = settled_engine(tiering)
+    kinds = kinds_of_jobs(tiering)
+    engine.add("new", prompt(1, 45), 1)
+    engine.step()
+    assert engine.requests["new"].num_computed_tokens > 0
+    finish(engine, tiering)
+    assert set(kinds) == {JobKind.STORE}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_an_earlier_engine_has_left_is_fetched_in_the_first_step(world_size: int) -> None:
+    tiering = SimulatedTiering(60, [DISK], world_size)
+    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = settled_engine(tiering)
+    kinds = kinds_of_jobs(tiering)
+    engine.add("again", prompt(0, 45), 3)
+    engine.step()
+    assert set(kinds) == {JobKind.LOAD}
+    finish(engine, tiering)
+    assert restored(engine, "again") == {"disk": 44}
+    assert JobKind.PROBE not in kinds
+
+
+def test_until_the_list_has_come_to_its_end_the_disk_is_asked() -> None:
+    tiering = SimulatedTiering(60, [DISK])
+    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = make_engine(tiering)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LIST})
+    kinds = kinds_of_jobs(tiering)
+    serve(engine, tiering, "again", prompt(0, 45))
+    assert restored(engine, "again") == {"disk": 44}
+    assert JobKind.PROBE in kinds
+
+
+def test_a_chunk_that_one_worker_lacks_is_not_fetched() -> None:
+    tiering = SimulatedTiering(60, [DISK], 2)
+    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
+    tiering.media[0][1].lose(next(reversed(tiering.media[0][1].chunks)))
+    tiering.media[0][1].take_losses()  # before the engine starts
+    engine = settled_engine(tiering)
+    serve(engine, tiering, "again", prompt(0, 45))
+    assert restored(engine, "again") == {"disk": 40}
+
+
+def test_what_the_disk_has_lost_is_not_waited_for() -> None:
+    tiering = SimulatedTiering(60, [DISK])
+    engine = settled_engine(tiering)
+    serve(engine, tiering, "first", prompt(0, 45))
+    lose_host_memory(engine, tiering)
+    for key in list(tiering.media[0][0].chunks):
+        tiering.media[0][0].lose(key)
+    serve(engine, tiering, "other", prompt(1, 13))
+    kinds = kinds_of_jobs(tiering)
+    serve(engine, tiering, "again", prompt(0, 45))
+    assert restored(engine, "again") == {}
+    assert not {JobKind.PROBE, JobKind.LOAD} & set(kinds)
+
+
+def test_after_a_reset_nothing_is_there_and_nothing_is_asked() -> None:
+    tiering = SimulatedTiering(60, [DISK])
+    engine = settled_engine(tiering)
+    serve(engine, tiering, "first", prompt(0, 45))
+    assert engine.scheduler.reset_cache()
+    kinds = kinds_of_jobs(tiering)
+    for name, found in (("again", 0), ("and again", 44)):
+        lose_host_memory(engine, tiering)
+        tiering.manager.host.reset()
+        serve(engine, tiering, name, prompt(0, 45))
+        assert sum(restored(engine, name).values()) == found
+    assert JobKind.PROBE not in kinds
+
+
+def test_a_larger_disk_is_asked() -> None:
+    tiering = SimulatedTiering(60, [replace(DISK, max_chunks=MAX_KNOWN + 1)])
+    engine = settled_engine(tiering)
+    kinds = kinds_of_jobs(tiering)
+    serve(engine, tiering, "new", prompt(0, 45))
+    assert JobKind.PROBE in kinds and JobKind.LIST not in kinds
