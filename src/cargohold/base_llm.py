@@ -5,14 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from numbers import Integral
-from typing import Any, Final, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypedDict
 from weakref import WeakSet, finalize
 
 from cargohold.connector.factory import (
@@ -32,16 +33,19 @@ from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.engine_thread import Asked, EngineThread
 from cargohold.engine.events import ZmqEventPublisher
-from cargohold.engine.frames import RankSpec
+from cargohold.engine.frames import RankPlace, RankSpec
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
-from cargohold.engine.model.info import HFRunners, describe_model
+from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus
 from cargohold.engine.ranks import ExecutorKind, make_executor
 from cargohold.errors import ConfigError, RequestError
 from cargohold.option_values import format_bytes, format_count
 from cargohold.process import memory_limit_bytes
-from cargohold.protocol import Hint, KVConnectorFactory, SchedulerEnvironment
+from cargohold.protocol import Hint, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
+
+if TYPE_CHECKING:
+    from cargohold.engine.model.hf_runner import HFModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -314,3 +318,42 @@ def all_asked(prompts: Any, sampling: Any, options: RequestOptions) -> list[Aske
             f"SamplingParams are for {len(sampling)} of {format_count(len(items), 'prompt')}: give one for all, or one each"
         )
     return [Asked(prompt, one, options) for prompt, one in zip(items, sampling, strict=True)]
+
+
+# --- the ranks' models ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HFRunners:
+    """Makes runners of Hugging Face models. Satisfies ``cargohold.engine.frames.RunnerFactory``.
+
+    Attributes:
+        info: the model.
+        layout: the paged KV cache; it says over how many ranks the model is split.
+        device: ``cpu`` or a CUDA device. Of several ranks each takes a CUDA device of its own.
+    """
+
+    info: ModelInfo
+    layout: KVCacheLayout
+    device: str
+
+    def make_runner(self, place: RankPlace) -> HFModelRunner:
+        """Load the rank's part of the model.
+
+        Raises:
+            ModelError: the weights cannot be read or split, or the model does something that paged attention does not do.
+            ConfigError: there is no device for the rank.
+        """
+        from cargohold.engine.model.hf_runner import HFModelRunner  # noqa: PLC0415  # imports torch
+        from cargohold.engine.model.weights import join_ranks  # noqa: PLC0415  # imports torch
+
+        device = join_ranks(place, self.device)
+        if place.world_size > 1 or sys.stderr is None or not sys.stderr.isatty():
+            _quiet_transformers()  # the loading bars of several processes would write over each other, and fill a log
+        return HFModelRunner(self.info, self.layout, device, place.rank)
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415  # slow to import
+
+    transformers_logging.disable_progress_bar()

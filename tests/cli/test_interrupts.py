@@ -20,7 +20,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from cargohold.cli import termination
+from cargohold.cli.signals import termination
 from tests.command import Command
 from tests.data.make_trace import TRACE
 from tests.forks import ForkedCommand

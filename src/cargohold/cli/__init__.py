@@ -1,72 +1,65 @@
-"""The cargohold command, and how Ctrl-C and SIGTERM end it. Imports nothing that takes time."""
+"""The cargohold command: one app, a subcommand per tool. Imports nothing that takes time."""
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
-
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
-
-
-@dataclass(slots=True)
-class Termination:
-    """SIGTERM, which is answered like Ctrl-C: what is open is closed, processes end, and a terminal gets its cursor back.
-
-    Attributes:
-        is_asked_for: whether it has come. Code that goes on after Ctrl-C has to end in this case.
-    """
-
-    is_asked_for: bool = False
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle SIGTERM within the ``with`` block.
-
-        Does nothing outside the main thread, or where the signal is ignored or the program handles it itself.
-        """
-        self.is_asked_for = False
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _interrupt(self, _signal: int, frame: FrameType | None) -> None:
-        self.is_asked_for = True
-        # Whoever holds Ctrl-C back until it does no harm holds this back, too. Jobs in the background ignore Ctrl-C.
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):
-            raise KeyboardInterrupt
-        handler(signal.SIGINT, frame)
-
-
-termination = Termination()
-"""There is one for the process, as there is one handler of a signal."""
-
-
-def interrupted() -> int:
-    """Tell the user what ended the command; returns the exit status for that."""
-    if sys.stderr is not None:  # the program that started this process may have closed it
-        sys.stderr.write("terminated\n" if termination.is_asked_for else "interrupted\n")
-    return EXIT_TERMINATED if termination.is_asked_for else EXIT_INTERRUPTED
+from typing import Any
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line.
+
+    Returns:
+        The exit status: 0; 1 if something failed; 2 for impossible requests; 130 after Ctrl-C, and 143 after SIGTERM.
+    """
+    from cargohold.cli.signals import interrupted, termination  # noqa: PLC0415  # not a name of this package
+
     with termination.handled():
         # Modules that take time to import are imported here, where Ctrl-C is answered as at any later moment.
         try:
-            from cargohold.cli.app import main as run_command_line  # noqa: PLC0415
-        except KeyboardInterrupt:
+            return _run()
+        except KeyboardInterrupt:  # before a subcommand has begun
             return interrupted()
-        return run_command_line()
+
+
+def _run() -> int:
+    import typer  # noqa: PLC0415  # slow to import
+
+    from cargohold.cli import (  # noqa: PLC0415  # they join
+        cache,  # noqa: F401
+        demo,  # noqa: F401
+        doctor,  # noqa: F401
+        replay,  # noqa: F401
+        run,  # noqa: F401
+        serve,  # noqa: F401
+        simulate,  # noqa: F401
+        top,  # noqa: F401
+    )
+    from cargohold.cli.app import EXIT_USAGE, app  # noqa: PLC0415  # slow to import
+
+    # Everything that is wrong with a command line is raised as this class, the parent of ``BadParameter``, which is private.
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]
+    try:
+        return int(app(standalone_mode=False, prog_name="cargohold") or 0)
+    except usage_error as error:
+        if getattr(error, "message", None) != "" or hasattr(error, "param"):  # otherwise the help has been shown
+            typer.echo(_describe(error), err=True)
+        return EXIT_USAGE
+    except typer.Abort as abort:
+        raise KeyboardInterrupt from abort
+
+
+def _describe(error: Any) -> str:
+    """One line for an error in the command line."""
+    command = "cargohold" if error.ctx is None else error.ctx.command_path
+    message = " ".join((_describe_value(error) or error.format_message()).split())
+    return f"{command}: {message.rstrip('.')}; see {command} --help"
+
+
+def _describe_value(error: Any) -> str | None:
+    """What is wrong with a value that pydantic has parsed, which Typer leaves out; ``None`` for other errors."""
+    parsed = getattr(error.__cause__, "errors", None)
+    if parsed is None or getattr(error, "param", None) is None:
+        return None
+    found = parsed()[0]
+    expected = found["msg"].partition(",")[0].replace("Input should", "it must", 1)
+    return f"{error.param.opts[0]}={found['input']!r} is not possible: {expected}"

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from cargohold.cli import termination
 from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.common import (
     EngineOptions,
@@ -26,6 +25,7 @@ from cargohold.cli.common import (
     remark,
     takes_groups,
 )
+from cargohold.cli.signals import termination
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import RequestError

@@ -1,4 +1,4 @@
-"""A model before its weights are loaded: its description, its KV-cache groups and blocks, and what makes its runners. No torch.
+"""A model before its weights are loaded: its description, its KV-cache groups, and the size of a block. No torch.
 
 All groups share one pool of blocks of one size, so they must have equally many layers. A model whose layers are of several
 kinds is cut into groups as small as its rarest kind::
@@ -11,20 +11,14 @@ With one group per kind instead, every block of the four full layers would take 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cargohold.engine.frames import RankPlace
 from cargohold.engine.model.source import load_config, locate_model
 from cargohold.errors import ConfigError, UnsupportedModelError, one_line
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
-
-if TYPE_CHECKING:
-    from cargohold.engine.model.hf_runner import HFModelRunner
-
+from cargohold.protocol import AttentionKind, KVCacheGroup
 
 LayerKind = tuple[AttentionKind, int | None]
 
@@ -288,39 +282,3 @@ def _eos_token_ids(model: str, path: str, text_config: Any) -> frozenset[int]:
     if not all(isinstance(token_id, int) for token_id in token_ids):
         raise UnsupportedModelError(model, f"its eos_token_id={eos!r} must be a token's number, or several in a list")
     return frozenset(token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class HFRunners:
-    """Makes runners of Hugging Face models. Satisfies ``cargohold.engine.frames.RunnerFactory``.
-
-    Attributes:
-        info: the model.
-        layout: the paged KV cache; it says over how many ranks the model is split.
-        device: ``cpu`` or a CUDA device. Of several ranks each takes a CUDA device of its own.
-    """
-
-    info: ModelInfo
-    layout: KVCacheLayout
-    device: str
-
-    def make_runner(self, place: RankPlace) -> HFModelRunner:
-        """Load the rank's part of the model.
-
-        Raises:
-            ModelError: the weights cannot be read or split, or the model does something that paged attention does not do.
-            ConfigError: there is no device for the rank.
-        """
-        from cargohold.engine.model.hf_runner import HFModelRunner  # noqa: PLC0415  # imports torch
-        from cargohold.engine.model.weights import join_ranks  # noqa: PLC0415  # imports torch
-
-        device = join_ranks(place, self.device)
-        if place.world_size > 1 or sys.stderr is None or not sys.stderr.isatty():
-            _quiet_transformers()  # the loading bars of several processes would write over each other, and fill a log
-        return HFModelRunner(self.info, self.layout, device, place.rank)
-
-
-def _quiet_transformers() -> None:
-    from transformers.utils import logging as transformers_logging  # noqa: PLC0415  # slow to import
-
-    transformers_logging.disable_progress_bar()
