@@ -46,6 +46,10 @@ os.environ["TERM"] = "xterm"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+# On models this small, threads wait for each other longer than they work, in all processes: several tests run at once.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
 _LONGEST_FILES = (
     "executor/test_executors.py",
     "engine/test_real_model.py",

@@ -16,24 +16,45 @@ from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.testing.conformance import PolicyConformance
 
 
-class TestLRU(PolicyConformance):
+class Quick(PolicyConformance):
+    """A few random streams; the long tests play more than authors of policies do by default."""
+
+    num_seeds: ClassVar[int] = 2
+
+
+class TestLRU(Quick):
     def policy(self, table: ChunkTable) -> ReplacementPolicy:
         return LRUPolicy(table)
 
 
-class TestARC(PolicyConformance):
+class TestARC(Quick):
     def policy(self, table: ChunkTable) -> ReplacementPolicy:
         return ARCPolicy(table)
 
 
-class TestReuseIndex(PolicyConformance):
+class TestReuseIndex(Quick):
     def policy(self, table: ChunkTable) -> ReplacementPolicy:
         return ReuseIndexPolicy(table)
 
 
-class TestFIFO(PolicyConformance):
+class TestFIFO(Quick):
     def policy(self, table: ChunkTable) -> ReplacementPolicy:
         return FIFOPolicy(table)
+
+
+@pytest.mark.long
+class TestLRULonger(TestLRU):
+    num_seeds: ClassVar[int] = 12
+
+
+@pytest.mark.long
+class TestARCLonger(TestARC):
+    num_seeds: ClassVar[int] = 12
+
+
+@pytest.mark.long
+class TestReuseIndexLonger(TestReuseIndex):
+    num_seeds: ClassVar[int] = 12
 
 
 class Ruthless(LRUPolicy):
