@@ -68,7 +68,14 @@ def test_programs(document: Path, stand_in: Callable[[str], str], capsys: pytest
         assert differences(shown, capsys.readouterr().out) == [], program
 
 
-@pytest.mark.parametrize("document", TUTORIALS, ids=lambda path: path.stem)
+PLANNING = {"sizing"}
+"""It plans for the whole trace, for half a minute; in the quick tests, ``test_documentation`` plans for a part of it."""
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.long if path.stem in PLANNING else ()) for path in TUTORIALS],
+)
 def test_commands(document: Path, stand_in: Callable[[str], str], cargohold: Command) -> None:
     for command, shown in commands(document):
         line, _, source = command.partition(" < ")

@@ -59,6 +59,7 @@ def test_sampling_parameters_are_of_the_declared_types_whatever_they_were_made_o
         assert (text, type(text)) == ("anne", str)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_values_of_subclasses_do_not_end_an_engine_with_workers_in_other_processes(llama: MakeLLM) -> None:
     """Found by a review: each of them passed the checks, could not be sent, and ended the engine for everybody."""
     llm = llama(executor="multiprocess")

@@ -28,7 +28,7 @@ def printed(lines: list[str]) -> str:
     )
 
 
-@pytest.mark.long  # the tutorial on sizes runs the same command, and its words are compared in the quick tests
+@pytest.mark.long  # it plans for the whole trace; in the quick tests, ``TestPlan`` and ``test_documentation`` plan for a part
 def test_the_manual_shows_what_plan_prints(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     manual = MANUAL.read_text()
