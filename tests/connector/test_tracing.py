@@ -113,7 +113,7 @@ def spans(exporter: InMemorySpanExporter) -> Spans:
 def test_spans_are_in_the_trace_that_the_client_sent(spans: Spans, exporter: InMemorySpanExporter) -> None:
     spans.begin(Request("one", PARENT))  # type: ignore[arg-type]  # what is looked at
     spans.begin(Request("two", OTHER))  # type: ignore[arg-type]  # what is looked at
-    spans.note(Episode("store", ("two", "one"), 1.0, 2.0))
+    spans.note(Episode("load", ("two", "one"), 1.0, 2.0))
     spans.end("one", CacheReport())
     store, request = exporter.get_finished_spans()
     start, end = times(store)
@@ -122,6 +122,27 @@ def test_spans_are_in_the_trace_that_the_client_sent(spans: Spans, exporter: InM
     assert format(store.context.trace_id, "032x") == OTHER.split("-")[1]
     assert [link.context.span_id for link in store.links] == [request.context.span_id]
     assert end - start == 1e9
+
+
+def test_stores_of_a_request_are_one_span_and_each_that_ends_later_is_its_own(
+    spans: Spans, exporter: InMemorySpanExporter
+) -> None:
+    """While many requests generate, a store ends in almost every step: a span each was most of what traces cost."""
+    for request_id, trace in (("one", PARENT), ("two", OTHER)):
+        spans.begin(Request(request_id, trace))  # type: ignore[arg-type]  # what is looked at
+    for at, outcome in enumerate(("done", "failed", "done")):
+        facts: dict[str, int | str] = {"chunks": at + 1, "outcome": outcome}
+        spans.note(Episode("store", ("one", "two"), 1.0 + at, 2.0 + at, facts))
+    assert exporter.get_finished_spans() == ()
+    spans.end("one", CacheReport())
+    spans.note(Episode("store", ("one",), 5.0, 6.0, {"chunks": 1, "outcome": "done"}))
+    stores, request, later = exporter.get_finished_spans()
+    added = {"cargohold.chunks": 6, "cargohold.copies": 3, "cargohold.outcome": "failed"}
+    assert dict(stores.attributes or {}) == added
+    assert times(stores)[1] - times(stores)[0] == 3e9
+    assert [format(link.context.trace_id, "032x") for link in stores.links] == [OTHER.split("-")[1]]
+    assert dict(later.attributes or {}) == {"cargohold.chunks": 1, "cargohold.outcome": "done"}
+    assert {span.parent.span_id for span in (stores, later) if span.parent} == {request.context.span_id}
 
 
 def test_what_the_client_does_not_sample_makes_no_spans(spans: Spans, exporter: InMemorySpanExporter) -> None:

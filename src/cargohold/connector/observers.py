@@ -8,10 +8,11 @@ OpenTelemetry spans are made under the request's own trace::
           cargohold.wait         while the answer was "not yet"
           cargohold.prefetch     chunks on their way from lower tiers to host memory
         cargohold.load           host memory to device
-        cargohold.store          device to host memory; it may end after the request, and serve others too
+        cargohold.store          device to host memory: its copies that have ended, added up, and each that ends later
 
 The connector only notes what took how long (``Episode``), and only if somebody observes it. Spans are made here, afterwards, in
-one place; whatever goes wrong with them ends the traces and nothing else.
+one place; whatever goes wrong with them ends the traces and nothing else. Stores are added up, because while many requests
+generate, one ends in almost every step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -43,6 +44,7 @@ from cargohold.protocol import (
     KVConnectorWorker,
     RequestView,
     SchedulerEnvironment,
+    TransferOutcome,
     WorkerEnvironment,
 )
 
@@ -285,9 +287,45 @@ class RecordingFactory:
 _PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _MAX_ENDED: Final = 1024
 """Maximum number of ended requests whose spans are remembered: their stores may still be in flight."""
-_MAX_LINKS: Final = 16
+_MAX_LINKS: Final = 15
+_DONE: Final = TransferOutcome.DONE.name.lower()
 _EXPORT_TIMEOUT_S: Final = 2.0
 """How long an export may take. The last one delays the end of the engine where nobody collects traces."""
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A request that is traced.
+
+    Attributes:
+        span: its span.
+        stores: its copies to host memory that have ended, added up; ``None`` if there are none, or it has ended itself.
+        others: spans of other requests that have chunks in these.
+        has_ended: whether its span has ended.
+    """
+
+    span: Span
+    stores: Episode | None = None
+    others: list[Span] = field(default_factory=list)
+    has_ended: bool = False
+
+    def add(self, store: Episode, others: Sequence[Span]) -> None:
+        """Add a copy that has ended."""
+        self.stores = store if self.stores is None else _sum(self.stores, store)
+        for span in others:
+            if len(self.others) < _MAX_LINKS and span not in self.others:
+                self.others.append(span)
+
+
+def _sum(stores: Episode, store: Episode) -> Episode:
+    """Several stores as one; with the outcome of the last that was not done, if there is one."""
+    facts = dict(stores.facts)
+    facts["copies"] = int(facts.get("copies", 1)) + 1
+    facts["chunks"] = int(facts["chunks"]) + int(store.facts["chunks"])
+    if store.facts["outcome"] != _DONE:
+        facts["outcome"] = store.facts["outcome"]
+    times = min(stores.began_at, store.began_at), max(stores.ended_at, store.ended_at)
+    return Episode(stores.what, stores.request_ids, *times, facts)
 
 
 class Spans:
@@ -302,8 +340,8 @@ class Spans:
         self._tracer = tracer
         self._clock = clock
         self._epoch = time.time() - clock()
-        self._open: dict[str, Span] = {}
-        self._ended: OrderedDict[str, Span] = OrderedDict()
+        self._open: dict[str, _Traced] = {}
+        self._ended: OrderedDict[str, _Traced] = OrderedDict()
         self._is_off = False
 
     def begin(self, request: RequestView) -> None:
@@ -331,35 +369,45 @@ class Spans:
             "cargohold.request", context=extract(headers), attributes=facts, start_time=self._at(self._clock())
         )
         if span.get_span_context().trace_flags.sampled:
-            self._open[request.request_id] = span
+            self._open[request.request_id] = _Traced(span)
 
     def _note(self, episode: Episode) -> None:
-        from opentelemetry.trace import Link, set_span_in_context  # noqa: PLC0415  # may be absent
-
         traced = [
-            span
+            one
             for request_id in episode.request_ids
-            if (span := self._open.get(request_id) or self._ended.get(request_id)) is not None
+            if (one := self._open.get(request_id) or self._ended.get(request_id)) is not None
         ]
         if traced:
-            self._tracer.start_span(
-                f"cargohold.{episode.what}",
-                context=set_span_in_context(traced[0]),
-                links=[Link(span.get_span_context()) for span in traced[1:_MAX_LINKS]],
-                attributes={f"cargohold.{name}": value for name, value in episode.facts.items()},
-                start_time=self._at(episode.began_at),
-            ).end(self._at(episode.ended_at))
+            first, others = traced[0], [one.span for one in traced[1 : _MAX_LINKS + 1]]
+            if episode.what == "store" and not first.has_ended:
+                first.add(episode, others)
+            else:
+                self._make(first.span, episode, others)
+
+    def _make(self, parent: Span, episode: Episode, others: Sequence[Span]) -> None:
+        from opentelemetry.trace import Link, set_span_in_context  # noqa: PLC0415  # may be absent
+
+        self._tracer.start_span(
+            f"cargohold.{episode.what}",
+            context=set_span_in_context(parent),
+            links=[Link(span.get_span_context()) for span in others],
+            attributes={f"cargohold.{name}": value for name, value in episode.facts.items()},
+            start_time=self._at(episode.began_at),
+        ).end(self._at(episode.ended_at))
 
     def _end(self, request_id: str, report: CacheReport) -> None:
-        span = self._open.pop(request_id, None)
-        if span is None:
+        traced = self._open.pop(request_id, None)
+        if traced is None:
             return
+        span = traced.span
+        if traced.stores is not None:
+            self._make(span, traced.stores, traced.others)
+        self._ended[request_id] = _Traced(span, has_ended=True)
         for tier, num_tokens in report.restored_tokens.items():
             span.set_attribute(f"cargohold.restored_tokens.{tier}", num_tokens)
         for note in report.notes:
             span.add_event(note)
         span.end(self._at(self._clock()))
-        self._ended[request_id] = span
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 
