@@ -31,6 +31,7 @@ NAMES = (
     "handoff",
     "gpu",
     "generating",
+    "tracing",
     "vllm",
     "vllm_load",
     "vllm_prefetch",

@@ -17,6 +17,8 @@ IDLE = "a connector that does nothing"
 OURS = "cargohold"
 OURS_WITH_DISK = "cargohold, a disk below"
 OURS_PROMPTS = "cargohold, prompts alone"
+OURS_TRACED = "cargohold, traces"
+"""Measured by another benchmark: ``tracing``."""
 THEIRS = "vllm"
 THEIRS_PROMPTS = "vllm, prompts alone"
 CONTENDERS = (NOTHING, IDLE, OURS, OURS_WITH_DISK, THEIRS, OURS_PROMPTS, THEIRS_PROMPTS)
@@ -61,7 +63,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def _measure(workload: Workload) -> dict[str, Any]:
     """Measure all contenders in turns of one step."""
-    engines = {name: _Engine(name, workload) for name in CONTENDERS}
+    engines = {name: Engine(name, workload) for name in CONTENDERS}
     for engine in engines.values():
         engine.fill()
         engine.add_prompts()
@@ -95,12 +97,15 @@ def _measure(workload: Workload) -> dict[str, Any]:
     return row
 
 
-class _Engine:
+class Engine:
     """vLLM's scheduler, with a fake model and workers that answer at once.
 
     Args:
         name: the contender.
         workload: the requests to come.
+
+    Attributes:
+        scheduler: vLLM's scheduler.
     """
 
     def __init__(self, name: str, workload: Workload) -> None:
@@ -109,36 +114,40 @@ class _Engine:
         self._requests = _Requests()
         self._in_flight: list[int] = []
         self._told: dict[int, bytes] = {}
-        self._scheduler = _scheduler(name, workload)
+        self.scheduler = _scheduler(name, workload)
 
     def fill(self) -> None:
         """Serve prompts, one token each, until the tier is full."""
         per_prompt = STEP_TOKENS // BLOCK_TOKENS
         for at in range(-(-self._workload.tier_chunks // per_prompt)):
-            self._scheduler.add_request(self._requests.make(f"other {at}", STEP_TOKENS, 1))
-            while self._scheduler.has_requests():
+            self.add(f"other {at}", STEP_TOKENS, 1)
+            while self.scheduler.has_requests():
                 self.step()
+
+    def add(self, request_id: str, num_tokens: int, max_tokens: int) -> None:
+        """Add a request of random tokens."""
+        self.scheduler.add_request(self._requests.make(request_id, num_tokens, max_tokens))
 
     def add_prompts(self) -> None:
         """Add the requests that will generate at the same time."""
         for at in range(self._workload.requests):
             # Different lengths, so that blocks fill up in different steps, as for requests that came at different times.
             num_tokens = self._workload.prompt_tokens + at % BLOCK_TOKENS
-            self._scheduler.add_request(self._requests.make(f"{at}", num_tokens, 4 * self._workload.steps + 1_000))
+            self.add(f"{at}", num_tokens, 4 * self._workload.steps + 1_000)
 
     @property
     def is_computing_prompts(self) -> bool:
         """Whether a request has no token yet."""
-        return any(request.num_output_tokens == 0 for request in self._scheduler.requests.values())
+        return any(request.num_output_tokens == 0 for request in self.scheduler.requests.values())
 
     def step(self) -> float:
         """Make one step. Returns the seconds that the scheduler took."""
         start = time.thread_time()
-        output = self._scheduler.schedule()
+        output = self.scheduler.schedule()
         scheduled = time.thread_time()
         answer = self._answer(output)
         answered = time.thread_time()
-        outputs = self._scheduler.update_from_output(output, answer)
+        outputs = self.scheduler.update_from_output(output, answer)
         taken = time.thread_time() - answered + scheduled - start
         if any(map(_says_that_a_connector_is_off, outputs.values())):
             raise RuntimeError(f"{self._name} was turned off, so there is nothing to measure; the log says why")
@@ -148,7 +157,7 @@ class _Engine:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415  # where it is installed
 
         ids = list(output.num_scheduled_tokens)
-        requests = [self._scheduler.requests[request_id] for request_id in ids]
+        requests = [self.scheduler.requests[request_id] for request_id in ids]
         message = self._message(output.kv_connector_metadata)
         return ModelRunnerOutput(
             req_ids=ids,
@@ -165,7 +174,7 @@ class _Engine:
     def _message(self, metadata: Any) -> Any:
         """The worker's report: the copies of the last step have ended."""
         ended = self._in_flight
-        if self._name in (OURS, OURS_WITH_DISK, OURS_PROMPTS):
+        if self._name in (OURS, OURS_WITH_DISK, OURS_PROMPTS, OURS_TRACED):
             told = self._told
             self._in_flight = [job.job_id for job in getattr(metadata.inner, "stores", ())]
             self._told = dict(map(_answer_of_disk, getattr(metadata.inner, "tier_commands", ())))
@@ -293,7 +302,7 @@ def _scheduler(name: str, workload: Workload) -> Any:
 
 def _connector(name: str, host_bytes: int) -> Iterator[tuple[str, Any]]:
     """Fields of vLLM's ``KVTransferConfig`` for a contender; none without a connector."""
-    if name in (OURS, OURS_WITH_DISK, OURS_PROMPTS):
+    if name in (OURS, OURS_WITH_DISK, OURS_PROMPTS, OURS_TRACED):
         yield "kv_connector", "CargoholdConnector"
         yield "kv_connector_module_path", "cargohold.integrations.vllm.connector"
         # The directory is never opened: only workers do that, and there are none.
@@ -303,6 +312,7 @@ def _connector(name: str, host_bytes: int) -> Iterator[tuple[str, Any]]:
             {
                 "host_bytes": host_bytes,
                 "store_generated": name != OURS_PROMPTS,
+                "traces": name == OURS_TRACED,
                 "tiers": [disk] if name == OURS_WITH_DISK else [],
             },
         )

@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bookkeeping, gpu, handoff, hints, holes, paths, policies, serve, soak, transfers, vllm_contenders
+from benchmarks import (
+    bookkeeping,
+    gpu,
+    handoff,
+    hints,
+    holes,
+    paths,
+    policies,
+    serve,
+    soak,
+    tracing,
+    transfers,
+    vllm_contenders,
+)
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
 
 
@@ -72,6 +85,13 @@ def test_serve(chat_model: str) -> None:
     assert [row["way"] for row in result["rows"]] == ["library", "http", "http_streams"]
     assert all(row["tokens_per_s"] > 0 and row["first_token_s"] > 0 for row in result["rows"])
     assert result["rows"][0]["tokens_per_s_over_library"] == 1
+
+
+def test_tracing(chat_model: str) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces need the extra otel")
+    row = tracing.run(quick=True, model=chat_model)["embedded engine"]
+    assert row["us_per_step"].keys() == set(tracing.WAYS)
+    assert row["beyond_no_traces"][tracing.ON]["us_per_step"] >= 0 < row["metrics"]["us_per_scrape"]
 
 
 def test_handoff(chat_model: str) -> None:
