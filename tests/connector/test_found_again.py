@@ -26,7 +26,7 @@ from tests.connector.test_events import RouterIndex, blocks_of, finish_all
 from tests.connector.tiering import make_engine, serve
 from tests.effort import examples
 
-LISTED = TierOptions(name="disk", is_listed=True, max_chunks=10_000)
+LISTED = TierOptions(name="disk", is_listed=True)
 
 
 def first_engine(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from cargohold.testing.simulation import SimulatedEngine
 from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import TierOptions
-from cargohold.tiers.scheduler_side.tier_state import MAX_KNOWN
 from tests.connector.common import evict_everything, prompt
 from tests.connector.tiering import finish, make_engine, restored, serve
 
-DISK = TierOptions(name="disk", is_listed=True, max_chunks=1000)
+DISK = TierOptions(name="disk", is_listed=True)
 
 
 def settled_engine(tiering: SimulatedTiering) -> SimulatedEngine:
@@ -114,9 +111,19 @@ def test_after_a_reset_nothing_is_there_and_nothing_is_asked() -> None:
     assert JobKind.PROBE not in kinds
 
 
-def test_a_larger_disk_is_asked() -> None:
-    tiering = SimulatedTiering(60, [replace(DISK, max_chunks=MAX_KNOWN + 1)])
+def test_a_disk_that_holds_more_than_can_be_known_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cargohold.tiers.scheduler_side.tier_state.MAX_KNOWN", 12)
+    tiering = SimulatedTiering(60, [DISK])
     engine = settled_engine(tiering)
     kinds = kinds_of_jobs(tiering)
-    serve(engine, tiering, "new", prompt(0, 45))
-    assert JobKind.PROBE in kinds and JobKind.LIST not in kinds
+    serve(engine, tiering, "first", prompt(0, 45))
+    serve(engine, tiering, "second", prompt(1, 45))
+    assert JobKind.PROBE not in kinds
+    lose_host_memory(engine, tiering)
+    engine.clock.advance(100.0)  # type: ignore[attr-defined]  # virtual: what was written just now is no longer remembered
+    serve(engine, tiering, "again", prompt(0, 45))
+    assert JobKind.PROBE in kinds
+    assert restored(engine, "again") == {"disk": 44}
+    again = settled_engine(tiering)
+    serve(again, tiering, "and again", prompt(1, 45))
+    assert restored(again, "and again") == {"disk": 44}

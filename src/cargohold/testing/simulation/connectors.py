@@ -311,7 +311,7 @@ def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> T
     media = tuple(
         replace(
             medium,
-            options=replace(medium.options, is_listed=True, max_chunks=aside.choice((None, medium.max_chunks))),
+            options=replace(medium.options, is_listed=True),
         )
         if medium.options.has_index and medium.options.locality == "LOCAL"
         else medium

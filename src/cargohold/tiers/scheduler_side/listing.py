@@ -92,6 +92,6 @@ class Lister:
             self._list_from(listing.cursor, kind)
         elif kind is JobKind.LIST:
             # Unless the list, or a part of it, has become worthless meanwhile.
-            self._tier.knows_all = not self._is_due
+            self._tier.knows_all = self._tier.may_know_all and not self._is_due
             if self._tier.records_events:
                 self._list_from(b"", JobKind.DESCRIBE)

@@ -171,8 +171,8 @@ REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
 MAX_ANNOUNCED = 2**18
 """Maximum number of a tier's chunks that KV events announce at the same time, even if it can hold more."""
-MAX_KNOWN = 2**20
-"""Maximum number of chunks of a tier of which all are known, at some 130 bytes each. A larger tier is asked."""
+MAX_KNOWN = 2**21
+"""Maximum number of chunks of a tier of which all are known, at some 150 bytes each. One that holds more is asked."""
 _READING = (Access.LOOK_UP, Access.LOAD)
 _GROWTH = 4
 """A look-up that has found n chunks asks for this many times n next; see ``TierState.num_to_ask``."""
@@ -225,6 +225,7 @@ class TierState:
         self.probing: set[OffloadKey] = set()
         self.knows_all = False
         self._held: set[OffloadKey] = set()
+        self._is_too_large = False
         self.stats: Counter[str] = Counter()
         self._times = {JobKind.PROBE: Times("look_up"), JobKind.LOAD: Times("fetch"), JobKind.STORE: Times("write")}
         self._events: list[TierEvent] | None = [] if config.record_events else None
@@ -322,9 +323,8 @@ class TierState:
 
     @property
     def may_know_all(self) -> bool:
-        """Whether all of its chunks can be known, once they are listed: they are not too many, and it tells what it loses."""
-        most = self.options.max_chunks
-        return self.options.is_listed and most is not None and most <= MAX_KNOWN
+        """Whether all of its chunks can be known, once they are listed: it tells what it loses, and they are not too many."""
+        return self.options.is_listed and not self._is_too_large
 
     @property
     def records_events(self) -> bool:
@@ -394,9 +394,13 @@ class TierState:
 
     def hold(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Note which chunks the tier has, if all are to be known."""
-        if self.may_know_all:
-            self._held.difference_update(keys)
-            self._held.update(compress(keys, are_there))
+        if not self.may_know_all:
+            return
+        self._held.difference_update(keys)
+        self._held.update(compress(keys, are_there))
+        if len(self._held) > MAX_KNOWN:
+            self._held, self.knows_all, self._is_too_large = set(), False, True
+            logger.info("tier %s holds more than %d chunks: from now on it is asked which", self.name, MAX_KNOWN)
 
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Remember, and announce, whether the tier has these chunks."""
