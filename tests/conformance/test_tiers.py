@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from cargohold.testing.conformance import TierConformance
 from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, Note
 from cargohold.tiers.memory import padded
+from cargohold.tiers.port import NO_LOSSES, Listing, Losses
 from tests.tiers.common import codec, disk_tier
 
 
@@ -36,6 +38,8 @@ def flip(path: Path, at: int) -> None:
 
 
 class TestDisk(TierConformance):
+    is_listed: ClassVar[bool] = True
+
     def open(self, place: Path) -> Tier:
         return disk_tier(place / "disk", "512KiB", chunk_bytes=self.chunk_bytes)
 
@@ -117,6 +121,28 @@ class Replacing(MemoryTier):
     ) -> StoreOutcome:
         self.remove([key])
         return super().store(key, payload, parent, note)
+
+
+class Silent(CountingTier):
+    def take_losses(self) -> Losses:
+        return NO_LOSSES
+
+
+class Brief(CountingTier):
+    def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:
+        return replace(super().list_chunks(cursor, limit, with_details=with_details), cursor=b"")
+
+
+@pytest.mark.parametrize("broken", [Silent, Brief])
+def test_who_tells_less_than_it_has_or_loses_fails(broken: type[CountingTier], tmp_path: Path) -> None:
+    class Suite(TestDisk):
+        __test__ = False
+
+        def open(self, place: Path) -> Tier:
+            return broken(super().open(place))
+
+    with pytest.raises(AssertionError):
+        Suite().test_who_reads_its_list_and_follows_its_losses_knows_all_chunks(tmp_path)
 
 
 @pytest.mark.parametrize(

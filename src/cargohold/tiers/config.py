@@ -72,7 +72,8 @@ class TierConfig(ABC):
     Attributes:
         kind: name of this kind of tier for users, in counters, reports and messages; a second tier of a kind gets a number.
         has_index: the same as its ``Tier.has_index``.
-        is_listed: whether its tiers implement ``Tier.list_chunks``, so that chunks of an earlier engine are known at the start.
+        is_listed: whether its tiers implement ``Tier.list_chunks`` and ``Tier.take_losses``. Then an engine knows all of their
+            chunks, those of an earlier engine included, and asks them nothing.
         locality: ``LOCAL`` if only this machine has it, ``REMOTE`` if others share it. KV events carry it, so that routers do
             not send requests to one machine for chunks that all have. ``None`` leaves it open.
         admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear a disk.

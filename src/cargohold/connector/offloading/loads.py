@@ -95,12 +95,12 @@ class TierLookup:
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
         may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
         if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
-            num_announced, events = self._num_announced(state), self._events
-            if events is None:
-                state.waiting = self._prefetcher.begin(wanted, state.notes, num_announced)
+            found = lookup.num_tokens, self._num_announced(state)
+            if self._events is None:
+                state.waiting = self._prefetcher.begin(wanted, state.notes, *found)
             else:
-                on_ask = partial(events.note_wanted, state.request, state.keys)
-                state.waiting = self._prefetcher.begin(wanted, state.notes, num_announced, on_ask)
+                on_ask = partial(self._events.note_wanted, state.request, state.keys)
+                state.waiting = self._prefetcher.begin(wanted, state.notes, *found, on_ask)
             if state.waiting.must_wait:
                 return None
         return None if lookup.undecided else lookup.num_tokens

@@ -29,6 +29,7 @@ class TierConformance(ABC):
         outlives_process: whether chunks stay when the tier is closed and opened again.
         is_shared: whether others may use the same store, so that ``usage`` counts what this tier stored, not what is there.
         max_chunks: chunks that fit in, if the tier has a limit that a test can reach.
+        is_listed: whether engines rely on its list, and on what it tells of losses; see ``TierConfig.is_listed``.
         cannot_be_damaged: for a tier whose medium is the memory of its own process, the reason why no stored byte can change.
             Any other tier must implement ``damage``.
         cannot_fail: the reason why its medium cannot fail, if so. Any other tier must implement ``break_medium``.
@@ -38,6 +39,7 @@ class TierConformance(ABC):
     outlives_process: ClassVar[bool] = True
     is_shared: ClassVar[bool] = False
     max_chunks: ClassVar[int | None] = None
+    is_listed: ClassVar[bool] = False
     cannot_be_damaged: ClassVar[str] = ""
     cannot_fail: ClassVar[str] = ""
 
@@ -256,6 +258,29 @@ class TierConformance(ABC):
             assert self._load(tier, name) == (self._contents(name) if is_there else LoadOutcome.ABSENT)
         tier.close()
 
+    def test_who_reads_its_list_and_follows_its_losses_knows_all_chunks(self, place: Path) -> None:
+        """Whatever it stores, evicts or removes: nobody has to ask it which chunks it has. Nor after a restart."""
+        if not self.is_listed:
+            pytest.skip("no engine relies on its list")
+        names = [f"{number}" for number in range(6 * (self.max_chunks or 10))]
+        keys = [key(name) for name in names]
+        tier = self.open(place)
+        known = set(self._listed(tier))
+        for at, name in enumerate(names):
+            if self._store(tier, name) is StoreOutcome.STORED:
+                known.add(keys[at])
+            if at % 5 == 4:
+                tier.remove(keys[at - 1 : at])
+            losses = tier.take_losses()
+            known = set(self._listed(tier)) if losses.is_all else known.difference(losses.keys)
+            assert known == {k for k, is_there in zip(keys, tier.probe(keys), strict=True) if is_there}
+        assert sorted(self._listed(tier)) == sorted(known), "the list is not what is there"
+        tier.close()
+        if self.outlives_process:
+            tier = self.open(place)
+            assert sorted(self._listed(tier)) == sorted(known), "after a restart, the list is not what is there"
+            tier.close()
+
     def test_threads_get_what_belongs_to_their_keys(self, place: Path) -> None:
         """Threads that store, load and remove the same few chunks at once never get wrong contents, and raise nothing."""
         tier = self.open(place)
@@ -290,6 +315,14 @@ class TierConformance(ABC):
 
     def _contents(self, name: str) -> bytes:
         return contents(name, self.chunk_bytes)
+
+    def _listed(self, tier: Tier) -> list[OffloadKey]:
+        listing = tier.list_chunks(b"", 3, with_details=False)
+        found = list(listing.found)
+        while listing.cursor:
+            listing = tier.list_chunks(listing.cursor, 3, with_details=False)
+            found += listing.found
+        return [chunk.key for chunk in found]
 
     def _store(self, tier: Tier, name: str) -> StoreOutcome:
         return tier.store(key(name), memoryview(self._contents(name)))

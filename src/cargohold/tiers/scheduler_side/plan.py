@@ -184,13 +184,10 @@ class Planner:
         ]
         return longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens)
 
-    def may_have_more(self, wanted: Wanted) -> bool:
-        """Whether lower tiers have more of what is wanted than host memory, as far as is known without asking them."""
-        unknown: list[OffloadKey] = []
-        hit = self.deep_hit(wanted, wanted.limit_tokens, unknown, ())
-        if unknown or hit.undecided:
-            return True
-        return hit.num_tokens > self.host_hit(wanted, wanted.limit_tokens)
+    def may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
+        """Whether all tiers together may have more leading tokens than were found, as far as is known without asking."""
+        hit = self.deep_hit(wanted, wanted.limit_tokens, [], ())
+        return hit.undecided or hit.num_tokens > num_found_tokens
 
     def compute_s(self, wanted: Wanted, num_tokens: int) -> float | None:
         """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.

@@ -247,6 +247,7 @@ class Prefetcher:
         self,
         wanted: Wanted,
         notes: Notes,
+        num_found_tokens: int = 0,
         num_announced: int = 0,
         on_ask: Callable[[], None] = _tell_nobody,
         *,
@@ -257,6 +258,7 @@ class Prefetcher:
         Args:
             wanted: what is wanted.
             notes: takes lines for whoever waits.
+            num_found_tokens: number of leading tokens that device and host memory have.
             num_announced: number of leading tokens whose chunks will come if they are not there yet.
             on_ask: called before tiers are asked for its chunks, or chunks are fetched.
             is_ahead: whether no request waits for it yet, so that it does not matter whether computing is faster.
@@ -269,7 +271,7 @@ class Prefetcher:
             if tier.trouble:
                 notes.append(tier.trouble)
         waiting.wanted = self._within_reach(wanted)
-        if self._lower.is_readable and (num_announced or planner.may_have_more(waiting.wanted)):
+        if self._lower.is_readable and (num_announced or planner.may_have_more(waiting.wanted, num_found_tokens)):
             self._note_asked(waiting)
         else:
             waiting.go(Event.NOTHING)
