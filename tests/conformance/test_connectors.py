@@ -21,7 +21,7 @@ class Quick(ConnectorConformance):
     num_seeds: ClassVar[int] = 1
 
 
-class TestShelf(Quick):
+class TestShelf(ConnectorConformance):
     def factory(self) -> KVConnectorFactory:
         return shelf.FACTORY
 
@@ -60,11 +60,6 @@ class TestNothing(Quick):
 
     def factory(self) -> KVConnectorFactory:
         return NULL_CONNECTOR
-
-
-@pytest.mark.long
-class TestShelfLonger(TestShelf):
-    num_seeds: ClassVar[int] = ConnectorConformance.num_seeds
 
 
 @pytest.mark.long
