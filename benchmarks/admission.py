@@ -12,7 +12,7 @@ from typing import Any
 
 from cargohold.blocks import BlockPool
 from cargohold.cache import make_manager
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment

@@ -15,7 +15,7 @@ from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
 from cargohold.engine.model.source import cache_dir
 from cargohold.option_values import format_bytes, parse_bytes
 from cargohold.process import memory_limit_bytes
-from cargohold.tiers.inventory import open_inventory
+from cargohold.tiers.factory import open_inventory
 
 TOTAL = psutil.virtual_memory().total
 

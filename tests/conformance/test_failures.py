@@ -8,7 +8,7 @@ from pathlib import Path
 
 BROKEN = """
 from cargohold.testing.conformance import PolicyConformance
-from cargohold.cache.policies.recency import LRUPolicy
+from cargohold.cache.policies.base import LRUPolicy
 
 class Nameless(LRUPolicy):
     name = ""

@@ -11,7 +11,7 @@ import pytest
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.policies.arc import ARCPolicy
-from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
+from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.testing.conformance import PolicyConformance
 

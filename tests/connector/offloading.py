@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.testing.simulation import SimulatedEngine
 
 HOLDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache import ChunksStored, OffloadKey
-from cargohold.cache.keys import ChunkKeys, offload_key, split_key
+from cargohold.cache.manager import ChunkKeys, offload_key, split_key
 from cargohold.connector.offloading import events as events_module
 from cargohold.connector.offloading.events import Medium, TierEvents
 from cargohold.protocol import (

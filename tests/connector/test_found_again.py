@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.connector.offloading.events import Contents, contents_in
 from cargohold.connector.offloading.worker import TierWorker
 from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockRemoved, BlockStored, ExtraKey, TransferOutcome

@@ -10,7 +10,7 @@ import pytest
 
 from cargohold.blocks import NOT_YET, READY, extend_hashes, root_hash
 from cargohold.cache import ForwardingManager, OffloadManager, make_manager
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.protocol import (
     TransferOutcome,
 )

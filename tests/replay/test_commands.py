@@ -47,7 +47,7 @@ class TestReplay:
     def test_a_policy_of_ones_own(
         self, cargohold: Command, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        text = "from cargohold.cache.policies.recency import FIFOPolicy\n\nclass Mine(FIFOPolicy): ...\n"
+        text = "from cargohold.cache.policies.base import FIFOPolicy\n\nclass Mine(FIFOPolicy): ...\n"
         (tmp_path / "policies_of_mine.py").write_text(text)
         monkeypatch.setattr(sys, "path", list(sys.path))
         mine = "policies_of_mine:Mine"

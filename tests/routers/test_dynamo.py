@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cargohold.blocks import READY, extend_hashes, root_hash
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.engine.events import ZmqEventPublisher
 from cargohold.protocol import BlockRemoved, BlockStored
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock

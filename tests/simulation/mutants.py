@@ -22,7 +22,7 @@ from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.blocks.prefix import _Windowed
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
-from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
+from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
 from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.scheduler import RequestUpdate

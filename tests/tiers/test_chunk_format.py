@@ -30,7 +30,7 @@ from cargohold.tiers.chunk_format import (
 )
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.encryption import EncryptionKey
-from cargohold.tiers.inventory.base import Finding, check_value
+from cargohold.tiers.inventory import Finding, check_value
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import disk_tier, load, payload
 

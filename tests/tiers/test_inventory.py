@@ -15,9 +15,9 @@ from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.disk import files as disk_files
 from cargohold.tiers.disk.files import Descriptor
-from cargohold.tiers.factory import open_tier
-from cargohold.tiers.inventory import Finding, open_inventory
-from cargohold.tiers.inventory.disk import DiskInventory
+from cargohold.tiers.disk.inventory import DiskInventory
+from cargohold.tiers.factory import open_inventory, open_tier
+from cargohold.tiers.inventory import Finding
 from cargohold.tiers.stores import directory as object_listing
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.servers import key_value_server
@@ -250,7 +250,7 @@ def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monk
         engines.append(filled(disk_tier(tmp_path), 3))
         return 3
 
-    monkeypatch.setattr("cargohold.tiers.inventory.disk._count_headers", count)
+    monkeypatch.setattr("cargohold.tiers.disk.inventory._count_headers", count)
     assert [holding.num_chunks for holding in DiskInventory(tmp_path).holdings()] == [3]
     assert len(engines) == 1
 

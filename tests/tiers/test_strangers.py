@@ -27,8 +27,8 @@ from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
 from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
-from cargohold.tiers.inventory.base import Finding
-from cargohold.tiers.inventory.factory import open_inventory
+from cargohold.tiers.factory import open_inventory
+from cargohold.tiers.inventory import Finding
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload
 
@@ -388,7 +388,7 @@ def check_corrupt(tier: Tier) -> None:
 
 def test_a_look_at_chunks_takes_memory_for_a_piece_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by forging: a slot as large as somebody says was read at once."""
-    monkeypatch.setattr("cargohold.tiers.inventory.disk.PIECE_BYTES", 4096)
+    monkeypatch.setattr("cargohold.tiers.disk.inventory.PIECE_BYTES", 4096)
     sizes = []
     really_read = os.preadv
 

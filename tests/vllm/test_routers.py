@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.blocks import READY
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.tiers.disk import DiskTier
 from tests.routers.dynamo import Found, Indexer, needs_dynamo, running_indexer
 from tests.vllm.common import LAZY, RESTARTED, forget, make_prompts

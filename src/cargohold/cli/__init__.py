@@ -30,7 +30,6 @@ def _run() -> int:
         doctor,  # noqa: F401
         replay,  # noqa: F401
         run,  # noqa: F401
-        serve,  # noqa: F401
         simulate,  # noqa: F401
         top,  # noqa: F401
     )

@@ -18,7 +18,8 @@ from cargohold.cli.app import EXIT_FAILED, app
 from cargohold.cli.common import Answers, errors
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, parse_bytes
-from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory, open_inventory
+from cargohold.tiers.factory import open_inventory
+from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory
 from cargohold.tiers.stores.base import without_secrets
 
 DAY_S = 86400

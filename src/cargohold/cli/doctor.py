@@ -28,7 +28,7 @@ from rich.text import Text
 
 from cargohold import __version__
 from cargohold.cache import OffloadKey
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.cli.app import app
 from cargohold.cli.common import Answers, errors
 from cargohold.errors import CargoholdError, one_line

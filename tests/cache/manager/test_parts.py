@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cargohold.cache import chunk_table
 from cargohold.cache.chunk_table import NO_SLOT, READY, ChunkTable
-from cargohold.cache.keys import ChunkKeys, offload_key, split_key
+from cargohold.cache.manager import ChunkKeys, offload_key, split_key
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from tests.cache.common import numbered
 from tests.effort import examples

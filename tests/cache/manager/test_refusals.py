@@ -12,7 +12,7 @@ import pytest
 from cargohold import OffloadConfig
 from cargohold.cache import TierManager, make_manager
 from cargohold.cache.policies import POLICIES, find_policy
-from cargohold.cache.policies.recency import LRUPolicy
+from cargohold.cache.policies.base import LRUPolicy
 from cargohold.errors import ConfigError
 from cargohold.tiers import DiskTierConfig
 from examples.own_policy.oldest_ends import OldestEnds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.cache.policies import POLICIES
-from cargohold.cache.policies.offline import OfflineTrace
+from cargohold.replay.replaying import OfflineTrace
 from cargohold.replay.traces import read_trace
 from tests.cache.common import hits_of, numbered
 from tests.data.make_trace import TRACE, make_trace

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from cargohold.cache import ChunksRemoved, LoadHandle, StoreHandle, TierManager, make_manager
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
-from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
+from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from tests.cache.common import DEPTH, chain
 from tests.cache.policies.naive_policies import NaiveFIFO, NaiveLRU
 from tests.effort import examples

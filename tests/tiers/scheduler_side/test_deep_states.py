@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache import ForwardingManager, OffloadKey, make_manager
-from cargohold.cache.keys import ChunkKeys
+from cargohold.cache.manager import ChunkKeys
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions

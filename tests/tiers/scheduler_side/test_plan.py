@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import OffloadKey, OffloadManager, make_manager
-from cargohold.cache.keys import ChunkKeys
+from cargohold.cache.manager import ChunkKeys
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions, Wanted, sources_per_token
 from cargohold.tiers.scheduler_side.plan import chains_to_fetch, num_tokens_in_time, soonest

@@ -8,8 +8,7 @@ from itertools import chain, groupby
 from typing import ClassVar, Final
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable, spread_dicts
-from cargohold.cache.policies.base import Newcomers, RunsPolicy
-from cargohold.cache.policies.recency import REFRESHED_AFTER_PART
+from cargohold.cache.policies.base import REFRESHED_AFTER_PART, Newcomers, RunsPolicy
 from cargohold.cache.policies.runs import Order, Run, Runs, lose
 
 _ONCE: Final = 0

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from cargohold.cache.policies.arc import ARCPolicy
-from cargohold.cache.policies.base import ReplacementPolicy
-from cargohold.cache.policies.recency import FIFOPolicy, LRUPolicy
+from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy, ReplacementPolicy
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.errors import ConfigError
 from cargohold.option_values import import_named

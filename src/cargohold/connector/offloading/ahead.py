@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cargohold.cache.keys import ChunkKeys
-from cargohold.cache.manager import OffloadManager
+from cargohold.cache.manager import ChunkKeys, OffloadManager
 from cargohold.protocol import Clock, Hint, HintEnd
 from cargohold.tiers.scheduler_side import Prefetcher, Waiting, Wanted
 

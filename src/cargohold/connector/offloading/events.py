@@ -26,8 +26,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from cargohold.cache.keys import ChunkKeys, split_key
-from cargohold.cache.manager import ChunksRemoved, ChunksStored, OffloadKey
+from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, split_key
 from cargohold.protocol import (
     MEDIUM_HOST,
     MEDIUM_STORAGE,

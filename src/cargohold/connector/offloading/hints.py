@@ -15,8 +15,7 @@ from itertools import count
 from typing import Final
 
 from cargohold.blocks import READY
-from cargohold.cache.keys import ChunkKeys
-from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.cache.shares import HELD, NORMAL
 from cargohold.connector.offloading.ahead import Ahead, Prefetches
 from cargohold.connector.offloading.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig

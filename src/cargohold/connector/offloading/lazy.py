@@ -11,9 +11,8 @@ from typing import Final
 
 from cargohold.blocks import READY
 from cargohold.cache import make_manager
-from cargohold.cache.keys import offload_key
-from cargohold.cache.manager import OffloadKey, StoreOffer
-from cargohold.cache.policies.recency import LRUPolicy
+from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
+from cargohold.cache.policies.base import LRUPolicy
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, OffloadConfig
 from cargohold.connector.offloading.events import Contents, TierEvents, contents_of
 from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options

@@ -26,8 +26,7 @@ from reprlib import repr as shown  # a client may send values of any size, and w
 from typing import Any, Final, NamedTuple, Self
 
 from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, longest_hit
-from cargohold.cache.keys import ChunkKeys
-from cargohold.cache.manager import OffloadKey
+from cargohold.cache.manager import ChunkKeys, OffloadKey
 from cargohold.cache.shares import HELD, NORMAL
 from cargohold.errors import RequestError
 from cargohold.protocol import Hint, KVCacheLayout, RequestView

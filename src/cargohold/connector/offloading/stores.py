@@ -20,8 +20,7 @@ from itertools import chain
 from typing import Final, Protocol, TypeAlias
 
 from cargohold.blocks import READY
-from cargohold.cache.keys import ChunkKeys
-from cargohold.cache.manager import OffloadKey, StoreHandle, StoreOffer
+from cargohold.cache.manager import ChunkKeys, OffloadKey, StoreHandle, StoreOffer
 from cargohold.connector.offloading.jobs import Store, StoreJob
 from cargohold.connector.offloading.loads import BlocksToStore, blocks_to_store, rows_to_store
 from cargohold.connector.offloading.requests import RequestState

@@ -8,11 +8,10 @@ from typing import Any
 from msgspec import Struct
 
 from cargohold.blocks import KVCacheBlock
-from cargohold.engine.core.admission import Admission, Verdict
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, SchedulerStep, StepOutput, StepPlan
-from cargohold.engine.core.roster import Roster, SchedulerConfig, WaitingQueue
+from cargohold.engine.core.roster import Admission, Roster, SchedulerConfig, Verdict, WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.protocol import (
     CacheReport,

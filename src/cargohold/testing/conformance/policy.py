@@ -15,7 +15,7 @@ import pytest
 from cargohold.blocks import READY
 from cargohold.cache import LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import Newcomers, ReplacementPolicy
 
 NUM_OPERATIONS = 250

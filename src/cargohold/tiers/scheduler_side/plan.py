@@ -8,8 +8,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from cargohold.blocks import ABSENT, NOT_YET, GroupUnits, PrefixHit, longest_hit
-from cargohold.cache.keys import ChunkKeys
-from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.tiers.scheduler_side.fetches import Chain
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.pace import StepPace

@@ -10,7 +10,7 @@ from typing import Any
 
 from cargohold.blocks import READY
 from cargohold.cache import OffloadKey, OffloadManager
-from cargohold.cache.keys import offload_key
+from cargohold.cache.manager import offload_key
 from cargohold.cache.shares import HELD, NORMAL
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.offloading import OffloadingScheduler

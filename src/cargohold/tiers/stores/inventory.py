@@ -15,7 +15,7 @@ from obstore import exceptions as store_errors
 from obstore.store import ObjectStore
 
 from cargohold.errors import TierError, one_line
-from cargohold.tiers.inventory.base import (
+from cargohold.tiers.inventory import (
     PIECE_BYTES,
     Finding,
     Holding,

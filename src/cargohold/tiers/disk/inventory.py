@@ -33,7 +33,7 @@ from cargohold.tiers.disk.root import (
     shards_in,
     strange_folders,
 )
-from cargohold.tiers.inventory.base import (
+from cargohold.tiers.inventory import (
     PIECE_BYTES,
     Finding,
     Holding,
