@@ -47,14 +47,16 @@ class Replica:
         indexer: the indexer.
         blocks_per_chunk: blocks that are offloaded together.
         wire: how events are written.
+        salted: whether salted blocks are published, too.
     """
 
-    def __init__(self, indexer: Indexer, blocks_per_chunk: int, wire: str) -> None:
+    def __init__(self, indexer: Indexer, blocks_per_chunk: int, wire: str, *, salted: bool = False) -> None:
         disk = TierOptions(name="disk", locality="LOCAL", is_listed=True)
         self.tiering = SimulatedTiering(24, [disk], blocks_per_chunk=blocks_per_chunk)
         self.worker = next(_WORKERS)
         self.indexer = indexer
         self._wire = wire
+        self._salted = salted
         self.blocks_per_chunk = blocks_per_chunk
         self.endpoints = ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
         self.start()
@@ -63,7 +65,9 @@ class Replica:
 
     def start(self) -> None:
         """Start the engine."""
-        self.engine: SimulatedEngine = make_engine(self.tiering, num_blocks=40, emit_events=True)
+        self.engine: SimulatedEngine = make_engine(
+            self.tiering, num_blocks=40, emit_events=True, emit_salted_events=self._salted
+        )
         self.publisher = ZmqEventPublisher(
             self.endpoints[0], self.engine.layout.groups, replay_endpoint=self.endpoints[1], wire=self._wire
         )
@@ -99,10 +103,10 @@ class Replica:
             time.sleep(PAUSE_S)
         pytest.fail("the indexer hears nothing")
 
-    def can_find(self, token_ids: list[int]) -> Found:
+    def can_find(self, token_ids: list[int], salt: str | None = None) -> Found:
         """How many leading tokens the engine itself can find: on the device, then in host memory, then on disk."""
         hashes: list[bytes] = []
-        extend_hashes(hashes, token_ids, BLOCK_TOKENS, root_hash())
+        extend_hashes(hashes, token_ids, BLOCK_TOKENS, root_hash(salt=salt))
         pool, per_chunk = self.engine.scheduler.kv.pool, self.blocks_per_chunk
         on_device = {pool.get_block(block_id).block_hash for block_id in range(1, pool.num_blocks)}
         num_device = len(list(takewhile(on_device.__contains__, hashes)))
@@ -229,5 +233,27 @@ def test_events_as_lists_of_values_are_read_as_well(indexer: Indexer) -> None:
         replica.engine.add("r", prompt(0, LONGEST), 1)
         compare(replica, indexer)
         assert indexer.find(prompt(0, LONGEST), replica.worker).device == LONGEST
+    finally:
+        replica.stop()
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_salted_blocks_are_found_on_device_host_and_disk_only_if_they_are_to_be_published(
+    indexer: Indexer, is_published: bool
+) -> None:
+    """The indexer knows of no salts: whoever asks for the same tokens finds them."""
+    replica = Replica(indexer, 1, "map", salted=is_published)
+    try:
+        replica.engine.add("salted", prompt(0, LONGEST), 1, salt="mine")
+        for expected in (Found(LONGEST, LONGEST, LONGEST), Found(0, LONGEST, LONGEST), Found(0, 0, LONGEST)):
+            replica.settle()
+            replica.tell()
+            assert replica.can_find(prompt(0, LONGEST), "mine") == expected
+            found = indexer.find(prompt(0, LONGEST), replica.worker)
+            assert found == (expected if is_published else Found(0, 0, 0))
+            if expected.device:
+                evict_everything(replica.engine)
+            else:
+                replica.restart()
     finally:
         replica.stop()
