@@ -66,7 +66,7 @@ from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
 from cargohold.tiers.scheduler_side.prefetch import Event
-from cargohold.tiers.scheduler_side.tasks import TaskTable
+from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.writing import Writes
 from tests.simulation.mutation import Mutant, Patch, registrar
@@ -833,3 +833,15 @@ def writes_chunks_down_without_their_leases(patch: Patch) -> None:
 @mutant("tiered")
 def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
     patch.setattr(TierState, "note_lost", lambda self, keys: None)
+
+
+@mutant("tiered", "returning", faults="failed", first_seed=49)
+def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
+    conclude = LowerTiers._conclude
+
+    def silent(self: LowerTiers, task: TierTask, *, is_done: bool) -> None:
+        conclude(self, task, is_done=is_done)
+        if not is_done:
+            vars(self.tiers[task.tier])["announce"] = lambda *_: None
+
+    patch.setattr(LowerTiers, "_conclude", silent)

@@ -143,7 +143,7 @@ class EventOracle(Oracle):
             announced again, so it is not compared if it was not empty.
         media: yields each tier that lists its chunks and tells which it loses, with what its scheduler side knows and the
             shards of its medium. In the end, what is announced must be there, whatever has happened; and all that is there must
-            be announced, also what earlier engines have left, unless a fault has struck.
+            be announced, also what earlier engines have left. After a fault, only what the engine knows to be there must be.
         is_excused: whether a fault has struck: then nobody may have learnt that a chunk is there.
     """
 
@@ -200,11 +200,14 @@ class EventOracle(Oracle):
         if medium.blocks_per_chunk == 1:
             gone = announced - there.keys()
             self.require(not gone, f"{len(gone)} blocks are announced that are not in storage")
-        if medium.is_certain and not self._is_excused():
-            hidden = {offload_key(*prefix) for prefix in self._unpublished()}
-            described = {key for key, note in there.items() if key not in hidden and self._is_described(key, note)}
-            missing = described - announced
-            self.require(not missing, f"{len(missing)} of {len(described)} chunks in storage are not announced")
+        hidden = {offload_key(*prefix) for prefix in self._unpublished()}
+        described = {key for key, note in there.items() if key not in hidden and self._is_described(key, note)}
+        if not medium.is_certain or self._is_excused():
+            # After a fault, nobody may know of some; but what the engine itself would look for there was announced.
+            order = sorted(described)
+            described = {key for key, known in zip(order, medium.tier.presence.last(order), strict=True) if known}
+        missing = described - announced
+        self.require(not missing, f"{len(missing)} of {len(described)} chunks in storage are not announced")
 
     def _keys_of_requests(self) -> set[bytes]:
         groups = range(len(self._engine.layout.groups))
