@@ -7,8 +7,9 @@ from types import MappingProxyType
 
 import pytest
 
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER
+from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
+from cargohold.protocol import Hint
 from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.testing.simulation.faults import Fault
 from cargohold.testing.simulation.fingerprints import GroupPlan
@@ -99,3 +100,13 @@ def test_who_arrives_when_only_short_prompts_were_computed_may_wait_for_a_tier_t
     result = Run(Scenario(1, "by hand", shape, connector, {Fault.HANGS: 1.0}, 2.4, asks)).play()
     assert result.error is None
     assert result.struck.keys() == {Fault.HANGS}
+
+
+def test_what_hints_asked_of_a_process_that_has_died_is_not_asked_of_the_next_one() -> None:
+    # A bug of the simulator (seeds 770294 and 780036): the tier outlives the process there, and its chunks kept their levels.
+    pinned = Ask(0.0, "pinned", tuple(range(16)), 1, hints=(Hint.pin(ttl_s=50.0),))
+    shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
+    connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru", "hints": HintConfig(allow="all")}),))
+    actions = (pinned, Restart(1.0), Ask(2.0, "next", tuple(range(100, 116)), 1))
+    result = Run(Scenario(1, "by hand", shape, connector, {}, 0.0, actions)).play()
+    assert result.error is None

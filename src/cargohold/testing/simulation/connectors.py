@@ -13,6 +13,7 @@ import numpy as np
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
+from cargohold.cache.shares import NORMAL
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
@@ -360,8 +361,12 @@ def num_stuck_jobs(connector: KVConnectorScheduler) -> int:
 
 
 def forget_engine(connector: KVConnectorScheduler) -> None:
-    """End the jobs of a connector whose process has died, so that its tiers give up their pins and reservations."""
+    """End the jobs of a connector whose process has died, so that its tiers give up their pins and reservations.
+
+    Here the tier outlives the process, as if it were another's; what hints asked for does not.
+    """
     for side, _ in offloading_sides(connector):
+        side.manager.rank([key for grant in side.hints.grants for key in grant.keys], NORMAL)
         for load in list(side.jobs.loads()):
             load.handle.release()
         for store in list(side.jobs.stores()):
