@@ -9,12 +9,13 @@ import pytest
 from tests import example_runs
 from tests.example_runs import EXAMPLES, NAMES
 
-IN_SEVERAL_PROCESSES = {"disaggregated/run"}
-"""Two servers and a proxy, which take long to start. ``connector.test_handoff`` hands off prefixes in one process."""
+TAKE_LONG = {"disaggregated/run", "sizing_notebook/run"}
+"""Two servers and a proxy, where ``connector.test_handoff`` hands off prefixes in one process; and replays of a whole
+trace, as in ``replay``."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in IN_SEVERAL_PROCESSES else ()) for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in TAKE_LONG else ()) for name in NAMES]
 )
 def test_example(
     name: str, chat_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
