@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from cargohold.blocks import ABSENT, NOT_YET, GroupUnits, PrefixHit, longest_hit
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
+from cargohold.protocol import AttentionKind
 from cargohold.tiers.scheduler_side.fetches import Chain
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.pace import StepPace
@@ -16,6 +17,7 @@ from cargohold.tiers.scheduler_side.tier_state import UNKNOWN
 
 _UNREAD: Final = 255
 _LEAST_WIDTH: Final = 16
+_NOWHERE = bytes([ABSENT, ABSENT])
 _UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))
 
 
@@ -185,6 +187,14 @@ class Planner:
 
     def may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
         """Whether all tiers together may have more leading tokens than were found, as far as is known without asking."""
+        for keys in wanted.keys:
+            at = num_found_tokens // keys.chunk_tokens
+            following = keys.keys[at : at + 1]
+            # Of nearly all prompts that are new, no tier has the chunk that a group of full attention cannot do without.
+            if keys.group.kind is AttentionKind.FULL and following:
+                states = self._host.lookup(following) + self._lower.lookup(following)
+                if states == _NOWHERE:
+                    return False
         hit = self.deep_hit(wanted, wanted.limit_tokens, [], ())
         return hit.undecided or hit.num_tokens > num_found_tokens
 

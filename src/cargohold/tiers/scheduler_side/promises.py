@@ -123,7 +123,7 @@ class Promises:
         if self.obstacle:
             return
         until = self.deadline()
-        are_there = [tier.presence.get(keys) for tier in self._tiers]
+        are_there = [tier.known(keys) for tier in self._tiers]
         missing = [key for key, *answers in zip(keys, *are_there, strict=True) if True not in answers]
         for key in missing:
             promise = self._made.setdefault(key, _Promise(parents[key], until))
@@ -199,7 +199,7 @@ class Promises:
         there: set[OffloadKey] = set()
         coming: set[OffloadKey] = set()
         for writes in self._writes:
-            answers = zip(keys, writes.tier.presence.last(keys), strict=True)
+            answers = zip(keys, writes.tier.last_known(keys), strict=True)
             there.update(key for key, is_there in answers if is_there)
             coming.update(writes.will_take([key for key in keys if key in self._made]))
         return bytes(READY if key in there else NOT_YET if key in coming else ABSENT for key in keys)

@@ -392,6 +392,10 @@ class TierState:
         """Return whether each chunk was there when it was heard of last, however old that is; ``None`` if it never was."""
         return list(map(self._held.__contains__, keys)) if self.knows_all else self.presence.last(keys)
 
+    def had_none_of(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether the tier had none of these chunks when they were heard of last: so it is with all that is new."""
+        return self._held.isdisjoint(keys) if self.knows_all else True not in self.presence.last(keys)
+
     def hold(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Note which chunks the tier has, if all are to be known."""
         if not self.may_know_all:
@@ -404,7 +408,8 @@ class TierState:
 
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Remember, and announce, whether the tier has these chunks."""
-        self.presence.note(keys, are_there)
+        if not (self.knows_all and all(are_there)):
+            self.presence.note(keys, are_there)
         self.announce(keys, are_there)
 
     def take_events(self) -> list[TierEvent]:

@@ -178,6 +178,8 @@ class Writes:
         """Learn that a request uses ``keys``, in prefix order, of which host memory has ``ready``."""
         if self._options.write_mode is WriteMode.BACK:
             self.backlog.postpone(keys)
+        if not ready:
+            return  # a new prompt
         if self._options.admission is Admission.REUSED:
             self.backlog.add(self._wanted(ready), parents_in(keys))
         if self.tier.is_readable:
@@ -197,10 +199,10 @@ class Writes:
         """
         if self.tier.is_off or self._options.is_read_only:
             return []
-        known, writing = self.tier.last_known(keys), self._writing
-        if True not in known and writing.isdisjoint(keys):  # nearly always
+        writing = self._writing
+        if self.tier.had_none_of(keys) and writing.isdisjoint(keys):  # nearly always
             return list(keys)
-        answers = zip(keys, known, strict=True)
+        answers = zip(keys, self.tier.last_known(keys), strict=True)
         return [key for key, is_there in answers if is_there is not True and key not in writing]
 
     def _was_seen(self, key: OffloadKey) -> bool:
