@@ -20,6 +20,7 @@ from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.protocol import ConnectorMetadata, KVConnectorSchedulerOutput, RequestView, StepView
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers.scheduler_side import TierOptions
 
 SOURCES = Path(cargohold.__file__).parent
 NOT_THE_CONNECTOR = (SOURCES / "engine", SOURCES / "testing")
@@ -108,7 +109,12 @@ class CountedScheduler(OffloadingScheduler):
 def run(*, quick: bool = False) -> dict[str, Any]:
     """Count, for host memory alone and with a disk below it. Returns rows of figures, and the largest of all look-ups."""
     result: dict[str, Any] = {}
-    tiers: dict[str, Tier] = {"host": SimulatedOffloading(NUM_BLOCKS), "host and disk": SimulatedTiering(NUM_BLOCKS)}
+    disk, store = TierOptions(name="disk", is_listed=True), TierOptions(name="store", has_index=False)
+    tiers: dict[str, Tier] = {
+        "host": SimulatedOffloading(NUM_BLOCKS),
+        "host and disk": SimulatedTiering(NUM_BLOCKS, [disk]),
+        "host and a store that must be asked": SimulatedTiering(NUM_BLOCKS, [store]),
+    }
     for name, tier in tiers.items():
         passed = count_look_ups(tier)
         look_ups = [each for each in passed if each.call == "look-up"]
@@ -123,7 +129,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 
 def count_look_ups(tier: Tier) -> list[Passed]:
-    """Serve a prompt whose first half host memory has; with a disk, it has the other half. Return what each call passed."""
+    """Serve a prompt whose first half host memory has; with a lower tier, that has the other half. Then serve a new one.
+    Return what each call passed."""
     if isinstance(tier, SimulatedTiering):
         serve(tier, PROMPT)  # written down; the next engine's host memory is empty
     engine = serve(tier, IN_HOST_MEMORY)
@@ -134,6 +141,8 @@ def count_look_ups(tier: Tier) -> list[Passed]:
     assert isinstance(scheduler, CountedScheduler)
     profile = scheduler.profile = Profile()
     engine.add("counted", PROMPT, 1)
+    engine.run()
+    engine.add("new", list(range(1000, 1257)), 1)
     engine.run()
     return profile.passed
 

@@ -12,11 +12,22 @@ from hypothesis import strategies as st
 from cargohold import ConfigError, LazyOffloadConfig
 from cargohold.blocks import BlockPool
 from cargohold.cache import TierManager
+from cargohold.connector.offloading.jobs import OffloadingMetadata
 from cargohold.connector.offloading.lazy import FreeQueueScout, LazyOffloadingFactory
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
+from cargohold.engine.core.request import SchedulerStep
 from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
-from cargohold.protocol import NULL_CONNECTOR, Clock, KVConnectorFactory, SchedulerEnvironment, TransferOutcome
+from cargohold.protocol import (
+    NULL_CONNECTOR,
+    BlockStored,
+    Clock,
+    FinishedTransfers,
+    KVConnectorFactory,
+    KVConnectorOutput,
+    SchedulerEnvironment,
+    TransferOutcome,
+)
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.transfer import CopyResult, Direction
@@ -206,6 +217,31 @@ def test_it_needs_a_prefix_cache_to_keep_what_that_evicts() -> None:
     factory = LazyOffloadingFactory(LazyOffloadConfig(host_bytes="1MiB"))
     with pytest.raises(ConfigError, match="prefix_caching=False"):
         factory.make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0, prefix_caching=False))
+
+
+def test_blocks_that_another_connector_has_loaded_are_announced_when_stored() -> None:
+    """Also if their request was preempted before any step."""
+    kv = KVCacheManager(simulated_layout(9))
+    side = LazyOffloadingFactory(LazyOffloadConfig(host_bytes="1KiB")).make_scheduler_side(
+        SchedulerEnvironment(kv.layout, lambda: 0.0, emits_events=True)
+    )
+    side.bind_scheduler_context(EngineContext(kv, WaitingQueue(QueuePolicy.FCFS)))
+    tokens = prompt(0, 9)
+    engine = SimulatedEngine(kv.layout, SimulatedOffloading(9))
+    engine.add("r", tokens, 1)
+    request = engine.requests["r"]
+    side.on_new_request(request)
+    blocks = kv.pool.allocate(2)
+    side.update_state_after_alloc(request, (tuple(block.block_id for block in blocks),), 0)
+    for block, block_hash in zip(blocks, request.block_hashes, strict=True):
+        kv.pool.cache_block(block, block_hash, 0)
+    kv.pool.free_blocks(blocks)
+    metadata = side.build_connector_meta(SchedulerStep(preempted_req_ids=frozenset({"r"})))
+    assert isinstance(metadata, OffloadingMetadata)
+    done = {job.job_id: TransferOutcome.DONE for job in metadata.stores}
+    side.update_connector_output(KVConnectorOutput(finished=FinishedTransfers(jobs=done)))
+    stored = [event for event in side.take_events() if isinstance(event, BlockStored)]
+    assert sorted(token for event in stored for token in event.token_ids) == sorted(tokens[:8])
 
 
 class TestScout:

@@ -6,7 +6,7 @@ import pytest
 
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.connector.offloading import HintConfig, TenantQuota
-from cargohold.protocol import Hint, HintEnd, HintOutcome, HintStatus, Prefix
+from cargohold.protocol import MEDIUM_HOST, BlockStored, Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind
@@ -56,6 +56,17 @@ def test_a_prefetch_brings_chunks_up_before_the_request_comes(hint: Hint, how: l
     assert restored(engine, "second") == {"host": 44}, "nothing was waited for"
     queue.held = frozenset()
     finish(engine, tiering)
+
+
+def test_what_a_prefetch_brings_up_is_announced() -> None:
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering, emit_events=True), tiering, "first", TOKENS)
+    engine = make_engine(tiering, emit_events=True)
+    give(engine, Hint.prefetch())
+    finish(engine, tiering)
+    stored = [event for event in engine.scheduler.take_events() if isinstance(event, BlockStored)]
+    in_host = [event for event in stored if event.medium == MEDIUM_HOST]
+    assert [token for event in in_host for token in event.token_ids] == TOKENS
 
 
 def test_a_prefetch_of_what_nobody_has_fails_and_of_what_host_memory_has_is_done() -> None:

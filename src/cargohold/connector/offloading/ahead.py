@@ -30,6 +30,7 @@ class Ahead:
         tenant: who gave the hint.
         wanted: what is to be fetched.
         deadline: time after which nobody needs it.
+        on_ask: called before tiers are asked for its chunks, or chunks are fetched.
         waiting: the wait for its chunks; ``None`` before the next step.
         notes: why chunks were not fetched.
     """
@@ -38,6 +39,7 @@ class Ahead:
     tenant: str | None
     wanted: Wanted
     deadline: float
+    on_ask: Callable[[], None]
     waiting: Waiting | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -79,19 +81,21 @@ class Prefetches:
             for first in [min(end, of_group.group.num_skipped_tokens(num_tokens) // of_group.chunk_tokens)]
         )
 
-    def begin(self, hint: Hint, tenant: str | None, keys: Sequence[ChunkKeys], num_tokens: int) -> None:
+    def begin(
+        self, hint: Hint, tenant: str | None, keys: Sequence[ChunkKeys], num_tokens: int, on_ask: Callable[[], None]
+    ) -> None:
         """Fetch the chunks of the first ``num_tokens`` tokens of a prefix, from the next step on."""
         deadline = self._clock() + (hint.deadline_s or DEFAULT_DEADLINE_S)
         # A hit of all tokens would need one less, because the last one is computed: here it may have all.
         wanted = Wanted(keys, num_tokens + 1, 0, num_tokens, tenant)
-        self._under_way.append(Ahead(hint, tenant, wanted, deadline))
+        self._under_way.append(Ahead(hint, tenant, wanted, deadline, on_ask))
         self._num_of[tenant] += 1
 
     def step(self) -> None:
         """Go on with all of them. To be called once a step, when all requests have been asked for."""
         for ahead in list(self._under_way):
             if ahead.waiting is None:
-                ahead.waiting = self._prefetcher.begin(ahead.wanted, ahead.notes, is_ahead=True)
+                ahead.waiting = self._prefetcher.begin(ahead.wanted, ahead.notes, on_ask=ahead.on_ask, is_ahead=True)
             elif self._prefetcher.must_wait(ahead.waiting, ahead.wanted):
                 if self._clock() >= ahead.deadline:
                     ahead.waiting.end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
@@ -102,6 +103,7 @@ class Hints:
     Attributes:
         ahead: prefetches under way; ``None`` without lower tiers.
         on_claims: told of chunks for which hints ask something else now, for lower tiers.
+        on_ask: told of a request's keys before its chunks are fetched for a hint.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Hints:
         self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
         self.ahead: Prefetches | None = None
         self.on_claims: Callable[[Iterable[OffloadKey]], None] = lambda _: None
+        self.on_ask: Callable[[RequestView, Iterable[ChunkKeys]], None] = lambda _request, _keys: None
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
         self.stats: Counter[str] = Counter()
 
@@ -229,7 +232,8 @@ class Hints:
         room = self.budgets.room(request.tenant, Budget.RAISED) // len(keys) * smallest
         if room < smallest:
             return HintOutcome(hint.action_id, HintStatus.REJECTED, "retain_fraction leaves no room for it")
-        self.ahead.begin(hint, request.tenant, keys, min(num_tokens, room))
+        on_ask = partial(self.on_ask, request, keys)
+        self.ahead.begin(hint, request.tenant, keys, min(num_tokens, room), on_ask)
         status = HintStatus.DEFERRED if num_tokens <= room else HintStatus.CLIPPED
         reason = "" if num_tokens <= room else f"retain_fraction leaves room for {room} tokens"
         return HintOutcome(hint.action_id, status, reason, min(num_tokens, room))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import ge
 from typing import Final
 
 from cargohold.blocks import READY
@@ -194,10 +195,10 @@ class BlockContents:
             self.note_filled(state, share.block_ids, num_tokens, events)
 
     def note_filled(self, state: RequestState, block_ids: BlockIds, num_tokens: int, events: TierEvents) -> None:
-        """Remember the blocks of a request that its leading ``num_tokens`` tokens fill."""
+        """Remember the blocks of a request that its leading ``num_tokens`` tokens fill now, or will."""
         noted = self._num_noted.setdefault(state.request.request_id, [0] * len(state.keys))
         ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
-        if noted == ends or not events.is_published(state.request):
+        if all(map(ge, noted, ends)) or not events.is_published(state.request):
             return  # most, while generating
         state.extend_keys()
         for group, (keys, table) in enumerate(zip(state.keys, block_ids, strict=True)):
@@ -238,11 +239,16 @@ class LazyStores:
         # Stores what other engines were promised, as it is computed.
         self._promised = EagerStores(shared, requests)
 
+    def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember what the request's blocks will hold: what another connector loads may be free again before any step."""
+        self._seen.forget(state.request.request_id)  # blocks of an earlier admission may be others
+        if self._shared.events is not None:
+            self._seen.note_filled(state, block_ids, state.request.num_tokens, self._shared.events)
+
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
     ) -> None:
         """Store nothing: what the device has and the tier lacks is found when it comes near eviction."""
-        self._seen.forget(state.request.request_id)  # blocks of an earlier admission may be others
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield the stores of chunks that another engine is promised, and that of the blocks that would be evicted next.

@@ -104,6 +104,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
             hints = self._shared.hints
             hints.on_claims, lower.on_arrived = lower.rank, hints.note_stored
+            if events is not None:
+                hints.on_ask = events.note_wanted
             hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
@@ -235,6 +237,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
         state = self._requests[request.request_id]
+        self._stores.note_blocks(state, blocks)
         lookup, state.lookup = state.lookup, None
         if lookup is None:
             state.was_admitted = True

@@ -146,6 +146,10 @@ def _content_of(block_id: int, context: SchedulerContext) -> _BlockContent:
 class StorePlanner(Protocol):
     """Decides which chunks are copied down in a step."""
 
+    def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Learn which blocks a request has got, before it is in a step. Another connector may fill them."""
+        ...
+
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
     ) -> None:
@@ -256,6 +260,9 @@ class EagerStores:
     def promised_blocks(self) -> Sequence[int]:
         """Blocks that are held for leftovers."""
         return tuple(chain.from_iterable(leftover.held for leftover in self._leftovers))
+
+    def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Do nothing: each step tells the blocks of its requests."""
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -494,6 +501,9 @@ class NoStores:
 
     has_pending_work = False
     promised_blocks = ()
+
+    def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Do nothing."""
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

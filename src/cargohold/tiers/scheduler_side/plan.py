@@ -186,17 +186,19 @@ class Planner:
         return longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens)
 
     def may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
-        """Whether all tiers together may have more leading tokens than were found, as far as is known without asking."""
+        """Whether lower tiers may have more leading tokens than were found in host memory, as far as is known without asking.
+
+        They do not if nobody has the next chunk of a group of full attention, which cannot do without: so it is with nearly all
+        prompts that are new.
+        """
         for keys in wanted.keys:
             at = num_found_tokens // keys.chunk_tokens
             following = keys.keys[at : at + 1]
-            # Of nearly all prompts that are new, no tier has the chunk that a group of full attention cannot do without.
             if keys.group.kind is AttentionKind.FULL and following:
                 states = self._host.lookup(following) + self._lower.lookup(following)
                 if states == _NOWHERE:
                     return False
-        hit = self.deep_hit(wanted, wanted.limit_tokens, [], ())
-        return hit.undecided or hit.num_tokens > num_found_tokens
+        return True
 
     def compute_s(self, wanted: Wanted, num_tokens: int) -> float | None:
         """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.

@@ -205,7 +205,7 @@ class EventOracle(Oracle):
         if not medium.is_certain or self._is_excused():
             # After a fault, nobody may know of some; but what the engine itself would look for there was announced.
             order = sorted(described)
-            described = {key for key, known in zip(order, medium.tier.presence.last(order), strict=True) if known}
+            described = {key for key, known in zip(order, medium.tier.last_known(order), strict=True) if known}
         missing = described - announced
         self.require(not missing, f"{len(missing)} of {len(described)} chunks in storage are not announced")
 
