@@ -49,10 +49,10 @@ def listed(tier: Tier, limit: int = 7) -> dict[bytes, Details]:
     cursor, is_first = b"", True
     while cursor or is_first:
         listing = tier.list_chunks(cursor, limit, with_details=True)
-        assert len(listing.found) <= limit
-        for chunk in listing.found:
-            assert chunk.key not in found
-            found[chunk.key] = chunk.details
+        assert len(listing.keys) <= limit
+        for chunk, of_chunk in zip(listing.keys, listing.details, strict=True):
+            assert chunk not in found
+            found[chunk] = of_chunk
         cursor, is_first = listing.cursor, False
     return found
 

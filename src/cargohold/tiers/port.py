@@ -78,7 +78,7 @@ class Found:
 
     Attributes:
         key: its key.
-        details: what events say of it; ``NO_DETAILS`` if that was not asked for.
+        details: what events say of it.
     """
 
     key: OffloadKey
@@ -87,14 +87,16 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A part of the list of a tier's chunks.
+    """A part of the list of a tier's chunks. Columns, not one object per chunk: there are thousands.
 
     Attributes:
-        found: the chunks; if details were asked for, only those whose details are known.
+        keys: the chunks; if details were asked for, only those whose details are known.
+        details: what events say of each, if that was asked for; else empty.
         cursor: where the next part begins; empty if there is none.
     """
 
-    found: tuple[Found, ...] = ()
+    keys: tuple[OffloadKey, ...] = ()
+    details: tuple[Details, ...] = ()
     cursor: bytes = b""
 
 

@@ -318,11 +318,11 @@ class TierConformance(ABC):
 
     def _listed(self, tier: Tier) -> list[OffloadKey]:
         listing = tier.list_chunks(b"", 3, with_details=False)
-        found = list(listing.found)
+        found = list(listing.keys)
         while listing.cursor:
             listing = tier.list_chunks(listing.cursor, 3, with_details=False)
-            found += listing.found
-        return [chunk.key for chunk in found]
+            found += listing.keys
+        return found
 
     def _store(self, tier: Tier, name: str) -> StoreOutcome:
         return tier.store(key(name), memoryview(self._contents(name)))

@@ -22,7 +22,7 @@ from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_a
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Claim, Note
 from cargohold.tiers.health import MediumHealth
-from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Found, Listing, Losses
+from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses
 from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.transfer import TransferWorker
@@ -124,11 +124,11 @@ class SimulatedMedium:
         after = int.from_bytes(cursor, "little")
         keys = [key for key in self.chunks if self._numbers[key] > after]
         part = keys[: LISTED_AT_ONCE[kind]]
+        cursor = self._numbers[part[-1]].to_bytes(8, "little") if len(keys) > len(part) else b""
         if kind is JobKind.LIST:
-            found = tuple(Found(key, NO_DETAILS) for key in part)
-        else:
-            found = tuple(Found(key, self.notes[key].details) for key in part if self.notes[key].details != NO_DETAILS)
-        return Listing(found, self._numbers[part[-1]].to_bytes(8, "little") if len(keys) > len(part) else b"")
+            return Listing(tuple(part), (), cursor)
+        part = [key for key in part if self.notes[key].details != NO_DETAILS]
+        return Listing(tuple(part), tuple(self.notes[key].details for key in part), cursor)
 
     def corrupt(self, key: OffloadKey) -> None:
         """Damage a chunk, in a way that a check would notice."""

@@ -18,7 +18,6 @@ from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, SparingLog, TierError
 from cargohold.option_values import format_count
 from cargohold.tiers.chunk_format import (
-    NO_DETAILS,
     NO_NOTE,
     NO_TERMS,
     ChunkCodec,
@@ -35,7 +34,6 @@ from cargohold.tiers.port import (
     MAX_LOSSES,
     NO_LOSSES,
     NOTHING_LISTED,
-    Found,
     Listing,
     LoadOutcome,
     Losses,
@@ -199,16 +197,16 @@ class DiskTier(Tier):
         end = first + limit
         with self._lock:
             chunks = state.index.chunks_in(slots[first:end].tolist())
+        details: tuple[Details, ...] = ()
         if with_details:
-            found = tuple(
-                Found(key, details) for slot, key in chunks if (details := self._details(state, slot, key)) is not None
-            )
+            known = [(key, of_key) for slot, key in chunks if (of_key := self._details(state, slot, key)) is not None]
+            keys, details = tuple(key for key, _ in known), tuple(of_key for _, of_key in known)
         else:
-            found = tuple(Found(key, NO_DETAILS) for _, key in chunks)
+            keys = tuple(key for _, key in chunks)
         if end >= len(slots):
             self._roll = state, slots[:0]
-            return Listing(found)
-        return Listing(found, end.to_bytes(_CURSOR_BYTES, "little"))
+            return Listing(keys, details)
+        return Listing(keys, details, end.to_bytes(_CURSOR_BYTES, "little"))
 
     def _details(self, state: _State, slot: int, key: OffloadKey) -> Details | None:
         """Return what is kept of a slot's chunk. A bad place on the disk counts as nothing."""

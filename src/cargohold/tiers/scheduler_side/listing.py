@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import compress
 
-from cargohold.tiers.port import JobKind, Listing
+from cargohold.tiers.port import Found, JobKind, Listing
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import MAX_ANNOUNCED, TierState
 
@@ -66,10 +66,9 @@ class Lister:
     def _end_list(self, task: TierTask, _: Sequence[bool], is_done: bool) -> None:
         if task.is_cancelled or not is_done:
             self._is_running = False
-        elif task.listing.found:
-            keys = [found.key for found in task.listing.found]
+        elif task.listing.keys:
             on_end = partial(self._end_check, task.listing, task.kind)
-            self._tasks.want(TierTask(JobKind.CHECK, self._at, keys, on_end))
+            self._tasks.want(TierTask(JobKind.CHECK, self._at, task.listing.keys, on_end))
         else:
             self._go_on(task.listing, task.kind)
 
@@ -81,7 +80,7 @@ class Lister:
             return
         self._tier.hold(task.keys, succeeded)
         if kind is JobKind.DESCRIBE:
-            there = tuple(compress(listing.found, succeeded))
+            there = tuple(map(Found, compress(listing.keys, succeeded), compress(listing.details, succeeded)))
             self._num_found += len(there)
             self._tier.announce_found(there)
         self._go_on(listing, kind)
