@@ -34,7 +34,7 @@ class Lister:
         self._at = at
         self._tier = tier
         self._tasks = tasks
-        self._is_wanted = self._is_due = tier.options.is_listed and (tier.may_know_all or tier.records_events)
+        self._is_due = tier.options.is_listed
         self._num_found = 0
         self._is_running = False
 
@@ -46,18 +46,21 @@ class Lister:
 
     def begin_again(self) -> None:
         """List anew what is there, because the tier has lost everything, or its list of losses."""
-        self._is_due = self._is_wanted
+        self._is_due = self._tier.options.is_listed
 
     def step(self) -> None:
         """Begin to list if that is due and possible. To be called once a step."""
-        if not self._is_wanted or self._is_running:
+        if self._is_running or not self._tier.options.is_listed:
             return
         if not self._tier.can_be_relied_on:
             self._is_due = True
         elif self.is_at_work:
             self._is_due = False
             self._num_found = 0
-            self._list_from(b"", JobKind.LIST if self._tier.may_know_all else JobKind.DESCRIBE)
+            if self._tier.may_know_all:
+                self._list_from(b"", JobKind.LIST)
+            elif self._tier.records_events:
+                self._list_from(b"", JobKind.DESCRIBE)
 
     def _list_from(self, cursor: bytes, kind: JobKind) -> None:
         self._is_running = True
@@ -87,7 +90,8 @@ class Lister:
 
     def _go_on(self, listing: Listing, kind: JobKind) -> None:
         self._is_running = False
-        if listing.cursor and self._num_found < MAX_ANNOUNCED:
+        is_enough = not self._tier.may_know_all if kind is JobKind.LIST else self._num_found >= MAX_ANNOUNCED
+        if listing.cursor and not is_enough:
             self._list_from(listing.cursor, kind)
         elif kind is JobKind.LIST:
             # Unless the list, or a part of it, has become worthless meanwhile.
