@@ -5,27 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from benchmarks.policies import FLOOR, PERCENTS, real_traces
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.replay.costs import CostModel
 from cargohold.replay.replaying import OPTIMUM, plan_tasks, run_tasks
-from cargohold.replay.tiers import HINTED
+from cargohold.replay.tiers import GUESSED, HINTED, QUICK_S, SLOW_S, guess_pauses_s, pauses_s
 from cargohold.replay.traces import TraceRequest, read_trace
 from cargohold.replay.workload import UNKNOWN, Workload, load_workload
 
 COSTS = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=8000.0)
 """About a model of 8 billion parameters on one accelerator; loads at the model's default, 20 GB/s."""
-COLUMNS = (FLOOR, DEFAULT_POLICY, DEFAULT_POLICY + HINTED, OPTIMUM)
+COLUMNS = (FLOOR, DEFAULT_POLICY, DEFAULT_POLICY + HINTED, DEFAULT_POLICY + GUESSED, OPTIMUM)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
+    guesses: dict[str, Any] = {}
     traces = {"made": load_workload(_made())} if quick else _real()
     for name, workload in traces.items():
         if (workload.sessions == UNKNOWN).all():
             skipped.append(name)
             continue
+        guesses[name] = _guesses(workload)
         for row in _replay(workload, (10,) if quick else PERCENTS):
             rows.append({"trace": name, **row})
             print(_line(rows[-1]), flush=True)
@@ -37,6 +41,7 @@ def run(*, quick: bool) -> dict[str, Any]:
             "load_bytes_per_s": COSTS.bytes_per_s["host"],
         },
         "without_sessions": skipped,
+        "guesses": guesses,
         "rows": rows,
         "worst_against_default_in_points": round(min(_gain(row) for row in rows), 2),
     }
@@ -59,6 +64,23 @@ def _made() -> Iterator[TraceRequest]:
         yield TraceRequest(hash_ids=ids, timestamp_ms=1000 * at, input_length=16 * len(ids), session_id=session)
 
 
+def _guesses(workload: Workload) -> dict[str, Any]:
+    """How often it is guessed rightly that a session comes back within the time of a kind of pause, of the pauses that end."""
+    known_s = pauses_s(workload)
+    guessed_s = guess_pauses_s(workload.sessions.tolist(), known_s)
+    ends = np.isfinite(known_s)
+    found: dict[str, Any] = {"pauses": int(ends.sum())}
+    for limit_s in (QUICK_S, SLOW_S):
+        is_back, is_guess = known_s[ends] <= limit_s, guessed_s[ends] <= limit_s
+        num_right = int((is_back & is_guess).sum())
+        found[f"within_{limit_s:g}_s"] = {
+            "part": round(float(is_back.mean()), 3),
+            "precision": round(num_right / int(is_guess.sum()), 3) if is_guess.any() else None,
+            "recall": round(num_right / int(is_back.sum()), 3) if is_back.any() else None,
+        }
+    return found
+
+
 def _replay(workload: Workload, percents: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     sizes = {percent: max(1, round(workload.num_unique * percent / 100)) for percent in percents}
     tasks = plan_tasks(COLUMNS, [(size,) for size in sizes.values()])
@@ -72,6 +94,7 @@ def _replay(workload: Workload, percents: tuple[float, ...]) -> Iterator[dict[st
             "slots": size,
             "hits": hits,
             "part_of_gap": round((hits[DEFAULT_POLICY + HINTED] - hits[FLOOR]) / gap, 2) if gap else None,
+            "part_of_gap_guessed": round((hits[DEFAULT_POLICY + GUESSED] - hits[FLOOR]) / gap, 2) if gap else None,
             "waiting_h": {
                 policy: round((COSTS.waiting_s(result, workload) or 0.0) / 3600, 4) for policy, result in found.items()
             },
@@ -79,14 +102,14 @@ def _replay(workload: Workload, percents: tuple[float, ...]) -> Iterator[dict[st
 
 
 def _gain(row: Mapping[str, Any]) -> float:
-    """Points by which hints are better than the default policy without them."""
-    gain: float = row["hits"][DEFAULT_POLICY + HINTED] - row["hits"][DEFAULT_POLICY]
-    return gain
+    """Points by which hints are better than the default policy without them, whether kinds of pauses are known or guessed."""
+    hits: Mapping[str, float] = row["hits"]
+    return min(hits[DEFAULT_POLICY + HINTED], hits[DEFAULT_POLICY + GUESSED]) - hits[DEFAULT_POLICY]
 
 
 def _line(row: Mapping[str, Any]) -> str:
     """A row of a Markdown table."""
     cells = [row["trace"], f"{row['size_percent']:g}", *(f"{row['hits'][policy]:.2f}" for policy in COLUMNS)]
-    cells += ["" if row["part_of_gap"] is None else f"{row['part_of_gap']:.0%}"]
+    cells += ["" if row[part] is None else f"{row[part]:.0%}" for part in ("part_of_gap", "part_of_gap_guessed")]
     cells += [f"{row['waiting_h'][policy]:.2f}" for policy in COLUMNS]
     return f"| {' | '.join(cells)} |"

@@ -38,11 +38,11 @@ from cargohold.replay.html import page, plan_page, write_text
 from cargohold.replay.planning import BASELINE, Budget, Plan, Planner
 from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
-from cargohold.replay.tiers import HINTED
+from cargohold.replay.tiers import GUESSED, HINTED
 from cargohold.replay.workload import Workload
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)
-_DERIVED = "derived"
+_HINTS = {"derived": HINTED, "guessed": GUESSED}
 _DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
 
 
@@ -59,7 +59,11 @@ class GridOptions:
     ] = _DEFAULT_SIZES
     disk: Annotated[str | None, typer.Option(help="Size of a disk tier below host memory; by default none.")] = None
     hints: Annotated[
-        str | None, typer.Option(help="derived: also replay each policy with hints that an orchestrator could give.")
+        str | None,
+        typer.Option(
+            help="derived: also replay each policy with hints that an orchestrator could give. "
+            "guessed: with kinds of pauses guessed from earlier ones."
+        ),
     ] = None
     model: Annotated[str | None, typer.Option(help="Model that tells KV bytes per token.", metavar="MODEL")] = None
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
@@ -71,9 +75,10 @@ class GridOptions:
         check_policies(names)
         if self.hints is None:
             return names
-        if self.hints != _DERIVED:
-            raise ConfigError("hints", self.hints, f"it must be {_DERIVED}")
-        return [each for name in names for each in ((name,) if name in BOUNDS else (name, name + HINTED))]
+        if self.hints not in _HINTS:
+            raise ConfigError("hints", self.hints, f"it must be {' or '.join(_HINTS)}")
+        suffix = _HINTS[self.hints]
+        return [each for name in names for each in ((name,) if name in BOUNDS else (name, name + suffix))]
 
     def sizes(self) -> tuple[list[Size], list[Size]]:
         """Sizes of host memory, and the size of the disk if there is one. Raises ``ConfigError`` for what is not a size."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cargohold.cache.policies import find_policy
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.process import WorkerPool
-from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HINTED, HOST, TierLog, TierRun, TierTraffic, run_tiers
+from cargohold.replay.tiers import DEFAULT_DISK_POLICY, GUESSED, HINTED, HOST, TierLog, TierRun, TierTraffic, run_tiers
 from cargohold.replay.workload import Workload
 
 INFINITE: Final = "infinite"
@@ -79,7 +79,8 @@ def replay(
 
     Args:
         workload: the requests.
-        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` behind it, hints are given.
+        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` or ``GUESSED`` behind it,
+            hints are given.
         capacities: the sizes. For an infinite cache there is only one result.
         disk_policy: policy of a second tier.
 
@@ -99,7 +100,12 @@ def check_policies(policies: Sequence[str]) -> None:
     """Raise ``ConfigError`` for a name that is neither a policy nor a bound."""
     for policy in policies:
         if policy not in BOUNDS:
-            find_policy(policy.removesuffix(HINTED), besides=BOUNDS)
+            find_policy(without_hints(policy), besides=BOUNDS)
+
+
+def without_hints(policy: str) -> str:
+    """The name of a policy without ``HINTED`` or ``GUESSED``."""
+    return policy.removesuffix(HINTED).removesuffix(GUESSED)
 
 
 def count(
@@ -127,7 +133,14 @@ def _counted(workload: Workload, policy: str, capacities: Capacities, run: TierR
 
 def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:
     started = time.perf_counter()
-    run = run_tiers(workload, policy.removesuffix(HINTED), capacities, disk_policy, with_hints=policy.endswith(HINTED))
+    run = run_tiers(
+        workload,
+        without_hints(policy),
+        capacities,
+        disk_policy,
+        with_hints=policy.endswith(HINTED),
+        with_guesses=policy.endswith(GUESSED),
+    )
     return _counted(workload, policy, capacities, run, started)
 
 
