@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import count, takewhile
+from itertools import count, product, takewhile
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -14,7 +14,7 @@ from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.manager import offload_key
 from cargohold.engine.events import ZmqEventPublisher
 from cargohold.protocol import BlockRemoved, BlockStored
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock
+from cargohold.testing.simulation import SimulatedEngine
 from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.scheduler_side import TierOptions
@@ -183,11 +183,15 @@ def disturb(replica: Replica, what: str, request_id: str) -> None:
         case "fail":
             fail_jobs(queue, medium)
         case "lose disk":  # it is suspended; until the next engine, nobody can load from it
+            replica.settle()
             replica.tiering.media[0][0].is_gone = True
-            for at in range(4):
-                replica.engine.add(f"{request_id} {at}", prompt(100 + at, 16), 1)
+            for at, number, salt in product(
+                range(4), range(NUM_PROMPTS), (None, "mine")
+            ):  # who looks for chunks notices it
+                evict_everything(replica.engine)
+                replica.tiering.manager.host.remove(medium.chunks)
+                replica.engine.add(f"{request_id} {at} {number} {salt}", prompt(number, LONGEST), 1, salt=salt)
                 replica.settle()
-                assert isinstance(replica.engine.clock, VirtualClock)
             compare(replica, replica.indexer)
             replica.tiering.media[0][0].is_gone = False
             replica.restart()
