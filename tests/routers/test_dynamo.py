@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.manager import offload_key
 from cargohold.engine.events import ZmqEventPublisher
-from cargohold.protocol import BlockRemoved, BlockStored
+from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, MEDIUM_STORAGE, BlockRemoved, BlockStored, Locality
 from cargohold.testing.simulation import SimulatedEngine
 from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus
@@ -31,6 +31,11 @@ LONGEST = 44
 PATIENCE_S = 60.0
 PAUSE_S = 0.01
 _MARKS = count(1_000_000)
+_MEDIA: tuple[tuple[str, Locality | None], ...] = (
+    (MEDIUM_DEVICE, None),
+    (MEDIUM_HOST, None),
+    (MEDIUM_STORAGE, "LOCAL"),
+)
 _WORKERS = count(1)
 
 
@@ -88,17 +93,27 @@ class Replica:
         self.tiering.manager.check()
 
     def tell(self) -> None:
-        """Publish what has happened, until the indexer knows it: marks in the same stream show how far it is."""
+        """Publish what has happened, until the indexer knows it: marks in the same stream show how far it is.
+
+        It takes in each medium by itself, so each has its mark.
+        """
         self.publisher.publish(self.engine.scheduler.take_events())
         deadline = time.monotonic() + PATIENCE_S  # after a restart, it takes the indexer a moment to connect again
         while time.monotonic() < deadline:
-            token = next(_MARKS)
-            block_hash = token.to_bytes(32, "big")
-            tokens = (token,) * BLOCK_TOKENS
-            self.publisher.publish([BlockStored((block_hash,), None, tokens, BLOCK_TOKENS, 0, "GPU", extra_keys=((),))])
-            is_heard = self.indexer.find(tokens, self.worker).device > 0
-            self.publisher.publish([BlockRemoved((block_hash,), 0, "GPU")])
-            if is_heard:
+            marks = [(*medium, next(_MARKS)) for medium in _MEDIA]
+            self.publisher.publish(
+                [
+                    BlockStored(
+                        (_hash_of(mark),), None, (mark,) * BLOCK_TOKENS, BLOCK_TOKENS, 0, medium, locality=locality
+                    )
+                    for medium, locality, mark in marks
+                ]
+            )
+            are_heard = [max(self.indexer.find((mark,) * BLOCK_TOKENS, self.worker)) > 0 for _, _, mark in marks]
+            self.publisher.publish(
+                [BlockRemoved((_hash_of(mark),), 0, medium, locality) for medium, locality, mark in marks]
+            )
+            if all(are_heard):
                 return
             time.sleep(PAUSE_S)
         pytest.fail("the indexer hears nothing")
@@ -117,6 +132,10 @@ class Replica:
         num_host = _run(in_host, num_device, per_chunk)
         num_disk = _run(on_disk, num_host, per_chunk)
         return Found(num_device * BLOCK_TOKENS, num_host * BLOCK_TOKENS, num_disk * BLOCK_TOKENS)
+
+
+def _hash_of(mark: int) -> bytes:
+    return mark.to_bytes(32, "big")
 
 
 def _run(chunks: list[bool], first: int, per_chunk: int) -> int:
