@@ -488,7 +488,7 @@ def gives_a_slot_to_two_chunks(patch: Patch) -> None:
 # --- tiers below host memory ------------------------------------------------------------------------------------------
 
 
-@mutant(connector="tiered", workload="ranks", faults="failed,corrupt", first_seed=38)
+@mutant(connector="tiered", workload="ranks", faults="failed,corrupt", first_seed=93)
 def believes_one_worker_that_a_chunk_has_arrived(patch: Patch) -> None:
     def either(left: bytes, right: bytes) -> bytes:
         return bytes(map(max, left, right))
