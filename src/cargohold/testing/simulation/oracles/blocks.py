@@ -203,9 +203,10 @@ class EventOracle(Oracle):
         hidden = {offload_key(*prefix) for prefix in self._unpublished()}
         described = {key for key, note in there.items() if key not in hidden and self._is_described(key, note)}
         if not medium.is_certain or self._is_excused():
-            # After a fault, nobody may know of some; but what the engine itself would look for there was announced.
+            # After a fault, nobody may know of some, nor of what they are: a list that failed is not read again. But what the
+            # tier has answered to questions was announced.
             order = sorted(described)
-            described = {key for key, known in zip(order, medium.tier.last_known(order), strict=True) if known}
+            described = {key for key, known in zip(order, medium.tier.presence.last(order), strict=True) if known}
         missing = described - announced
         self.require(not missing, f"{len(missing)} of {len(described)} chunks in storage are not announced")
 
