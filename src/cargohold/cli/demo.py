@@ -12,7 +12,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -223,20 +223,25 @@ def ticker(bar: Progress, description: str, total: int) -> Callable[[], None]:
 
 
 _DISK_BYTES: Final = "4GiB"
+# What both demonstrations can be told.
+_Model: TypeAlias = Annotated[str, typer.Option("--model", help="Any model with a chat template.")]
+_Turns: TypeAlias = Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")]
+_AnswerTokens: TypeAlias = Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")]
+_HostBytes: TypeAlias = Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")]
 
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option("--model", help="Any model with a chat template.")] = "smollm2",
-    turns: Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")] = 3,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")] = 24,
+    model: _Model = "smollm2",
+    turns: _Turns = 3,
+    answer_tokens: _AnswerTokens = 24,
     device_blocks: Annotated[
         int,
         typer.Option(
             "--num-device-blocks", help="Device pool, in blocks of 16 tokens: too small for two conversations."
         ),
     ] = 192,
-    host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
+    host_bytes: _HostBytes = "2GiB",
     disk_dir: Annotated[
         str | None,
         typer.Option(
@@ -385,16 +390,16 @@ SERVED_NAME = "demo"
 
 @app.command()
 def demo_vllm(
-    model: Annotated[str, typer.Option("--model", help="Any model with a chat template.")] = "smollm2",
-    turns: Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")] = 3,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")] = 24,
+    model: _Model = "smollm2",
+    turns: _Turns = 3,
+    answer_tokens: _AnswerTokens = 24,
     device_blocks: Annotated[
         int,
         typer.Option(
             "--num-device-blocks", min=2, help="Device pool, in blocks of 32 tokens: too small for two conversations."
         ),
     ] = 90,
-    host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
+    host_bytes: _HostBytes = "2GiB",
 ) -> None:
     """Show what offloading does inside vLLM for conversations that come back."""
     for package in ("vllm", "openai"):

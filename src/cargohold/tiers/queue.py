@@ -94,8 +94,9 @@ class IoThread:
                 self._tier.rank(job.keys, [note.claim for note in job.notes])
                 return [True] * len(job.keys)
             case JobKind.LIST | JobKind.DESCRIBE:
-                is_wanted = job.kind is JobKind.DESCRIBE
-                job.listing = self._tier.list_chunks(job.keys[0], LISTED_AT_ONCE[job.kind], with_details=is_wanted)
+                job.listing = self._tier.list_chunks(
+                    job.keys[0], LISTED_AT_ONCE[job.kind], with_details=job.kind is JobKind.DESCRIBE
+                )
                 return [True]
             case JobKind.PROBE | JobKind.TOUCH | JobKind.CHECK:
                 is_there = self._tier.probe(job.keys)

@@ -17,16 +17,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, SparingLog, TierError
 from cargohold.option_values import format_count
-from cargohold.tiers.chunk_format import (
-    NO_NOTE,
-    NO_TERMS,
-    ChunkCodec,
-    Claim,
-    Details,
-    Note,
-    Terms,
-    unpack_header,
-)
+from cargohold.tiers.chunk_format import NO_NOTE, NO_TERMS, ChunkCodec, Claim, Details, Note, Terms, unpack_header
 from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
@@ -197,16 +188,13 @@ class DiskTier(Tier):
         end = first + limit
         with self._lock:
             chunks = state.index.chunks_in(slots[first:end].tolist())
-        details: tuple[Details, ...] = ()
-        if with_details:
-            known = [(key, of_key) for slot, key in chunks if (of_key := self._details(state, slot, key)) is not None]
-            keys, details = tuple(key for key, _ in known), tuple(of_key for _, of_key in known)
-        else:
-            keys = tuple(key for _, key in chunks)
-        if end >= len(slots):
+        cursor = end.to_bytes(_CURSOR_BYTES, "little") if end < len(slots) else b""
+        if not cursor:
             self._roll = state, slots[:0]
-            return Listing(keys, details)
-        return Listing(keys, details, end.to_bytes(_CURSOR_BYTES, "little"))
+        if not with_details:
+            return Listing(tuple([key for _, key in chunks]), (), cursor)
+        described = {key: known for slot, key in chunks if (known := self._details(state, slot, key)) is not None}
+        return Listing(tuple(described), tuple(described.values()), cursor)
 
     def _details(self, state: _State, slot: int, key: OffloadKey) -> Details | None:
         """Return what is kept of a slot's chunk. A bad place on the disk counts as nothing."""

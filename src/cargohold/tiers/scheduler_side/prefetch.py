@@ -266,12 +266,12 @@ class Prefetcher:
         timeout_s = self._lower.config.restore_timeout_s
         excuse = f"lower tiers took longer than {timeout_s:g} s"
         planner, now = self._ahead_planner if is_ahead else self._planner, self._clock()
+        wanted = self._within_reach(wanted)
         waiting = Waiting(wanted, notes, planner, now, timeout_s, excuse, num_announced=num_announced, on_ask=on_ask)
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)
-        waiting.wanted = self._within_reach(wanted)
-        if self._lower.is_readable and (num_announced or planner.may_have_more(waiting.wanted, num_found_tokens)):
+        if self._lower.is_readable and (num_announced or planner.may_have_more(wanted, num_found_tokens)):
             self._note_asked(waiting)
         else:
             waiting.go(Event.NOTHING)
