@@ -57,6 +57,11 @@ class TestReuseIndexLonger(TestReuseIndex):
     num_seeds: ClassVar[int] = 12
 
 
+@pytest.mark.long
+class TestFIFOLonger(TestFIFO):
+    num_seeds: ClassVar[int] = 12
+
+
 class Ruthless(LRUPolicy):
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         pins, self.table.pins = self.table.pins, [0] * self.table.capacity

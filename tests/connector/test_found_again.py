@@ -23,7 +23,7 @@ from cargohold.tiers.port import LISTED_AT_ONCE
 from cargohold.tiers.scheduler_side import TierCommand, TierOptions
 from tests.connector.common import evict_everything, prompt
 from tests.connector.test_events import RouterIndex, blocks_of, finish_all
-from tests.connector.tiering import make_engine, serve
+from tests.connector.tiering import lose_host_memory, make_engine, serve
 from tests.effort import examples
 
 LISTED = TierOptions(name="disk", is_listed=True)
@@ -144,8 +144,7 @@ def test_a_disk_that_works_again_is_listed_again() -> None:
     tiering.media[0][0].is_gone = False
     engine.clock.advance(1000.0)  # type: ignore[attr-defined]  # virtual
     for at in range(2):  # the first step tells the scheduler side that the tier may be tried again
-        evict_everything(engine)
-        tiering.manager.host.remove(tiering.media[0][0].chunks)
+        lose_host_memory(engine, tiering)
         serve(engine, tiering, f"asks {at}", prompt(1, 45))
     index.follow(engine.scheduler.take_events())
     assert before <= index.blocks[MEDIUM_STORAGE]
@@ -263,8 +262,7 @@ def lose_disk(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
     """The disk is gone, and requests for what was there notice it."""
     tiering.media[0][0].is_gone = True
     for at in range(6):
-        evict_everything(engine)
-        tiering.manager.host.remove(tiering.media[0][0].chunks)
+        lose_host_memory(engine, tiering)
         engine.add(f"lost {at}", prompt(1, 45), 1)
         finish_all(engine, tiering)
 

@@ -8,8 +8,8 @@ from cargohold.testing.simulation import SimulatedEngine
 from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import TierOptions
-from tests.connector.common import evict_everything, prompt
-from tests.connector.tiering import finish, make_engine, restored, serve
+from tests.connector.common import prompt
+from tests.connector.tiering import finish, lose_host_memory, make_engine, restored, serve
 
 DISK = TierOptions(name="disk", is_listed=True)
 
@@ -21,6 +21,12 @@ def settled_engine(tiering: SimulatedTiering) -> SimulatedEngine:
     return engine
 
 
+def restarted(tiering: SimulatedTiering) -> SimulatedEngine:
+    """The same, over what an engine before has left of a prompt."""
+    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
+    return settled_engine(tiering)
+
+
 def kinds_of_jobs(tiering: SimulatedTiering) -> list[JobKind]:
     """The kinds of the jobs that the workers get from now on."""
     kinds: list[JobKind] = []
@@ -29,16 +35,10 @@ def kinds_of_jobs(tiering: SimulatedTiering) -> list[JobKind]:
     return kinds
 
 
-def lose_host_memory(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
-    evict_everything(engine)
-    tiering.manager.host.remove(tiering.media[0][0].chunks)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_new_prompt_is_admitted_at_once(world_size: int) -> None:
     tiering = SimulatedTiering(60, [DISK], world_size)
-    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
-    engine = settled_engine(tiering)
+    engine = restarted(tiering)
     kinds = kinds_of_jobs(tiering)
     engine.add("new", prompt(1, 45), 1)
     engine.step()
@@ -50,8 +50,7 @@ def test_a_new_prompt_is_admitted_at_once(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_an_earlier_engine_has_left_is_fetched_in_the_first_step(world_size: int) -> None:
     tiering = SimulatedTiering(60, [DISK], world_size)
-    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
-    engine = settled_engine(tiering)
+    engine = restarted(tiering)
     kinds = kinds_of_jobs(tiering)
     engine.add("again", prompt(0, 45), 3)
     engine.step()

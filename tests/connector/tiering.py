@@ -7,7 +7,7 @@ from typing import Any
 from cargohold.testing.simulation import SimulatedEngine, simulated_layout
 from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
-from tests.connector.common import alone, prompt
+from tests.connector.common import alone, evict_everything, prompt
 
 DISK = TierOptions(name="disk")
 SHARED = TierOptions(name="shared")
@@ -32,6 +32,12 @@ def serve(engine: SimulatedEngine, tiering: SimulatedTiering, name: str, tokens:
     engine.add(name, tokens, num)
     finish(engine, tiering)
     assert engine.tokens(name) == alone(tokens, num)
+
+
+def lose_host_memory(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
+    """Leave what the disk has to the disk alone."""
+    evict_everything(engine)
+    tiering.manager.host.remove(tiering.media[0][0].chunks)
 
 
 def restored(engine: SimulatedEngine, name: str) -> dict[str, int]:

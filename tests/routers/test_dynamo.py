@@ -19,7 +19,7 @@ from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, Simul
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import evict_everything, prompt
-from tests.connector.tiering import make_engine
+from tests.connector.tiering import lose_host_memory, make_engine
 from tests.routers.dynamo import Found, Indexer, needs_dynamo, running_indexer
 
 pytestmark = needs_dynamo
@@ -207,8 +207,7 @@ def disturb(replica: Replica, what: str, request_id: str) -> None:
             for at, number, salt in product(
                 range(4), range(NUM_PROMPTS), (None, "mine")
             ):  # who looks for chunks notices it
-                evict_everything(replica.engine)
-                replica.tiering.manager.host.remove(medium.chunks)
+                lose_host_memory(replica.engine, replica.tiering)
                 replica.engine.add(f"{request_id} {at} {number} {salt}", prompt(number, LONGEST), 1, salt=salt)
                 replica.settle()
             compare(replica, replica.indexer)
