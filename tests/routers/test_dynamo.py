@@ -199,6 +199,7 @@ def disturb(replica: Replica, what: str, request_id: str) -> None:
         case "disk evicts":  # the ends of prefixes first
             for key in list(medium.chunks)[: -len(medium.chunks) // 2 : -1]:
                 medium.lose(key)
+            replica.engine.step()  # workers tell what was lost with the next step, which an idle engine does not make
         case "fail":
             fail_jobs(queue, medium)
         case "lose disk":  # it is suspended; until the next engine, nobody can load from it
