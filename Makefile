@@ -97,11 +97,14 @@ test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside v
 # The indexer listens on all interfaces: it gets a network of its own, and ends with the tests, whatever happens to them.
 IN_OWN_NETWORK := CARGOHOLD_DYNAMO_PYTHON=$(CURDIR)/$(DYNAMO_VENV)/bin/python \
 	unshare --map-root-user --net --pid --fork --kill-child --mount-proc sh -c 'ip link set lo up && exec "$$@"' -
+# Other suites' old files may belong to users that this namespace does not know, so pytest must not tidy them up from here.
+OWN_FILES := --basetemp $(CURDIR)/build/tests-of-routers
 test-routers: $(VENV)/.dev $(DYNAMO_VENV)/.installed ## Test KV events with Dynamo's own indexer, in a network namespace of its own; those of vLLM, too, where make test-vllm has installed it
-	$(IN_OWN_NETWORK) $(BIN)/python -m pytest tests/routers $(ARGS)
+	mkdir -p build
+	$(IN_OWN_NETWORK) $(BIN)/python -m pytest $(OWN_FILES) tests/routers $(ARGS)
 	@test -e $(VLLM_VENV)/.installed || echo "skipped: events of a real vLLM; make test-vllm installs it"
 	test ! -e $(VLLM_VENV)/.installed || \
-		OMP_NUM_THREADS=1 $(IN_OWN_NETWORK) $(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default --timeout 600 tests/vllm/test_routers.py $(ARGS)
+		OMP_NUM_THREADS=1 $(IN_OWN_NETWORK) $(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default --timeout 600 $(OWN_FILES) tests/vllm/test_routers.py $(ARGS)
 
 demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
 	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
