@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,11 +20,13 @@ from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.chunk_format import TOKEN_TYPE, Details
+from cargohold.tiers.health import HEALTHY
 from cargohold.tiers.port import LISTED_AT_ONCE
 from cargohold.tiers.scheduler_side import TierCommand, TierOptions
+from cargohold.tiers.scheduler_side.listing import MAX_RETRIES, RETRY_S
 from tests.connector.common import evict_everything, prompt
 from tests.connector.test_events import RouterIndex, blocks_of, finish_all
-from tests.connector.tiering import lose_host_memory, make_engine, serve
+from tests.connector.tiering import lose_host_memory, make_engine, restored, serve
 from tests.effort import examples
 
 LISTED = TierOptions(name="disk", is_listed=True)
@@ -104,6 +107,49 @@ def test_a_listing_is_no_use_of_the_chunks_and_nobody_waits_for_it() -> None:
     for _ in range(100):
         other.step()
     assert "r" in other.outputs and queue.pending, "it hangs, and the request was served"
+
+
+@pytest.mark.parametrize("kind", [JobKind.LIST, JobKind.DESCRIBE, JobKind.CHECK])
+def test_a_list_that_fails_is_read_again_after_pauses_and_says_nothing_of_the_medium(kind: JobKind) -> None:
+    tiering = SimulatedTiering(60, [LISTED], 2)
+    first = first_engine(tiering)
+    engine, index = make_engine(tiering, emit_events=True), RouterIndex()
+    times = fail_jobs(engine, tiering, {kind}, MAX_RETRIES)
+    assert [after - before > RETRY_S * 2**at for at, (before, after) in enumerate(pairwise(times))] == [True, True]
+    assert tiering.lower.tiers[0].health == HEALTHY
+    finish_all(engine, tiering)
+    index.follow(engine.scheduler.take_events())
+    assert index.blocks[MEDIUM_STORAGE] == blocks_of(tiering.media[0][0].chunks, first, 1)
+    assert tiering.lower.tiers[0].knows_all and not tiering.lower.tiers[0].list_failed
+
+
+def test_a_list_that_fails_again_and_again_is_given_up_and_the_disk_is_asked() -> None:
+    tiering = SimulatedTiering(60, [LISTED], 2)
+    first_engine(tiering)
+    engine = make_engine(tiering, emit_events=True)
+    kinds = {JobKind.LIST, JobKind.DESCRIBE}
+    assert len(fail_jobs(engine, tiering, kinds, 100)) == 2 * (MAX_RETRIES + 1), "details are tried all the same"
+    assert not engine.scheduler.has_work(), "an idle engine does not step on for ever"
+    assert tiering.lower.tiers[0].health == HEALTHY and tiering.lower.tiers[0].list_failed
+    serve(engine, tiering, "again", prompt(0, 45))
+    assert restored(engine, "again") == {"disk": 44}
+    index = RouterIndex()
+    index.follow(engine.scheduler.take_events())
+    assert len(index.blocks[MEDIUM_STORAGE]) == 11, "they were announced when they were found"
+
+
+def fail_jobs(engine: SimulatedEngine, tiering: SimulatedTiering, kinds: set[JobKind], most: int) -> list[float]:
+    """Let the first ``most`` jobs of these kinds fail on the last worker while there is work; return when they did."""
+    (queue,) = tiering.queues[-1]
+    queue.held = frozenset(kinds)
+    times: list[float] = []
+    while len(times) < most and engine.scheduler.has_work():
+        engine.step()
+        for job in [job for job in queue.pending if job.kind in kinds]:
+            queue.complete(job, JobStatus.FAILED)
+            times.append(engine.clock())
+    queue.held = frozenset()
+    return times
 
 
 def test_salted_chunks_are_announced_only_where_that_is_wanted() -> None:

@@ -4,21 +4,33 @@ First which chunks the tier has: from then on it need not be asked, because it t
 Then, if anybody wants events, what these say of each chunk, which was stored with it and takes longer to read::
 
     due --> LIST, then DESCRIBE: from one worker --> CHECK: does every worker have its shard? --> known, then announced
-             ^                                                                                 |
+             ^                    | failed                  | failed                           |
+             +--- after a pause --+-------------------------+                                  |
              +------------------------------- until the end of the list -----------------------+
 
+A part that keeps failing ends the list: then the tier is asked which chunks it has, or these are announced when they are found.
 After a ``rename``, nothing is listed: chunks have names then that tell nobody which chunks they are.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from itertools import compress
+from typing import Final
 
+from cargohold.protocol import Clock
 from cargohold.tiers.port import Found, JobKind, Listing
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import MAX_ANNOUNCED, TierState
+
+MAX_RETRIES: Final = 3
+"""A part of a list is read at most this many times more, as long as it fails."""
+RETRY_S: Final = 0.5
+"""Seconds until the first of these times; each further one comes after twice as long. An idle engine steps on for that."""
+
+logger = logging.getLogger(__name__)
 
 
 class Lister:
@@ -28,47 +40,54 @@ class Lister:
         at: index of the tier.
         tier: what is known of it; is told what was found.
         tasks: the table that jobs are added to.
+        clock: time in which the engine steps.
     """
 
-    def __init__(self, at: int, tier: TierState, tasks: TaskTable) -> None:
+    def __init__(self, at: int, tier: TierState, tasks: TaskTable, clock: Clock) -> None:
         self._at = at
         self._tier = tier
         self._tasks = tasks
+        self._clock = clock
+        # Whether to begin at the start of the list, what to read next, and whether that is being read.
         self._is_due = tier.options.is_listed
-        self._num_found = 0
+        self._next: tuple[JobKind, bytes] | None = None
         self._is_running = False
+        self._num_found = 0
+        self._num_failures = 0
+        self._read_at = 0.0
 
     @property
     def is_at_work(self) -> bool:
         """Whether it is listing, or about to."""
         may_begin = self._tier.can_be_relied_on and not self._tasks.is_renamed
-        return self._is_running or (self._is_due and may_begin)
+        return self._is_running or ((self._is_due or self._next is not None) and may_begin)
 
     def begin_again(self) -> None:
         """List anew what is there, because the tier has lost everything, or its list of losses."""
         self._is_due = self._tier.options.is_listed
 
     def step(self) -> None:
-        """Begin to list if that is due and possible. To be called once a step."""
-        if self._is_running or not self._tier.options.is_listed:
-            return
+        """Begin to read the next part if that is due and possible. To be called once a step."""
         if not self._tier.can_be_relied_on:
-            self._is_due = True
-        elif self.is_at_work:
-            self._is_due = False
-            self._num_found = 0
-            if self._tier.may_know_all:
-                self._list_from(b"", JobKind.LIST)
-            elif self._tier.records_events:
-                self._list_from(b"", JobKind.DESCRIBE)
+            self.begin_again()
+        if self._is_running or not self.is_at_work:
+            return
+        if self._is_due:
+            self._is_due = self._tier.list_failed = False
+            self._num_found = self._num_failures = 0
+            self._read_at = self._clock()
+            self._next = (JobKind.LIST, b"") if self._tier.may_know_all else self._first_described()
+        if self._next is not None and self._clock() >= self._read_at:
+            kind, cursor = self._next
+            self._is_running = True
+            self._tasks.want(TierTask(kind, self._at, [cursor], self._end_list))
 
-    def _list_from(self, cursor: bytes, kind: JobKind) -> None:
-        self._is_running = True
-        self._tasks.want(TierTask(kind, self._at, [cursor], self._end_list))
+    def _first_described(self) -> tuple[JobKind, bytes] | None:
+        return (JobKind.DESCRIBE, b"") if self._tier.records_events else None
 
     def _end_list(self, task: TierTask, _: Sequence[bool], is_done: bool) -> None:
         if task.is_cancelled or not is_done:
-            self._is_running = False
+            self._note_failure(task.kind)
         elif task.listing.keys:
             on_end = partial(self._end_check, task.listing, task.kind)
             self._tasks.want(TierTask(JobKind.CHECK, self._at, task.listing.keys, on_end))
@@ -79,7 +98,7 @@ class Lister:
         self, listing: Listing, kind: JobKind, task: TierTask, succeeded: Sequence[bool], is_done: bool
     ) -> None:
         if task.is_cancelled or not is_done:
-            self._is_running = False
+            self._note_failure(kind)
             return
         self._tier.hold(task.keys, succeeded)
         if kind is JobKind.DESCRIBE:
@@ -90,11 +109,27 @@ class Lister:
 
     def _go_on(self, listing: Listing, kind: JobKind) -> None:
         self._is_running = False
+        self._num_failures = 0
         is_enough = not self._tier.may_know_all if kind is JobKind.LIST else self._num_found >= MAX_ANNOUNCED
         if listing.cursor and not is_enough:
-            self._list_from(listing.cursor, kind)
-        elif kind is JobKind.LIST:
+            self._next = kind, listing.cursor
+            return
+        if kind is JobKind.LIST:
             # Unless the list, or a part of it, has become worthless meanwhile.
             self._tier.knows_all = self._tier.may_know_all and not self._is_due
-            if self._tier.records_events:
-                self._list_from(b"", JobKind.DESCRIBE)
+        self._next = self._first_described() if kind is JobKind.LIST else None
+
+    def _note_failure(self, kind: JobKind) -> None:
+        """Read the part again later, unless it has failed too often."""
+        self._is_running = False
+        self._num_failures += 1
+        if self._num_failures <= MAX_RETRIES:
+            self._read_at = self._clock() + RETRY_S * 2 ** (self._num_failures - 1)
+            return
+        logger.warning(
+            "tier %s: the list of its chunks cannot be read, so those of earlier engines are found only by requests for them",
+            self._tier.name,
+        )
+        self._tier.list_failed = True
+        self._num_failures = 0
+        self._next = self._first_described() if kind is JobKind.LIST else None

@@ -92,7 +92,7 @@ class LowerTiers:
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
         self._to_rank: dict[OffloadKey, None] = {}
         self.on_arrived: Callable[[Iterable[OffloadKey]], None] = lambda _: None
-        self._listers = [Lister(at, tier, self._tasks) for at, tier in enumerate(self.tiers)]
+        self._listers = [Lister(at, tier, self._tasks, self.clock) for at, tier in enumerate(self.tiers)]
         self.promises = Promises(host, self.writes, self.clock, config.restore_timeout_s)
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()

@@ -199,6 +199,8 @@ class TierState:
         probing: chunks in probes that it has not answered.
         knows_all: whether all chunks that the tier has are known, so that it need not be asked. It tells what it loses; a chunk
             that it turns out not to have is a miss.
+        list_failed: whether a part of the list of its chunks could not be read: what earlier engines have left there may be
+            known only in part, and announced only in part.
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class TierState:
         self.look_up_gain = LookUpGain()
         self.probing: set[OffloadKey] = set()
         self.knows_all = False
+        self.list_failed = False
         self._held: set[OffloadKey] = set()
         self._is_too_large = False
         self.stats: Counter[str] = Counter()

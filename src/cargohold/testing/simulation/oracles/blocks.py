@@ -203,10 +203,11 @@ class EventOracle(Oracle):
         hidden = {offload_key(*prefix) for prefix in self._unpublished()}
         described = {key for key, note in there.items() if key not in hidden and self._is_described(key, note)}
         if not medium.is_certain or self._is_excused():
-            # After a fault, nobody may know of some, nor of what they are: a list that failed is not read again. But what the
-            # tier has answered to questions was announced.
-            order = sorted(described)
-            described = {key for key, known in zip(order, medium.tier.presence.last(order), strict=True) if known}
+            # After a fault, nobody may know of some; but what the engine itself would look for there was announced. Of a list
+            # that kept failing, nobody has read what chunks are: then only what the tier has answered to questions was.
+            order, tier = sorted(described), medium.tier
+            known = tier.presence.last(order) if tier.list_failed else tier.last_known(order)
+            described = {key for key, is_there in zip(order, known, strict=True) if is_there}
         missing = described - announced
         self.require(not missing, f"{len(missing)} of {len(described)} chunks in storage are not announced")
 
