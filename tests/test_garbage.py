@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from cargohold.cli.common import loaded
+from cargohold.cli.app import loaded
 from cargohold.process import collected_in_one_go, made_for_good
 from tests.command import Command
 
@@ -98,7 +98,7 @@ def test_ctrl_c_in_a_collection_comes_after_it(collected: Callable[[], AbstractC
 
 LOADED = """
 import gc, sys, weakref
-from cargohold.cli.common import loaded
+from cargohold.cli.app import loaded
 with loaded(sys.argv[1]) as llm:
     left = weakref.ref(llm)
 del llm

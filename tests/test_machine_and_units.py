@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
-from cargohold.engine.model.source import cache_dir
+from cargohold.engine.model.info import cache_dir
 from cargohold.option_values import format_bytes, parse_bytes
 from cargohold.process import memory_limit_bytes
-from cargohold.tiers.factory import open_inventory
+from cargohold.tiers.opening import open_inventory
 
 TOTAL = psutil.virtual_memory().total
 

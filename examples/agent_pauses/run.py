@@ -9,7 +9,7 @@ import sys
 from agents import ANSWER_TOKENS, DEVICE_TOKENS, HOST_TOKENS, PIN_FRACTION, Turn, compare, kv_bytes
 
 from cargohold import AsyncLLM, Hint, HintConfig, OffloadConfig, SamplingParams
-from cargohold.engine.model.source import locate_model
+from cargohold.engine.model.info import locate_model
 
 MODEL = locate_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 BLOCK_TOKENS = 16

@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cargohold import Hint
-from cargohold.engine.model.source import locate_model
+from cargohold.engine.model.info import locate_model
 
 MODEL = locate_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 BLOCK_TOKENS = 32

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx2
 from proxy import HANDOFF, PREFILL_HEADER
 
-from cargohold.engine.model.source import locate_model
+from cargohold.engine.model.info import locate_model
 from cargohold.integrations.vllm.server import free_port, serving
 
 HANDBOOK = "".join(f"Antwerp, berth {n}: ships of up to {40 + n} metres.\n" for n in range(70))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cargohold import protocol
-from cargohold.blocks.prefix import extend_hashes, root_hash
+from cargohold.blocks import extend_hashes, root_hash
 
 BLOCK_TOKENS, WIDTH, VOCABULARY = 16, 32, 512
 

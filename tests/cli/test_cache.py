@@ -21,9 +21,9 @@ from cargohold.cli.app import app
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
-from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.disk.inventory import DiskInventory
 from cargohold.tiers.disk.root import bytes_in
+from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.stores.objects import ObjectTier
 from cargohold.tiers.stores.redis import RedisTier
 from examples.own_tier.folder import FolderConfig

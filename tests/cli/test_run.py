@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cargohold import LLM, SamplingParams
-from cargohold.cli.common import describe_reuse
+from cargohold.cli.app import describe_reuse
 from cargohold.engine.outputs import RequestMetrics
 from tests.command import Command
 

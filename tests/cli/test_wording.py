@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cargohold.cli.common import describe_reuse
+from cargohold.cli.app import describe_reuse
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import BlockNotHeldError, OutOfBlocksError
 from cargohold.testing.simulation.campaign import SeedReport

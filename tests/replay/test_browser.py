@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from cargohold.replay.advice import recommend
 from cargohold.replay.costs import CostModel
 from cargohold.replay.html import page, plan_page
 from cargohold.replay.planning import Budget, Planner
 from cargohold.replay.replaying import replay
-from cargohold.replay.report import Report
+from cargohold.replay.report import Report, recommend
 from cargohold.replay.traces import read_trace
 from cargohold.replay.workload import load_workload
 from tests.data.make_trace import TRACE

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ConfigError
-from cargohold.replay.advice import Machine, advise, as_facts, disk_problems, fits, plan_table, recommend
 from cargohold.replay.costs import CostModel
 from cargohold.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
 from cargohold.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
+from cargohold.replay.report import Machine, advise, as_facts, disk_problems, fits, plan_table, recommend
 from cargohold.replay.tiers import DISK, HOST
 from cargohold.replay.traces import TraceRequest, read_trace
 from cargohold.replay.workload import Selection, Workload, load_workload

@@ -18,8 +18,7 @@ import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
-from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
-from cargohold.blocks.prefix import _Windowed
+from cargohold.blocks import BlockPool, KVCacheBlock, _Windowed, root_hash
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
@@ -30,7 +29,7 @@ from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Budgets, Hints
-from cargohold.connector.offloading.jobs import JobTable, Load, OffloadingMetadata, Store, TouchHolder
+from cargohold.connector.offloading.jobs import JobTable, Load, OffloadingMetadata, Shared, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import (
     BlocksToLoad,
@@ -42,7 +41,6 @@ from cargohold.connector.offloading.loads import (
 )
 from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports

@@ -12,8 +12,8 @@ from cargohold.tiers import JobKind, LoadOutcome, StoreOutcome
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.root import bytes_in
-from cargohold.tiers.factory import open_inventory
 from cargohold.tiers.inventory import Finding
+from cargohold.tiers.opening import open_inventory
 from tests.tiers.bad_medium import (
     superuser,
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cargohold.tiers import StoreOutcome, Tier
-from cargohold.tiers.config import SharedTierConfig
-from cargohold.tiers.factory import open_tier
+from cargohold.tiers.opening import SharedTierConfig, open_tier
 from tests.tiers.common import CHUNK, NAMESPACE, key, payload
 
 WAIT_S = 30.0

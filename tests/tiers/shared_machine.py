@@ -10,9 +10,8 @@ from random import Random
 from cargohold.errors import ConfigError
 from cargohold.tiers import JobKind, LoadOutcome, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
-from cargohold.tiers.config import SharedTierConfig
-from cargohold.tiers.factory import open_inventory
 from cargohold.tiers.inventory import Finding
+from cargohold.tiers.opening import SharedTierConfig, open_inventory
 from cargohold.tiers.stores.directory import LEFT_AFTER_S
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.bad_medium import (

@@ -28,9 +28,9 @@ from cargohold.tiers.chunk_format import (
     unpack_header,
     unpack_tokens,
 )
-from cargohold.tiers.config import SharedTierConfig
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.inventory import Finding, check_value
+from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import disk_tier, load, payload
 

@@ -9,10 +9,9 @@ import pytest
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError
 from cargohold.tiers import StoreOutcome
-from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.root import bytes_in
-from cargohold.tiers.factory import open_tier
+from cargohold.tiers.opening import DiskTierConfig, open_tier
 from tests.tiers.common import (
     CHUNK,
     NAMESPACE,

@@ -17,12 +17,11 @@ import pytest
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, StoreOutcome
-from cargohold.tiers.config import DiskTierConfig
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk import shard as disk_shard
 from cargohold.tiers.disk.files import brief_lock
 from cargohold.tiers.disk.root import bytes_in, delete_shard
-from cargohold.tiers.factory import open_tier
+from cargohold.tiers.opening import DiskTierConfig, open_tier
 from tests.tiers.common import (
     CHUNK,
     NAMESPACE,

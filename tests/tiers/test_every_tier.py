@@ -11,7 +11,7 @@ import pytest
 
 from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.opening import SharedTierConfig
 from tests.servers import key_value_server
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload

@@ -16,8 +16,7 @@ import pytest
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import StoreOutcome
-from cargohold.tiers.config import SharedTierConfig
-from cargohold.tiers.factory import open_inventory
+from cargohold.tiers.opening import SharedTierConfig, open_inventory
 from cargohold.tiers.stores.redis import open_client
 from tests.servers import Server, free_port, key_value_server
 from tests.tiers.common import in_thread, key, load, payload

@@ -10,8 +10,7 @@ import pytest
 from cargohold.errors import TierError
 from cargohold.testing.simulation.faults import VirtualClock
 from cargohold.tiers import BreakerConfig, BreakerState, LoadOutcome, QueueConfig, StoreOutcome, TierQueue
-from cargohold.tiers.config import SharedTierConfig
-from cargohold.tiers.factory import open_inventory, open_tier
+from cargohold.tiers.opening import SharedTierConfig, open_inventory, open_tier
 from cargohold.tiers.port import JobKind, JobStatus, TierJob
 from cargohold.tiers.stores.directory import list_ours
 from cargohold.tiers.stores.objects import open_store

@@ -11,7 +11,7 @@ import pytest
 
 from cargohold.errors import TierError
 from cargohold.tiers import LoadOutcome, StoreOutcome, Tier, open_tier
-from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.stores import directory as object_listing
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 

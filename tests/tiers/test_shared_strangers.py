@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
-from cargohold.tiers.config import SharedTierConfig
-from cargohold.tiers.factory import open_inventory, open_tier
 from cargohold.tiers.inventory import Finding
+from cargohold.tiers.opening import SharedTierConfig, open_inventory, open_tier
 from tests.servers import Server, key_value_server
 from tests.tiers.common import CHUNK, NAMESPACE, in_thread, key, load, payload
 

@@ -12,8 +12,7 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError
-from cargohold.tiers.config import SharedTierConfig
-from cargohold.tiers.factory import open_inventory
+from cargohold.tiers.opening import SharedTierConfig, open_inventory
 from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.shared import raising, shared

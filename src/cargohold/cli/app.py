@@ -1,20 +1,242 @@
-"""The app that subcommands add themselves to. Determines how they end and what they log."""
+"""The app that subcommands add themselves to, and what they share.
+
+The app determines how subcommands end and what they log. They share groups of options, consoles, remarks, loading with a
+spinner, and numbers for people.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import io
 import logging
 import os
 import sys
 import traceback
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
 from typer.core import TyperGroup
 
 from cargohold import __version__
-from cargohold.cli.common import errors
 from cargohold.cli.signals import interrupted, termination
+from cargohold.connector.offloading import OffloadConfig
+from cargohold.engine.core.request import SamplingParams
+from cargohold.engine.model.info import is_kept_converted
+from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError, one_line
+from cargohold.llm import LLM
+from cargohold.option_values import format_count
+from cargohold.process import made_for_good
+from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
+
+errors = Console(stderr=True)
+
+_LEAST_WIDTH: Final = 80
+_ANY_WIDTH: Final = 1000
+
+
+class Answers(Console):
+    """Standard output. When its reader closes the pipe, the command ends quietly, as other commands do."""
+
+    def print_table(self, table: Table) -> None:
+        """Print a table as wide as the terminal, but not so narrow that something would be cut off.
+
+        A number without its last digits is another number, so it is better to let the terminal break lines.
+        """
+        least = _LEAST_WIDTH
+        if all(column.no_wrap for column in table.columns):
+            least = Measurement.get(self, self.options.update(max_width=_ANY_WIDTH), table).maximum
+        before = self.width
+        self.width = max(before, least)
+        self.print(table)
+        self.width = before
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again, for the app to handle."""
+        raise  # noqa: PLE0704  # called by rich while it handles the error
+
+
+# --- functions that subcommands share ---------------------------------------------------------------------------------
+
+
+def remark(text: str, style: str = "dim") -> None:
+    """Print text that is not part of the answer to standard error. Brackets are not markup, and lines are not broken."""
+    errors.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def loaded(model: str, **options: Any) -> Iterator[LLM]:
+    """An ``LLM``, loaded behind a spinner, closed at the end."""
+    with loading(model):
+        llm = LLM(model, **options)
+    with llm:
+        yield llm
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """A spinner while the model is loaded in the block."""
+    once = "" if is_kept_converted(model) else "; the first time it is converted, which takes about 20 s"
+    with errors.status(f"loading {escape(model)}{once}"), made_for_good():
+        quiet_transformers()
+        yield
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own progress bars and advice off the screen."""
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415  # slow to import
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def keep_what_is_not_utf8() -> None:
+    """Read standard input as Python reads the command line: keep bytes that are not UTF-8, which the tokenizer refuses."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def describe_reuse(metrics: RequestMetrics) -> str:
+    """One line on where a prompt's tokens came from and how long the first answer token took."""
+    restored = sum(metrics.restored_tokens.values())
+    parts = [f"{metrics.device_tokens:,} on the device"]
+    parts += [f"{count:,} from {tier}" for tier, count in metrics.restored_tokens.items()]
+    if metrics.preemptions:
+        # After a preemption, restored tokens may be of the answer, and the same tokens may be restored several times.
+        parts[-1] += f" in {metrics.preemptions + 1} goes"
+    else:
+        parts.append(f"{max(0, metrics.prompt_tokens - metrics.device_tokens - restored):,} computed")
+    ttft = "" if metrics.ttft_s is None else f"; first token after {metrics.ttft_s:.2f} s"
+    return f"{format_count(metrics.prompt_tokens, 'prompt token')}: {', '.join(parts)}{ttft}"
+
+
+DEFAULT_DISK_BYTES: Final = "20GiB"
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A directory, a GGUF file, a Hugging Face hub id, or smollm2.", metavar="MODEL")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen; see ``SamplingParams``."""
+
+    max_tokens: Annotated[int, typer.Option(help="Generate at most so many tokens.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more random.")] = 0.0
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 for all.")] = 0
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
+
+    def params(self) -> SamplingParams:
+        """The options as sampling parameters. Raises ``ConfigError`` for impossible ones."""
+        return SamplingParams(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the model is loaded and what is kept; see ``EngineConfig`` and ``OffloadConfig``."""
+
+    host_bytes: Annotated[
+        str | None, typer.Option(help="Host memory for KV, such as 2GiB. Without it nothing is offloaded.")
+    ] = None
+    disk_dir: Annotated[
+        str | None, typer.Option(metavar="DIRECTORY", help="Keep KV here, too: it is found again by the next run.")
+    ] = None
+    disk_bytes: Annotated[
+        str | None, typer.Option(help=f"What the directory may take at most; by default {DEFAULT_DISK_BYTES}.")
+    ] = None
+    shared_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Share KV with others: s3://bucket/prefix, redis://host:6379, ...")
+    ] = None
+    num_device_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the device pool; by default 2 GiB worth of them.")
+    ] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence; by default what the model or the device pool allows.")
+    ] = None
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the type it was saved in.")] = (
+        "auto"
+    )
+    device: Annotated[str, typer.Option(help="cpu or a CUDA device.")] = "cpu"
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a block trace for cargohold replay: hashes, no text.")
+    ] = None
+
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Make OpenTelemetry spans of what is done for each request.")
+    ] = False
+
+    def llm_options(self) -> dict[str, Any]:
+        """Keyword arguments for ``LLM``. Raises ``ConfigError`` for impossible options."""
+        own = ("host_bytes", "disk_dir", "disk_bytes", "shared_url")
+        options = {key: value for key, value in dataclasses.asdict(self).items() if key not in own}
+        return {**options, "offload": self._offload()}
+
+    def _offload(self) -> OffloadConfig | None:
+        tiers: list[TierConfig] = []
+        if self.disk_dir is not None:
+            max_bytes = DEFAULT_DISK_BYTES if self.disk_bytes is None else self.disk_bytes
+            tiers.append(DiskTierConfig(directory=self.disk_dir, max_bytes=max_bytes))
+        elif self.disk_bytes is not None:
+            raise ConfigError("disk_bytes", self.disk_bytes, "it needs --disk-dir")
+        if self.shared_url is not None:
+            tiers.append(SharedTierConfig(url=self.shared_url))
+        if self.host_bytes is not None:
+            return OffloadConfig(host_bytes=self.host_bytes, tiers=tiers)
+        if tiers:
+            expected = "--disk-dir and --shared-url need --host-bytes too: give a size, such as 1GiB"
+            raise ConfigError("host_bytes", None, expected)
+        return None
+
+
+def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a subcommand take groups of options.
+
+    A parameter whose type and default are a dataclass is replaced by one parameter per field, whose defaults are the values in
+    the parameter's default.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        parameter.name: parameter.annotation
+        for parameter in signature.parameters.values()
+        if dataclasses.is_dataclass(parameter.annotation)
+    }
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        command(**values)
+
+    parameters = [flat for parameter in signature.parameters.values() for flat in _flattened(parameter)]
+    flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what inspect looks for
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _flattened(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    if not dataclasses.is_dataclass(parameter.annotation):
+        yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        return
+    hints = get_type_hints(parameter.annotation, include_extras=True)
+    for field in dataclasses.fields(parameter.annotation):
+        default = getattr(parameter.default, field.name)
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+        )
+
+
+# --- the app ----------------------------------------------------------------------------------------------------------
+
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

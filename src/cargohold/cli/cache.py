@@ -14,12 +14,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import EXIT_FAILED, app
-from cargohold.cli.common import Answers, errors
+from cargohold.cli.app import EXIT_FAILED, Answers, app, errors
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, parse_bytes
-from cargohold.tiers.factory import open_inventory
 from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory
+from cargohold.tiers.opening import open_inventory
 from cargohold.tiers.stores.base import without_secrets
 
 DAY_S = 86400

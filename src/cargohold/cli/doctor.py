@@ -29,8 +29,7 @@ from rich.text import Text
 from cargohold import __version__
 from cargohold.cache import OffloadKey
 from cargohold.cache.manager import offload_key
-from cargohold.cli.app import app
-from cargohold.cli.common import Answers, errors
+from cargohold.cli.app import Answers, app, errors
 from cargohold.errors import CargoholdError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
 from cargohold.option_values import format_bytes, parse_path

@@ -15,8 +15,7 @@ import typer
 from rich.table import Table
 
 from cargohold.cache.policies import DEFAULT_POLICY, POLICY_NAMES, find_policy
-from cargohold.cli.app import app
-from cargohold.cli.common import Answers, remark, takes_groups
+from cargohold.cli.app import Answers, app, remark, takes_groups
 from cargohold.cli.traces import (
     CostOptions,
     DiskOptions,
@@ -32,12 +31,24 @@ from cargohold.cli.traces import (
 from cargohold.errors import ConfigError
 from cargohold.option_values import is_positive_number, parse_bytes
 from cargohold.process import memory_limit_bytes
-from cargohold.replay.advice import Machine, advise, as_facts, fits, plan_table, recommend, unit_of_gain
 from cargohold.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.replay.html import page, plan_page, write_text
 from cargohold.replay.planning import BASELINE, Budget, Plan, Planner
 from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
-from cargohold.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
+from cargohold.replay.report import (
+    Machine,
+    Report,
+    advise,
+    as_facts,
+    describe_amount,
+    describe_size,
+    describe_trace,
+    fits,
+    format_seconds,
+    plan_table,
+    recommend,
+    unit_of_gain,
+)
 from cargohold.replay.tiers import GUESSED, HINTED
 from cargohold.replay.workload import Workload
 

@@ -14,11 +14,13 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, app
-from cargohold.cli.common import (
+from cargohold.cli.app import (
+    EXIT_FAILED,
+    EXIT_USAGE,
     EngineOptions,
     ModelArgument,
     SamplingOptions,
+    app,
     describe_reuse,
     errors,
     keep_what_is_not_utf8,

@@ -17,8 +17,7 @@ from typing import Annotated, Final
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cargohold.cli.app import EXIT_FAILED, app
-from cargohold.cli.common import errors, takes_groups
+from cargohold.cli.app import EXIT_FAILED, app, errors, takes_groups
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_count
 from cargohold.testing.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds

@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, app
-from cargohold.cli.common import Answers
+from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, Answers, app
 from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
 from cargohold.serve.records import Scrape, metrics_url, scrape, tiers_of

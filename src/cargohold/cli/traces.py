@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cargohold.cache.policies import POLICY_NAMES, find_policy
-from cargohold.cli.common import errors, quiet_transformers, remark
+from cargohold.cli.app import errors, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError

@@ -18,7 +18,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Final
 
-from cargohold.engine.model.source import load_config, locate_model
+from cargohold.engine.model.info import load_config, locate_model
 from cargohold.errors import ConfigError, UnsupportedModelError, one_line
 from cargohold.option_values import NUMBER, SIZE_UNITS, format_count, is_positive_int, is_positive_number, parse_bytes
 from cargohold.replay.replaying import ReplayResult

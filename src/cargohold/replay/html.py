@@ -11,7 +11,6 @@ from typing import Final
 
 from cargohold.errors import ConfigError, one_line
 from cargohold.option_values import format_bytes
-from cargohold.replay.advice import plan_table, unit_of_gain
 from cargohold.replay.planning import BASELINE, Plan, Planner
 from cargohold.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
 from cargohold.replay.report import (
@@ -22,6 +21,8 @@ from cargohold.replay.report import (
     describe_trace,
     format_amount,
     format_seconds,
+    plan_table,
+    unit_of_gain,
 )
 
 # Small, so that text can still be read where a phone shrinks it.

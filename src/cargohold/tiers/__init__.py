@@ -1,11 +1,11 @@
 """Media that hold chunks."""
 
-from cargohold.tiers.config import DiskTierConfig, SharedTierConfig, TierConfig
+from cargohold.tiers.config import TierConfig
 from cargohold.tiers.encryption import EncryptionKey
-from cargohold.tiers.factory import check_tier, open_tier, require_packages
 from cargohold.tiers.health import BreakerConfig, BreakerState, TierHealth
 from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.tiers.namespace import Namespace, digest_weights
+from cargohold.tiers.opening import DiskTierConfig, SharedTierConfig, check_tier, open_tier, require_packages
 from cargohold.tiers.port import Answer, JobKind, JobStatus, LoadOutcome, StoreOutcome, Tier, TierJob, TierUsage
 from cargohold.tiers.queue import QueueConfig, TierQueue
 from cargohold.tiers.wrappers import CountingTier, FaultyTier, MemoryTier, NullTier, SlowTier

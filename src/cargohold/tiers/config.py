@@ -1,16 +1,17 @@
-"""Options of the tiers below host memory. Checked when created; they raise ``ConfigError``, which names the option."""
+"""Options of the tiers below host memory. Checked when created; they raise ``ConfigError``, which names the option.
+
+What opens a tier is in ``opening``: it imports the tiers, which import their options.
+"""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import ClassVar, Final, Self
 
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError
@@ -21,10 +22,6 @@ from cargohold.tiers.encryption import TAG_BYTES
 from cargohold.tiers.port import Tier
 from cargohold.tiers.stores import base as store_url
 from cargohold.tiers.stores.base import REDIS_SCHEMES
-
-if TYPE_CHECKING:
-    from cargohold.tiers.stores.objects import ObjectTier
-    from cargohold.tiers.stores.redis import RedisTier
 
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 REPLICA_DIRECTORY: Final = "replica-{}"
@@ -155,8 +152,8 @@ class TierConfig(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskTierConfig(TierConfig):
-    """Options for keeping chunks in files of a local directory, which outlive the process.
+class DiskOptions(TierConfig):
+    """Options for keeping chunks in files of a local directory, which outlive the process: those of ``DiskTierConfig``.
 
     Options that all tiers have are in ``TierConfig``.
 
@@ -202,20 +199,6 @@ class DiskTierConfig(TierConfig):
         if not _is_zero(self.reserve_bytes):
             parse_bytes("reserve_bytes", self.reserve_bytes)
 
-    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
-        """See ``TierConfig``. Refuses an unwritable directory, one in use, and a budget above the disk or below one chunk."""
-        from cargohold.tiers.disk import DiskTier  # noqa: PLC0415  # only what is used is imported
-
-        self._require_sizes(chunk_bytes, num_shards)
-        return DiskTier(self, codec, chunk_bytes, num_shards)
-
-    def check(self, chunk_bytes: int, num_shards: int) -> None:
-        """Refuse a directory that cannot be used, an impossible budget, and chunks that can never be written."""
-        from cargohold.tiers.disk.shard import check_place  # noqa: PLC0415  # only what is used is imported
-
-        self._require_sizes(chunk_bytes, num_shards)
-        check_place(self, chunk_bytes, num_shards)
-
     def of_replica(self, replica: int) -> Self:
         """See ``TierConfig``. Each replica needs its own directory: the first has this one, each other one a subdirectory."""
         if replica == 0:
@@ -241,7 +224,7 @@ class DiskTierConfig(TierConfig):
         """``reserve_bytes`` as a number."""
         return 0 if _is_zero(self.reserve_bytes) else parse_bytes("reserve_bytes", self.reserve_bytes)
 
-    def _require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
+    def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
         """Raise ``ConfigError`` if no chunk of this size can ever be written, or only the first one."""
         TierConfig.check(self, chunk_bytes, num_shards)
         _require_chunk_below("directory", str(self.directory), chunk_bytes, MAX_DISK_BYTES)
@@ -252,8 +235,10 @@ class DiskTierConfig(TierConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedTierConfig(TierConfig):
-    """Options for keeping chunks in a store that several engines share. Options that all tiers have are in ``TierConfig``.
+class SharedOptions(TierConfig):
+    """Options for keeping chunks in a store that several engines share: those of ``SharedTierConfig``.
+
+    Options that all tiers have are in ``TierConfig``.
 
     Attributes:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///absolute/directory``
@@ -296,20 +281,6 @@ class SharedTierConfig(TierConfig):
         shown = {field.name: getattr(self, field.name) for field in fields(self)} | {"url": self.shown_url}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
-    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
-        """See ``TierConfig``. Refuses missing or wrong credentials, a bucket that is not there, and a missing package."""
-        self._require_sizes(chunk_bytes, num_shards)
-        return self._tier_class()(self, codec, chunk_bytes, num_shards)
-
-    def require_packages(self) -> None:
-        """See ``TierConfig``. Each kind of store needs a package."""
-        self._tier_class()
-
-    def check(self, chunk_bytes: int, num_shards: int) -> None:
-        """Refuse what can be refused without asking the store: a missing package, an incomplete URL, impossible sizes."""
-        self._require_sizes(chunk_bytes, num_shards)
-        self._tier_class().check_place(self)
-
     def describe(self) -> str:
         """Return the URL and the limit, for people."""
         limit = "" if self.num_max_bytes is None else f", {format_bytes(self.num_max_bytes)} at most"
@@ -340,7 +311,7 @@ class SharedTierConfig(TierConfig):
         """The URL without user and password, for messages."""
         return store_url.without_secrets(self.url)
 
-    def _require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
+    def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
         """Raise ``ConfigError`` if no chunk of this size can ever be written."""
         TierConfig.check(self, chunk_bytes, num_shards)
         value_bytes = HEADER_BYTES + chunk_bytes
@@ -350,29 +321,6 @@ class SharedTierConfig(TierConfig):
             # Each worker's part of one chunk, and what each worker leaves to the others: see StoreBudget.
             need = (2 * num_shards - 1) * value_bytes
             _require_chunk_within("max_bytes", self.max_bytes, self.num_max_bytes, need)
-
-    def _tier_class(self) -> type[RedisTier | ObjectTier]:
-        """Return the class of the tier. Raises ``ConfigError`` if its package is not installed."""
-        with needs_extra(self):
-            if self.scheme in REDIS_SCHEMES:
-                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
-
-                return RedisTier
-            from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # an optional package
-
-            return ObjectTier
-
-
-@contextmanager
-def needs_extra(config: SharedTierConfig) -> Iterator[None]:
-    """Turn an ``ImportError`` inside the ``with`` into a ``ConfigError`` that says how to install the store's package."""
-    try:
-        yield
-    except ImportError as error:
-        extra = "redis" if config.scheme in REDIS_SCHEMES else "objects"
-        raise ConfigError(
-            "url", config.shown_url, f"{config.scheme} needs an extra: pip install 'cargohold[{extra}]'"
-        ) from error
 
 
 def _require_one_of(key: str, value: object, values: list[str]) -> None:

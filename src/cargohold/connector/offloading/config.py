@@ -113,14 +113,12 @@ def limits_in_chunks(quotas: Sequence[TenantQuota], capacity: int, chunk_bytes: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadConfig:
-    """Options for keeping KV in host memory. Checked when created; raises ``ConfigError``, which names the option.
+class HostOptions:
+    """Options of host memory and the tiers below it, whenever chunks are copied there.
 
     Attributes:
         host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
         policy: name of the eviction policy for host memory; see ``cargohold.cache.policies.find_policy``.
-        blocks_per_chunk: number of blocks offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
-        store_generated: whether KV of generated tokens is kept too; otherwise only that of prompts.
         max_inflight_fraction: fraction of the device pool that stores in flight may hold; above it, new chunks wait.
         transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
         job_timeout_s: nobody waits longer for a transfer to end on all workers, nor than half of the engine's
@@ -134,13 +132,10 @@ class OffloadConfig:
             ended by then are not there after a restart.
         read_only: whether nothing is stored: for engines that only use what others have stored in tiers that they share.
         hints: what hints may do.
-        quotas: how much of host memory single tenants may have.
     """
 
     host_bytes: int | str
     policy: str = DEFAULT_POLICY
-    blocks_per_chunk: int = 1
-    store_generated: bool = True
     max_inflight_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     job_timeout_s: float = 120.0
@@ -150,19 +145,13 @@ class OffloadConfig:
     shutdown_timeout_s: float = 3.0
     read_only: bool = False
     hints: HintConfig = HintConfig()
-    quotas: Sequence[TenantQuota] = ()
 
     def __post_init__(self) -> None:
+        """Refuse invalid options. An override calls ``HostOptions.__post_init__(self)`` first: ``super()`` fails with slots."""
         limit = memory_limit_bytes()
         if self.num_host_bytes > limit:
             raise ConfigError("host_bytes", self.host_bytes, f"this machine allows {format_bytes(limit)} in all")
         find_policy(self.policy)
-        self._require(
-            "blocks_per_chunk",
-            is_positive_int(self.blocks_per_chunk),
-            "an integer from 1",
-        )
-        self._require("store_generated", isinstance(self.store_generated, bool), "True or False")
         fraction = self.max_inflight_fraction
         self._require(
             "max_inflight_fraction", is_positive_number(fraction) and fraction <= 1, "a number above 0 and at most 1"
@@ -188,8 +177,38 @@ class OffloadConfig:
             f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}",
         )
         self._require("read_only", isinstance(self.read_only, bool), "True or False")
-
         self._require("hints", isinstance(self.hints, HintConfig), "a HintConfig")
+
+    @property
+    def num_host_bytes(self) -> int:
+        """``host_bytes`` as a number."""
+        return parse_bytes("host_bytes", self.host_bytes)
+
+    def _require(self, key: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ConfigError(key, getattr(self, key), f"it must be {expected}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig(HostOptions):
+    """Options for keeping KV in host memory as it is computed.
+
+    Checked when created; raises ``ConfigError``, which names the option. Most options are in ``HostOptions``.
+
+    Attributes:
+        blocks_per_chunk: number of blocks offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
+        store_generated: whether KV of generated tokens is kept too; otherwise only that of prompts.
+        quotas: how much of host memory single tenants may have.
+    """
+
+    blocks_per_chunk: int = 1
+    store_generated: bool = True
+    quotas: Sequence[TenantQuota] = ()
+
+    def __post_init__(self) -> None:
+        HostOptions.__post_init__(self)
+        self._require("blocks_per_chunk", is_positive_int(self.blocks_per_chunk), "an integer from 1")
+        self._require("store_generated", isinstance(self.store_generated, bool), "True or False")
         is_list = isinstance(self.quotas, list | tuple)
         self._require(
             "quotas",
@@ -200,11 +219,6 @@ class OffloadConfig:
         self._require(
             "quotas", len(set(names)) == len(names) < MAX_SHARES, f"one for each of {MAX_SHARES - 1} tenants at most"
         )
-
-    @property
-    def num_host_bytes(self) -> int:
-        """``host_bytes`` as a number."""
-        return parse_bytes("host_bytes", self.host_bytes)
 
     def check_chunks_can_be_filled(self, layout: KVCacheLayout, max_model_len: int) -> None:
         """Check that there can be a request long enough for one chunk.
@@ -225,7 +239,3 @@ class OffloadConfig:
         if self.blocks_per_chunk > most:
             expected = f"no request can have so many full blocks, so nothing would ever be kept; use at most {most}"
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, expected)
-
-    def _require(self, key: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise ConfigError(key, getattr(self, key), f"it must be {expected}")

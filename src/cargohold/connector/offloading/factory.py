@@ -17,8 +17,8 @@ from cargohold.option_values import format_bytes
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
 from cargohold.tiers.chunk_format import room_for_details
-from cargohold.tiers.factory import namespace_in
 from cargohold.tiers.namespace import digest_model
+from cargohold.tiers.opening import namespace_in
 from cargohold.tiers.scheduler_side import (
     Admission,
     LowerTiers,

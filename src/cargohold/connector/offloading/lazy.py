@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from operator import ge
@@ -14,13 +14,12 @@ from cargohold.blocks import READY
 from cargohold.cache import make_manager
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
 from cargohold.cache.policies.base import LRUPolicy
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, OffloadConfig
+from cargohold.connector.offloading.config import HostOptions, OffloadConfig
 from cargohold.connector.offloading.events import Contents, TierEvents, contents_of
 from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options
-from cargohold.connector.offloading.jobs import Store, StoreJob
+from cargohold.connector.offloading.jobs import Shared, Store, StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, end_store, start_store
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
@@ -36,66 +35,34 @@ from cargohold.protocol import (
     TransferOutcome,
     WorkerEnvironment,
 )
-from cargohold.tiers import TierConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LazyOffloadConfig:
+class LazyOffloadConfig(HostOptions):
     """Options for keeping blocks in host memory that the device is about to evict.
 
     Checked when created; raises ``ConfigError``, which names the option. Moves far fewer bytes than eager offloading if most
     blocks are used again before they are evicted; blocks that are evicted faster than they can be copied are lost.
 
+    Most options are in ``HostOptions``. There are no quotas: nobody knows whose a block is that the device is about to evict.
+
     Attributes:
-        host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
+        policy: what host memory evicts. Blocks come without the blocks before them, so a policy that learns from prefixes has
+            little to learn.
         lookahead_blocks: number of blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
-        policy: what host memory evicts; see ``OffloadConfig``. Blocks come without the blocks before them, so a policy that
-            learns from prefixes has little to learn.
-        max_inflight_fraction: fraction of the device pool that stores in flight may hold.
-        transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
-        job_timeout_s: nobody waits longer for a transfer to end on all workers, nor than half of the engine's
-            ``load_timeout_s``; its blocks and slots stay out of service until it ends.
-        tiers: the tiers below host memory, the fastest first; see ``OffloadConfig``.
-        restore: see ``OffloadConfig``.
-        restore_timeout_s: see ``OffloadConfig``.
-        shutdown_timeout_s: see ``OffloadConfig``.
-        read_only: see ``OffloadConfig``.
-        hints: see ``OffloadConfig``. There are no quotas: nobody knows whose a block is that the device is about to evict.
     """
 
-    host_bytes: int | str
-    lookahead_blocks: int | None = None
     policy: str = LRUPolicy.name
-    max_inflight_fraction: float = 0.5
-    transfer_timeout_s: float = 30.0
-    job_timeout_s: float = 120.0
-    tiers: Sequence[TierConfig] = ()
-    restore: str = RESTORE_IF_FASTER
-    restore_timeout_s: float = 5.0
-    shutdown_timeout_s: float = 3.0
-    read_only: bool = False
-    hints: HintConfig = field(default_factory=HintConfig)
+    lookahead_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        self.common()
-        if self.lookahead_blocks is not None and not is_positive_int(self.lookahead_blocks):
-            raise ConfigError("lookahead_blocks", self.lookahead_blocks, "it must be an integer from 1, or None")
+        HostOptions.__post_init__(self)
+        if self.lookahead_blocks is not None:
+            self._require("lookahead_blocks", is_positive_int(self.lookahead_blocks), "an integer from 1, or None")
 
     def common(self) -> OffloadConfig:
-        """Return the options that eager offloading has too, checked."""
-        return OffloadConfig(
-            host_bytes=self.host_bytes,
-            policy=self.policy,
-            max_inflight_fraction=self.max_inflight_fraction,
-            transfer_timeout_s=self.transfer_timeout_s,
-            job_timeout_s=self.job_timeout_s,
-            tiers=self.tiers,
-            restore=self.restore,
-            restore_timeout_s=self.restore_timeout_s,
-            shutdown_timeout_s=self.shutdown_timeout_s,
-            read_only=self.read_only,
-            hints=self.hints,
-        )
+        """Return the options that eager offloading has too."""
+        return OffloadConfig(**{option.name: getattr(self, option.name) for option in fields(HostOptions)})
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:
         """Return ``lookahead_blocks``, or its default for the engine's step size."""

@@ -24,9 +24,8 @@ from typing import NamedTuple
 from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.events import TierEvents
-from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, Origins
+from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, Origins, Shared
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVCacheGroup, KVConnectorOutput, TransferOutcome
 from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted, sources_per_token
 

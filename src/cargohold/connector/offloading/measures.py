@@ -17,9 +17,8 @@ from typing import Final, Self
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.connector.offloading.jobs import Load, Store
+from cargohold.connector.offloading.jobs import Load, Shared, Store
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import (
     AGES_MS,
     AttentionKind,

@@ -21,6 +21,7 @@ from cargohold.connector.offloading.jobs import (
     LockHolder,
     OffloadingMetadata,
     RequestHolder,
+    Shared,
     Store,
     TierReport,
     TouchHolder,
@@ -28,7 +29,6 @@ from cargohold.connector.offloading.jobs import (
 from cargohold.connector.offloading.loads import Loads, TierLookup
 from cargohold.connector.offloading.measures import Measures, Prefixes
 from cargohold.connector.offloading.requests import Budget, Handoff, RequestState
-from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.protocol import (

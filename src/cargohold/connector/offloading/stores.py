@@ -21,10 +21,9 @@ from typing import Final, Protocol, TypeAlias
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, StoreHandle, StoreOffer
-from cargohold.connector.offloading.jobs import Store, StoreJob
+from cargohold.connector.offloading.jobs import Shared, Store, StoreJob
 from cargohold.connector.offloading.loads import BlocksToStore, blocks_to_store, rows_to_store
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
 from cargohold.tiers.scheduler_side.promises import Deadline
 from cargohold.tiers.scheduler_side.tier_state import parents_in

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +21,11 @@ from torch import distributed
 
 from cargohold.engine.frames import RankPlace
 from cargohold.engine.model.attention import PAGED_ATTENTION, register_paged_attention
-from cargohold.engine.model.info import ModelInfo
-from cargohold.engine.model.source import ONE_AT_A_TIME
+from cargohold.engine.model.info import ONE_AT_A_TIME, ModelInfo
 from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-import shutil
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Final
 from cargohold.errors import ConfigError, SparingLog
 from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.tiers.chunk_format import HEADER_BYTES
-from cargohold.tiers.config import DiskTierConfig
+from cargohold.tiers.config import DiskOptions
 from cargohold.tiers.disk.files import (
     DirectoryLock,
     Geometry,
@@ -73,7 +73,7 @@ class Budget:
     reserve_bytes: int
 
     @classmethod
-    def of(cls, config: DiskTierConfig, num_shards: int) -> Budget:
+    def of(cls, config: DiskOptions, num_shards: int) -> Budget:
         """Return the budget of one of ``num_shards`` workers."""
         total = config.num_max_bytes
         return cls(total, total // num_shards, config.num_reserve_bytes)
@@ -99,7 +99,7 @@ class Shard:
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
     """
 
-    def __init__(self, config: DiskTierConfig, namespace: Namespace, chunk_bytes: int, budget: Budget) -> None:
+    def __init__(self, config: DiskOptions, namespace: Namespace, chunk_bytes: int, budget: Budget) -> None:
         self._root = _root_of(config)
         self._budget = budget
         self._direct_io = config.direct_io
@@ -208,7 +208,7 @@ class Shard:
         self._segments = []
         self.release()
 
-    def _take_lock(self, config: DiskTierConfig) -> DirectoryLock:
+    def _take_lock(self, config: DiskOptions) -> DirectoryLock:
         """Make and lock the shard's folder. Raises ``ConfigError``, or ``OSError``."""
         end = time.monotonic() + config.lock_wait_s
         make_private(self._root)
@@ -227,7 +227,7 @@ class Shard:
                     raise
             time.sleep(_LOCK_POLL_S)
 
-    def _find_geometry(self, config: DiskTierConfig, namespace: Namespace, slot_bytes: int) -> Geometry:
+    def _find_geometry(self, config: DiskOptions, namespace: Namespace, slot_bytes: int) -> Geometry:
         """Return the geometry of the existing files; if there are none, or they do not fit, delete them and choose a new one.
 
         Raises:
@@ -343,7 +343,7 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def check_place(config: DiskTierConfig, chunk_bytes: int, num_shards: int) -> None:
+def check_place(config: DiskOptions, chunk_bytes: int, num_shards: int) -> None:
     """Check options, as far as that is possible without a namespace. Creates the directory.
 
     Raises:
@@ -360,7 +360,7 @@ def check_place(config: DiskTierConfig, chunk_bytes: int, num_shards: int) -> No
     _require_room(config, budget, Geometry(padded(chunk_bytes), 1))
 
 
-def check_budget(root: Path, config: DiskTierConfig, budget: Budget) -> None:
+def check_budget(root: Path, config: DiskOptions, budget: Budget) -> None:
     """Refuse a budget that the file system can never hold.
 
     Raises:
@@ -393,17 +393,17 @@ def _without_rank(facts: dict[str, str]) -> dict[str, str]:
     return common | {"split": _RANK.sub("", common.get("split", ""))}
 
 
-def _root_of(config: DiskTierConfig) -> Path:
+def _root_of(config: DiskOptions) -> Path:
     return parse_path("directory", config.directory).absolute()
 
 
-def _unusable(config: DiskTierConfig, error: OSError) -> ConfigError:
+def _unusable(config: DiskOptions, error: OSError) -> ConfigError:
     where = f"{error.filename}: " if error.filename else ""
     reason = f"it must be a directory where files can be written: {where}{error.strerror}"
     return ConfigError("directory", config.directory, reason)
 
 
-def _require_room(config: DiskTierConfig, budget: Budget, single: Geometry) -> None:
+def _require_room(config: DiskOptions, budget: Budget, single: Geometry) -> None:
     """Raise ``ConfigError`` if the budget has no room for a single slot."""
     need = single.segment_bytes
     if budget.shard_bytes - _OTHER_BYTES < need:

@@ -18,7 +18,7 @@ from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, SparingLog, TierError
 from cargohold.option_values import format_count
 from cargohold.tiers.chunk_format import NO_NOTE, NO_TERMS, ChunkCodec, Claim, Details, Note, Terms, unpack_header
-from cargohold.tiers.config import DiskTierConfig
+from cargohold.tiers.config import DiskOptions
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
 from cargohold.tiers.port import (
@@ -71,7 +71,7 @@ class DiskTier(Tier):
 
     has_index = True
 
-    def __init__(self, config: DiskTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
+    def __init__(self, config: DiskOptions, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         self.name = "disk"
         self.chunk_bytes = chunk_bytes
         self._config = config

@@ -35,7 +35,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, SparingLog, TierError, one_line
 from cargohold.option_values import format_bytes
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.config import PARALLEL_PROBES, SharedTierConfig
+from cargohold.tiers.config import PARALLEL_PROBES, SharedOptions
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
 from cargohold.tiers.namespace import DESCRIPTION
 from cargohold.tiers.stores.base import SharedTier, warn_of_readers, warn_of_writers
@@ -224,7 +224,7 @@ _NO_CREDENTIALS: Final = (
 """Where machines in a cloud look for credentials if none were given. An error names one of these only in that case."""
 
 
-def open_store(config: SharedTierConfig) -> ObjectStore:
+def open_store(config: SharedOptions) -> ObjectStore:
     """Make a client of the store that a URL names; create the directory if it is one. Sends a remote store nothing.
 
     Raises:
@@ -258,7 +258,7 @@ class ObjectTier(SharedTier):
             directory cannot be written to, or is a disk tier's.
     """
 
-    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
+    def __init__(self, config: SharedOptions, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         super().__init__(codec, chunk_bytes)
         self._store = open_store(config)
         self._directory = directory_of(self._store)
@@ -274,7 +274,7 @@ class ObjectTier(SharedTier):
             warn_of_readers(self.name, self._directory, own / DESCRIPTION)
 
     @staticmethod
-    def check_place(config: SharedTierConfig) -> None:
+    def check_place(config: SharedOptions) -> None:
         """Raise ``ConfigError`` for an invalid URL or options, without asking the store."""
         open_store(config)
 
@@ -377,7 +377,7 @@ class ObjectTier(SharedTier):
 
         return await asyncio.gather(*map(exists, keys))
 
-    def _introduce(self, config: SharedTierConfig) -> None:
+    def _introduce(self, config: SharedOptions) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us do all we need.
 
         Raises ``ConfigError`` if it does not. If the store does not answer, that is only logged.
@@ -392,7 +392,7 @@ class ObjectTier(SharedTier):
                 logger.warning("shared tier: %s does not answer yet: %s", config.shown_url, first_line(error))
                 return
 
-    def _trials(self, config: SharedTierConfig) -> list[tuple[str, Callable[[], object]]]:
+    def _trials(self, config: SharedOptions) -> list[tuple[str, Callable[[], object]]]:
         """Return what to try at the start, each with what it is good for. The first one stores the description."""
         text = json.dumps(self._codec.namespace.describe(), indent=2).encode()
         absent = self._path(_NO_KEY)
@@ -406,7 +406,7 @@ class ObjectTier(SharedTier):
             trials.append(("listing, which max_bytes needs", lambda: try_listing(self._store, self._prefix)))
         return trials
 
-    def _refusal(self, config: SharedTierConfig, purpose: str, error: Exception) -> str | None:
+    def _refusal(self, config: SharedOptions, purpose: str, error: Exception) -> str | None:
         """Return why the tier can never work, if an error at the start says so; ``None`` if it may work later."""
         if lacks_credentials(error):
             return "no credentials were found in the environment"
@@ -426,14 +426,14 @@ class ObjectTier(SharedTier):
             raise TierError(self.name, first_line(error)) from error
 
 
-def _budget_of(config: SharedTierConfig, store: ObjectStore, num_shards: int, value_bytes: int) -> StoreBudget | None:
+def _budget_of(config: SharedOptions, store: ObjectStore, num_shards: int, value_bytes: int) -> StoreBudget | None:
     """Return what keeps ``max_bytes``; ``None`` if there is no limit."""
     if config.num_max_bytes is None:
         return None
     return StoreBudget(store, config.num_max_bytes, num_shards, value_bytes)
 
 
-def _place_of(config: SharedTierConfig, store: ObjectStore, mark: str) -> DirectoryPlace | None:
+def _place_of(config: SharedOptions, store: ObjectStore, mark: str) -> DirectoryPlace | None:
     """Return what watches a store's directory; ``None`` if the store is not a directory. Raises ``ConfigError``."""
     directory = directory_of(store)
     try:
@@ -442,7 +442,7 @@ def _place_of(config: SharedTierConfig, store: ObjectStore, mark: str) -> Direct
         raise ConfigError("url", config.shown_url, f"the store cannot be used: {first_line(error)}") from error
 
 
-def _require_no_shard(config: SharedTierConfig, namespace_id: str) -> None:
+def _require_no_shard(config: SharedOptions, namespace_id: str) -> None:
     """Raise ``ConfigError`` if a disk tier has its chunks where this namespace's would be."""
     if config.directory is not None and os.path.lexists(config.directory / namespace_id / DESCRIPTION_FILE):
         reason = f"a disk tier has its chunks there, in {namespace_id}; give each a directory of its own"

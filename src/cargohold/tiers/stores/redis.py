@@ -19,7 +19,7 @@ import redis
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.config import SharedTierConfig
+from cargohold.tiers.config import SharedOptions
 from cargohold.tiers.stores.base import SharedTier
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class LimitedSocket:
             raise TooLongError(f"the server's answer has more than {self._max_bytes} bytes")
 
 
-def open_client(config: SharedTierConfig, max_answer_bytes: int | None = None) -> redis.Redis:
+def open_client(config: SharedOptions, max_answer_bytes: int | None = None) -> redis.Redis:
     """Make a client for the server that a URL names. Sends the server nothing.
 
     Args:
@@ -170,7 +170,7 @@ class RedisTier(SharedTier):
         ConfigError: the URL cannot be understood, or the server refuses the credentials.
     """
 
-    def __init__(self, config: SharedTierConfig, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
+    def __init__(self, config: SharedOptions, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         super().__init__(codec, chunk_bytes)
         del num_shards
         self._client = open_client(config, self._max_value_bytes + _ROOM_FOR_ANSWERS)
@@ -179,7 +179,7 @@ class RedisTier(SharedTier):
         self._introduce(config)
 
     @staticmethod
-    def check_place(config: SharedTierConfig) -> None:
+    def check_place(config: SharedOptions) -> None:
         """Raise ``ConfigError`` for an invalid URL or options, without asking the server."""
         open_client(config).close()
 
@@ -235,7 +235,7 @@ class RedisTier(SharedTier):
     def _name(self, key: OffloadKey) -> bytes:
         return b"%b:%b" % (self._prefix, key)
 
-    def _introduce(self, config: SharedTierConfig) -> None:
+    def _introduce(self, config: SharedOptions) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the server permits all commands.
 
         Raises ``ConfigError`` if it does not. If the server does not answer, that is only logged.

@@ -1,20 +1,86 @@
-"""Opens the tiers that options describe, and the inventory of a place that a user names."""
+"""Opens tiers by their options, and the inventory of a place that a user names."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cargohold.errors import ConfigError
 from cargohold.option_values import parse_path
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.config import SharedTierConfig, TierConfig, needs_extra
+from cargohold.tiers.config import DiskOptions, SharedOptions, TierConfig
+from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.inventory import DiskInventory
+from cargohold.tiers.disk.shard import check_place
 from cargohold.tiers.encryption import read_key, require_package
 from cargohold.tiers.inventory import Inventory
 from cargohold.tiers.namespace import Namespace
 from cargohold.tiers.port import Tier
 from cargohold.tiers.stores.base import REDIS_SCHEMES, SCHEMES
+
+if TYPE_CHECKING:
+    from cargohold.tiers.stores.objects import ObjectTier
+    from cargohold.tiers.stores.redis import RedisTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskTierConfig(DiskOptions):
+    """A disk tier's options, which are in ``DiskOptions``, and what opens it."""
+
+    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+        """See ``TierConfig``. Refuses an unwritable directory, one in use, and a budget above the disk or below one chunk."""
+        self.require_sizes(chunk_bytes, num_shards)
+        return DiskTier(self, codec, chunk_bytes, num_shards)
+
+    def check(self, chunk_bytes: int, num_shards: int) -> None:
+        """Refuse a directory that cannot be used, an impossible budget, and chunks that can never be written."""
+        self.require_sizes(chunk_bytes, num_shards)
+        check_place(self, chunk_bytes, num_shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SharedTierConfig(SharedOptions):
+    """A shared tier's options, which are in ``SharedOptions``, and what opens it."""
+
+    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+        """See ``TierConfig``. Refuses missing or wrong credentials, a bucket that is not there, and a missing package."""
+        self.require_sizes(chunk_bytes, num_shards)
+        return self._tier_class()(self, codec, chunk_bytes, num_shards)
+
+    def require_packages(self) -> None:
+        """See ``TierConfig``. Each kind of store needs a package."""
+        self._tier_class()
+
+    def check(self, chunk_bytes: int, num_shards: int) -> None:
+        """Refuse what can be refused without asking the store: a missing package, an incomplete URL, impossible sizes."""
+        self.require_sizes(chunk_bytes, num_shards)
+        self._tier_class().check_place(self)
+
+    def _tier_class(self) -> type[RedisTier | ObjectTier]:
+        """Return the class of the tier. Raises ``ConfigError`` if its package is not installed."""
+        with _needs_extra(self):
+            if self.scheme in REDIS_SCHEMES:
+                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
+
+                return RedisTier
+            from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # an optional package
+
+            return ObjectTier
+
+
+@contextmanager
+def _needs_extra(config: SharedTierConfig) -> Iterator[None]:
+    """Turn an ``ImportError`` inside the ``with`` into a ``ConfigError`` that says how to install the store's package."""
+    try:
+        yield
+    except ImportError as error:
+        extra = "redis" if config.scheme in REDIS_SCHEMES else "objects"
+        raise ConfigError(
+            "url", config.shown_url, f"{config.scheme} needs an extra: pip install 'cargohold[{extra}]'"
+        ) from error
 
 
 def require_packages(config: TierConfig) -> None:
@@ -103,14 +169,14 @@ def open_inventory(place: str) -> Inventory:
 
 def _shared_inventory(config: SharedTierConfig) -> Inventory:
     if config.scheme in REDIS_SCHEMES:
-        with needs_extra(config):
+        with _needs_extra(config):
             from cargohold.tiers.stores.inventory import RedisInventory  # noqa: PLC0415  # an optional package
             from cargohold.tiers.stores.redis import open_client  # noqa: PLC0415  # an optional package
 
         return RedisInventory(open_client(config))
     if config.directory is not None and not config.directory.is_dir():
         raise ConfigError("url", config.url, "there is no such directory")  # a tier would create it
-    with needs_extra(config):
+    with _needs_extra(config):
         from cargohold.tiers.stores.inventory import ObjectInventory  # noqa: PLC0415  # an optional package
         from cargohold.tiers.stores.objects import open_store  # noqa: PLC0415  # an optional package
 
