@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.errors import ConfigError, TierError, one_line
+from cargohold.errors import TierError, one_line
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE
 from cargohold.tiers.health import BreakerConfig, BreakerState, MediumHealth, TierHealth
@@ -45,7 +45,7 @@ from cargohold.tiers.port import (
 logger = logging.getLogger(__name__)
 
 
-class IoThread:
+class IoThread(threading.Thread):
     """A thread that takes and carries out work until there is no more. Started at once.
 
     Attributes:
@@ -57,23 +57,16 @@ class IoThread:
     """
 
     def __init__(self, queue: TierQueue, tier: Tier) -> None:
+        # A daemon, so that it does not keep the process alive when its medium hangs.
+        super().__init__(name=f"cargohold-{tier.name}", daemon=True)
         self.job: TierJob | None = None
         self._queue = queue
         self._tier = tier
         self._staging = Staging(tier.chunk_bytes)
-        # A daemon, so that it does not keep the process alive when its medium hangs.
-        self._thread = threading.Thread(target=self._run, name=f"cargohold-{tier.name}", daemon=True)
-        self._thread.start()
+        self.start()
 
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait at most ``timeout_s`` seconds for the thread's end."""
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Work until the queue has no more."""
         while (taken := self._queue.take()) is not None:
             self.job, at = taken
             try:
@@ -165,11 +158,6 @@ class QueueConfig:
     finish_s: float = 0.0
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
-    def __post_init__(self) -> None:
-        for name in ("num_threads", "max_urgent_chunks", "max_store_chunks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "at least 1")
-
 
 class TierQueue:
     """Carries out jobs on one tier in threads of its own.
@@ -196,7 +184,7 @@ class TierQueue:
         self._closing: threading.Thread | None = None
         try:
             while len(self._threads) < self.config.num_threads:
-                self._threads.append(self._new_thread())
+                self._threads.append(IoThread(self, tier))
         except BaseException:
             self._stop(time.monotonic() + _STOP_S)  # threads that were started must not keep the tier open
             raise
@@ -398,9 +386,6 @@ class TierQueue:
             if access in (None, ACCESS_OF[job.kind]):
                 self._ledger.end(job, JobStatus.FAILED, reason)
 
-    def _new_thread(self) -> IoThread:
-        return IoThread(self, self.tier)
-
     def _has_living_thread(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
@@ -419,7 +404,7 @@ class TierQueue:
                 self._changed.notify_all()
             else:
                 try:
-                    self._threads[at] = self._new_thread()
+                    self._threads[at] = IoThread(self, self.tier)
                 except (RuntimeError, OSError, MemoryError):
                     # The next poll finds the dead thread again, and counts it once more.
                     logger.exception("tier %s: an I/O thread could not be replaced", self.tier.name)

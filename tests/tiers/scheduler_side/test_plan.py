@@ -71,7 +71,7 @@ def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_ti
     key_of = {(group, chunk): wanted.keys[group].keys[chunk] for group, chunk in asked}
     assert wanted.needed_keys(CHUNK * end) == list(key_of.values())
 
-    chains, first_tokens = chains_to_fetch(wanted, host, lower, CHUNK * end)
+    chains = list(chains_to_fetch(wanted, host, lower, CHUNK * end))
     names = [[lower.tiers[chain.tier].name] * len(chain.keys) for chain in chains]
     brought = {
         key: name
@@ -86,10 +86,7 @@ def test_what_host_memory_lacks_is_brought_up_in_pieces_of_one_prefix_and_one_ti
         group, chunk = at_of[chain.keys[0]]
         assert [at_of[key] for key in chain.keys] == [(group, chunk + at) for at in range(len(chain.keys))]
         assert chain.parent == (wanted.keys[group].keys[chunk - 1] if chunk else None)
-    assert first_tokens == {
-        at: CHUNK * min(at_of[chain.keys[0]][1] for chain in chains if chain.tier == at)
-        for at in {chain.tier for chain in chains}
-    }
+        assert chain.first_token == CHUNK * chunk
     for one, other in pairwise(chains):
         (group, chunk), after = at_of[one.keys[-1]], at_of[other.keys[0]]
         assert one.tier != other.tier or after != (group, chunk + 1), "two pieces where one would do"

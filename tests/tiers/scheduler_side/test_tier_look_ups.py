@@ -94,16 +94,6 @@ def test_answers_of_a_job_that_is_not_in_flight_are_ignored() -> None:
     assert world.lower.lookup(KEYS[:2]) == known
 
 
-def test_a_look_up_up_to_the_first_absent_chunk_says_nothing_of_those_behind() -> None:
-    world = World()
-    world.lower.probe(KEYS[:4])
-    (probe,) = world.step()
-    assert list(world.lower.lookup(KEYS[:4], up_to_absent=True)) == [NOT_YET] * 4
-    world.end(probe, [True, True, False, True])
-    assert list(world.lower.lookup(KEYS[:4])) == [READY, READY, ABSENT, READY]
-    assert list(world.lower.lookup(KEYS[:4], up_to_absent=True)) == [READY, READY]
-
-
 def test_a_chunk_is_present_when_all_workers_say_so() -> None:
     world = World(num_workers=3)
     world.lower.probe(KEYS[:4])
@@ -166,7 +156,7 @@ def test_the_hit_rate_counts_a_look_up_in_several_rounds_once() -> None:
         (probe,) = at_once.step()
         at_once.end(probe, [at < found for at in range(len(keys))])
         num_asked = num_found = 0
-        while UNKNOWN in in_rounds.lower.lookup(keys, up_to_absent=True):
+        while UNKNOWN in in_rounds.lower.lookup(keys).partition(bytes([ABSENT]))[0]:
             (task,) = in_rounds.lower.probe(keys, num_found={0: num_found})
             (probe,) = in_rounds.step()
             assert list(probe.keys) == keys[num_asked : num_asked + len(probe.keys)]

@@ -25,11 +25,13 @@ class Chain:
         tier: index of the tier, from 0.
         keys: the chunks, in prefix order.
         parent: the chunk before the first; ``None`` at the start of a prompt.
+        first_token: the first token that it stands for.
     """
 
     tier: int
     keys: Sequence[OffloadKey]
     parent: OffloadKey | None
+    first_token: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -148,7 +148,7 @@ class LowerTiers:
     @property
     def is_fetching(self) -> bool:
         """Whether chunks are being fetched, or held for a request."""
-        return bool(self._fetches) or self._is_loading
+        return bool(self._fetches or self._fetches.arriving)
 
     @property
     def is_settling(self) -> bool:
@@ -160,7 +160,7 @@ class LowerTiers:
         now = self.clock()
         if self._tasks and now >= self._progressed_at + PROGRESS_S:
             return False
-        if self._is_loading or self.promises or any(lister.is_at_work for lister in self._listers):
+        if self._fetches.arriving or self.promises or any(lister.is_at_work for lister in self._listers):
             return True
         if now >= self._settles_at:
             return False
@@ -168,30 +168,24 @@ class LowerTiers:
             writes.num_writable and tier.is_writable for writes, tier in zip(self.writes, self.tiers, strict=True)
         )
 
-    @property
-    def _is_loading(self) -> bool:
-        return any(task.kind is JobKind.LOAD for task in self._tasks)
-
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether a chunk is on its way from or to a tier, or a tier is being asked whether it has it."""
         return key in self._fetches.arriving or any(writes.is_busy_with(key) for writes in self.writes)
 
-    def lookup(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False, skipped: Container[int] = ()) -> bytes:
+    def lookup(self, keys: Sequence[OffloadKey], *, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
 
         Host memory is not looked at, except that chunks on their way into it are ``NOT_YET``.
 
         Args:
             keys: the chunks.
-            up_to_absent: whether to end before the first absent chunk.
             skipped: indices of tiers that are not to be asked: what they have not said yet, they do not have.
         """
         answers = [
             tier.lookup(keys, is_skipped=at in skipped) for at, tier in enumerate(self.tiers) if tier.is_readable
         ]
         states = reduce(_over, answers) if answers else _ABSENT * len(keys)
-        states = mark(states, keys, self._fetches.arriving, NOT_YET)
-        return states.partition(_ABSENT)[0] if up_to_absent else states
+        return mark(states, keys, self._fetches.arriving, NOT_YET)
 
     def tiers_of(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return, per chunk, the index of the fastest usable tier known to have it, or -1.

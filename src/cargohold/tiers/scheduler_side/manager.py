@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from cargohold.cache.manager import ForwardingManager, OffloadKey, OffloadManager, StoreHandle, StoreOffer
+from cargohold.cache.manager import (
+    ForwardingManager,
+    OffloadKey,
+    OffloadManager,
+    SlotReservation,
+    StoreHandle,
+    StoreOffer,
+)
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
-
-
-class WatchedStore:
-    """Wraps a store handle of host memory. Satisfies ``StoreHandle``.
-
-    Args:
-        handle: the handle from host memory's manager.
-        on_commit: called with the chunks' keys once they are ready.
-    """
-
-    def __init__(self, handle: StoreHandle, on_commit: Callable[[Sequence[OffloadKey]], None]) -> None:
-        self._handle = handle
-        self._on_commit = on_commit
-
-    @property
-    def keys(self) -> Sequence[OffloadKey]:
-        """The chunks to store."""
-        return self._handle.keys
-
-    @property
-    def deferred(self) -> Sequence[OffloadKey]:
-        """The chunks to offer again."""
-        return self._handle.deferred
-
-    @property
-    def slots(self) -> Sequence[int]:
-        """The slot of each chunk."""
-        return self._handle.slots
-
-    def commit(self) -> None:
-        """Commit the handle, then call ``on_commit``."""
-        self._handle.commit()
-        self._on_commit(self._handle.keys)
-
-    def forfeit(self) -> None:
-        """Forfeit the handle."""
-        self._handle.forfeit()
-
-
-# --- the manager of host memory with tiers below it -------------------------------------------------------------------
 
 
 class TieringManager(ForwardingManager):
@@ -100,7 +66,15 @@ class TieringManager(ForwardingManager):
         parents: dict[OffloadKey, OffloadKey | None] = {}
         for offer in offers:
             parents.update(zip(offer.keys, (offer.parent, *offer.keys), strict=False))
-        return WatchedStore(handle, partial(self.lower.note_new_in_host, parents=parents))
+
+        def end(_: SlotReservation, is_written: bool) -> None:
+            if is_written:
+                handle.commit()
+                self.lower.note_new_in_host(handle.keys, parents)
+            else:
+                handle.forfeit()
+
+        return SlotReservation(handle.keys, handle.slots, end, handle.deferred)
 
     def check(self) -> None:
         """Verify every invariant of host memory and of the tiers below."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableSequence, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -16,7 +16,9 @@ from cargohold.tiers.scheduler_side.pace import StepPace
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN
 
 _UNREAD: Final = 255
-_LEAST_WIDTH: Final = 16
+_AT_ONCE: Final = 512
+"""Chunks looked up before it is known whether those behind them matter: a prompt has thousands."""
+_ABSENT = bytes([ABSENT])
 _NOWHERE = bytes([ABSENT, ABSENT])
 _UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))
 
@@ -112,45 +114,36 @@ class DeepStates:
 
     def run(self, first: int, end: int) -> bytes:
         """Return the states of chunks ``[first, end)``, up to the first absent one."""
-        states = bytearray()
-        # Chunks of one tier mostly lie together, so the width doubles while they do. Where they do not, it is small, so that
-        # few chunks are looked up in vain.
-        width = _LEAST_WIDTH
+        states = b""
         while (at := first + len(states)) < end:
-            keys = self._keys[at : min(at + width, end)]
-            found = self._host.lookup_run(keys)
+            part_end = min(at + _AT_ONCE, end)
+            found = self._states(at, part_end).partition(_ABSENT)[0]
             states += found
-            if len(found) == len(keys):
-                width *= 2
-                continue
-            rest = keys[len(found) :]
-            num_absent = _num_leading(self._host.lookup(rest), ABSENT)
-            below = self._ask(rest[:num_absent], up_to_absent=True)
-            states += below
-            if len(below) < num_absent:
+            if len(found) < part_end - at:
                 break
-            width = 2 * width if num_absent == len(rest) else _LEAST_WIDTH
-        return bytes(states)
+        return self._named(first, states)
 
     def window(self, first: int, end: int) -> bytes:
         """Return the states of chunks ``[first, end)``."""
+        return self._named(first, self._states(first, end))
+
+    def _states(self, first: int, end: int) -> bytes:
         keys = self._keys[first:end]
-        states = bytearray(self._host.lookup(keys))
-        absent = [at for at, state in enumerate(states) if state == ABSENT]
-        for at, state in zip(absent, self._ask([keys[at] for at in absent]), strict=True):
-            states[at] = state
-        return bytes(states)
+        states = self._host.lookup(keys)
+        num_absent = states.count(ABSENT)
+        if num_absent == len(keys):
+            return self._lower.lookup(keys, skipped=self._skipped)
+        if not num_absent:
+            return states
+        absent = [key for key, state in zip(keys, states, strict=True) if state == ABSENT]
+        below = iter(self._lower.lookup(absent, skipped=self._skipped))
+        return bytes([next(below) if state == ABSENT else state for state in states])
 
-    def _ask(self, keys: Sequence[OffloadKey], *, up_to_absent: bool = False) -> bytes:
-        """Return the states that the tiers below give for chunks that host memory lacks."""
-        states = self._lower.lookup(keys, up_to_absent=up_to_absent, skipped=self._skipped)
+    def _named(self, first: int, states: bytes) -> bytes:
+        """Name the chunks that tiers must be asked for, and say "not yet" of them."""
         if UNKNOWN in states:
-            self._unknown += [key for key, state in zip(keys, states, strict=False) if state == UNKNOWN]
+            self._unknown += [key for key, state in zip(self._keys[first:], states, strict=False) if state == UNKNOWN]
         return states.translate(_UNKNOWN_IS_NOT_YET)
-
-
-def _num_leading(states: bytes, state: int) -> int:
-    return len(states) - len(states.lstrip(bytes([state])))
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -210,7 +203,7 @@ class Planner:
         return self._pace.predict(num_tokens - self.host_hit(wanted, num_tokens))
 
     def worth_while(
-        self, wanted: Wanted, num_hit_tokens: int, limit_s: float, skipped: Container[int], notes: list[str]
+        self, wanted: Wanted, num_hit_tokens: int, limit_s: float, skipped: Container[int], notes: MutableSequence[str]
     ) -> Plan:
         """Return what is worth fetching for a hit: all of it, a part, or nothing.
 
@@ -228,7 +221,7 @@ class Planner:
             return plan
         return self._soonest(wanted, self._cut(wanted, limit_tokens, skipped), skipped, notes)
 
-    def _soonest(self, wanted: Wanted, plan: Plan, skipped: Container[int], notes: list[str]) -> Plan:
+    def _soonest(self, wanted: Wanted, plan: Plan, skipped: Container[int], notes: MutableSequence[str]) -> Plan:
         """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time."""
         if self._pace is None or not plan.load_s:
             return plan
@@ -254,44 +247,31 @@ class Planner:
         return self._plan(wanted, self.deep_hit(wanted, limit_tokens, [], skipped).num_tokens)
 
     def _plan(self, wanted: Wanted, num_tokens: int) -> Plan:
-        chains, first_tokens = chains_to_fetch(wanted, self._host, self._lower, num_tokens)
+        chains = list(chains_to_fetch(wanted, self._host, self._lower, num_tokens))
         counts: Counter[int] = Counter()
+        first_tokens: dict[int, int] = {}
         for chain in chains:
             counts[chain.tier] += len(chain.keys)
+            first_tokens[chain.tier] = min(chain.first_token, first_tokens.get(chain.tier, chain.first_token))
         return Plan(num_tokens, chains, first_tokens, self._lower.estimate_s(counts))
 
 
-def chains_to_fetch(
-    wanted: Wanted, host: OffloadManager, lower: LowerTiers, num_hit_tokens: int
-) -> tuple[list[Chain], dict[int, int]]:
-    """Return the needed chunks that host memory lacks and a lower tier has, in chains of one tier each.
-
-    Also return, for each of these tiers, the first token that one of its chunks stands for.
-    """
-    chains: list[Chain] = []
-    first_tokens: dict[int, int] = {}
+def chains_to_fetch(wanted: Wanted, host: OffloadManager, lower: LowerTiers, num_hit_tokens: int) -> Iterator[Chain]:
+    """Yield the needed chunks that host memory lacks and a lower tier has, in chains of one tier each."""
     for keys in wanted.keys:
-        for index, chain in _chains(keys, wanted.needed(keys, num_hit_tokens), host, lower):
-            chains.append(chain)
-            first = index * keys.chunk_tokens
-            first_tokens[chain.tier] = min(first, first_tokens.get(chain.tier, first))
-    return chains, first_tokens
-
-
-def _chains(keys: ChunkKeys, needed: range, host: OffloadManager, lower: LowerTiers) -> Iterator[tuple[int, Chain]]:
-    """Yield the chains of one group, each with the number of its first chunk."""
-    own = keys.keys[needed.start : needed.stop]
-    tiers = [-1] * len(own)  # of what host memory has, and of what no tier has
-    absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
-    for at, tier in zip(absent, lower.tiers_of([own[at] for at in absent]), strict=True):
-        tiers[at] = tier
-    start = 0
-    for tier, run in groupby(tiers):
-        end = start + len(list(run))
-        first = needed.start + start
-        if tier >= 0:
-            yield first, Chain(tier, own[start:end], keys.keys[first - 1] if first else None)
-        start = end
+        needed = wanted.needed(keys, num_hit_tokens)
+        own = keys.keys[needed.start : needed.stop]
+        tiers = [-1] * len(own)  # of what host memory has, and of what no tier has
+        absent = [at for at, state in enumerate(host.lookup(own)) if state == ABSENT]
+        for at, tier in zip(absent, lower.tiers_of([own[at] for at in absent]), strict=True):
+            tiers[at] = tier
+        first = needed.start
+        for tier, run in groupby(tiers):
+            end = first + len(list(run))
+            if tier >= 0:
+                parent = keys.keys[first - 1] if first else None
+                yield Chain(tier, keys.keys[first:end], parent, first * keys.chunk_tokens)
+            first = end
 
 
 def num_tokens_in_time(num_tokens: int, load_s: float, limit_s: float) -> int:

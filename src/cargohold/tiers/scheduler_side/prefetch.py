@@ -28,11 +28,11 @@ half for loads: what is not known by then to be there counts as absent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
@@ -94,14 +94,6 @@ def _tell_nobody() -> None:
     pass
 
 
-class Notes(Protocol):
-    """Takes lines for people: what was decided, and why."""
-
-    def append(self, note: str, /) -> None:
-        """Add a line."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A wait for chunks of lower tiers, from the first look-up until the request is admitted.
@@ -128,7 +120,7 @@ class Waiting:
     """
 
     wanted: Wanted
-    notes: Notes
+    notes: MutableSequence[str]
     planner: Planner
     begun_at: float
     limit_s: float
@@ -246,7 +238,7 @@ class Prefetcher:
     def begin(
         self,
         wanted: Wanted,
-        notes: Notes,
+        notes: MutableSequence[str],
         num_found_tokens: int = 0,
         num_announced: int = 0,
         on_ask: Callable[[], None] = _tell_nobody,
@@ -369,10 +361,7 @@ class Prefetcher:
             waiting.look_at = self._now + max(MIN_POLL_S, POLL_PART * waiting.waited_s)
             return
         left_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, waiting.limit_s - waiting.waited_s)
-        notes: list[str] = []
-        plan = waiting.planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, notes)
-        for note in notes:
-            waiting.notes.append(note)
+        plan = waiting.planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, waiting.notes)
         if plan.chains:
             waiting.on_ask()
             self._fetch(waiting, plan)
