@@ -60,9 +60,10 @@ from cargohold.protocol import (
 from cargohold.testing.simulation.campaign import Recipe
 from cargohold.tiers.chunk_format import NO_CLAIM, Note
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
-from cargohold.tiers.port import Access
+from cargohold.tiers.port import Access, JobKind
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
+from cargohold.tiers.scheduler_side.listing import Lister
 from cargohold.tiers.scheduler_side.prefetch import Event
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -843,3 +844,11 @@ def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
             vars(self.tiers[task.tier])["announce"] = lambda *_: None
 
     patch.setattr(LowerTiers, "_conclude", silent)
+
+
+@mutant("any", "any", faults="all", first_seed=9900507)
+def never_reads_on_in_a_list_that_has_failed(patch: Patch) -> None:
+    def give_up(self: Lister, kind: JobKind) -> None:
+        self._is_running, self._next = False, None
+
+    patch.setattr(Lister, "_note_failure", give_up)
