@@ -170,6 +170,7 @@ def test_a_cache_directory_without_room_for_a_model_is_told_in_one_line(
 
     monkeypatch.setenv("CARGOHOLD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: None)  # it takes five
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", save)
     result = cargohold("run", "smollm2", "--prompt", "x")
     assert result.status == 2

@@ -89,9 +89,20 @@ def test_ctrl_c_while_it_generates_ends_cleanly(fork: Fork, chat_model: str) -> 
     _interrupt(process)
 
 
-def test_ctrl_c_while_it_loads_ends_cleanly(start: Start, chat_model: str) -> None:
-    process = start("--verbose", "run", chat_model, "-p", "Hello", "--num-device-blocks", "100")
-    assert "sequences are limited" in read_some(process.stderr), "what it says just before it loads the weights"
+WHILE_IT_LOADS = ("--verbose", "run", "-p", "Hello", "--num-device-blocks", "100")
+"""With a model, the command that says something just before it loads the weights."""
+
+
+def test_ctrl_c_while_it_loads_ends_cleanly(fork: Fork, chat_model: str) -> None:
+    process = fork(*WHILE_IT_LOADS, chat_model)
+    assert "sequences are limited" in read_some(process.stderr)
+    _interrupt(process)
+
+
+@pytest.mark.long  # it imports for seconds before; the quick test above is forked from what has done that
+def test_ctrl_c_while_a_command_as_users_start_it_loads_ends_cleanly(start: Start, chat_model: str) -> None:
+    process = start(*WHILE_IT_LOADS, chat_model)
+    assert "sequences are limited" in read_some(process.stderr)
     _interrupt(process)
 
 
@@ -118,7 +129,7 @@ def test_sigterm_while_it_generates_ends_cleanly(fork: Fork, chat_model: str) ->
 
 
 def test_sigterm_while_it_loads_ends_cleanly(fork: Fork, chat_model: str) -> None:
-    process = fork("--verbose", "run", chat_model, "-p", "Hello", "--num-device-blocks", "100")
+    process = fork(*WHILE_IT_LOADS, chat_model)
     assert "sequences are limited" in read_some(process.stderr)
     _end(process, signal.SIGTERM)
 

@@ -55,7 +55,11 @@ def served(start: Start, model: str, *options: str) -> Iterator[tuple[Process, s
 
 @pytest.mark.parametrize(
     ("start", "how", "status", "said"),
-    [(as_users_do, signal.SIGTERM, 143, "terminated\n"), (forked, signal.SIGINT, 130, "interrupted\n")],
+    [
+        pytest.param(as_users_do, signal.SIGTERM, 143, "terminated\n", marks=pytest.mark.long),
+        (forked, signal.SIGTERM, 143, "terminated\n"),
+        (forked, signal.SIGINT, 130, "interrupted\n"),
+    ],
 )
 def test_it_serves_until_it_is_told_to_end(
     start: Start, how: signal.Signals, status: int, said: str, chat_model: str

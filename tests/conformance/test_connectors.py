@@ -34,10 +34,6 @@ class TestOffloading(Quick):
         return OffloadingFactory(OffloadConfig(**self.config))
 
 
-class TestOffloadingInChunks(TestOffloading):
-    config: ClassVar[dict[str, Any]] = {"host_bytes": 20 * 256, "blocks_per_chunk": 2, "policy": "arc"}
-
-
 class TestLazyOffloading(Quick):
     takes_real_time: ClassVar[bool] = True
     needs_context: ClassVar[bool] = True
@@ -67,9 +63,10 @@ class TestOffloadingLonger(TestOffloading):
     num_seeds: ClassVar[int] = 5
 
 
-@pytest.mark.long
-class TestOffloadingInChunksLonger(TestOffloadingInChunks):
+@pytest.mark.long  # the simulation's quick seeds have larger chunks, too
+class TestOffloadingInChunks(TestOffloading):
     num_seeds: ClassVar[int] = 5
+    config: ClassVar[dict[str, Any]] = {"host_bytes": 20 * 256, "blocks_per_chunk": 2, "policy": "arc"}
 
 
 @pytest.mark.long

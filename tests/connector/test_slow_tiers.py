@@ -71,8 +71,15 @@ def test_a_stalled_tier_delays_one_request_up_to_its_timeout_and_the_next_ones_n
     assert not engine.connector.has_pending_work(), "and not again"
 
 
-@pytest.mark.parametrize("has_index", [True, False])
-@pytest.mark.parametrize("num_new_tokens", [0, 16])
+@pytest.mark.parametrize(
+    ("num_new_tokens", "has_index"),
+    [
+        (0, True),
+        (16, False),
+        pytest.param(0, False, marks=pytest.mark.long),
+        pytest.param(16, True, marks=pytest.mark.long),
+    ],
+)
 def test_a_tier_whose_loads_never_end_is_suspended(num_new_tokens: int, has_index: bool) -> None:
     """Found by a soak: each request cancelled its load a moment before that was late, so every one of them waited in vain.
 

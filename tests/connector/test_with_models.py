@@ -57,7 +57,7 @@ def visits() -> list[list[list[int]]]:
 
 def run(llm: LLM, *, batched: bool) -> tuple[list[tuple[int, ...]], int]:
     """Tokens of all visits in order, and how many tokens were restored."""
-    sampling = SamplingParams(max_tokens=9)
+    sampling = SamplingParams(max_tokens=6)
     outputs = []
     for prompts in visits():
         outputs += llm.generate(prompts, sampling) if batched else [llm.generate([p], sampling)[0] for p in prompts]
@@ -77,7 +77,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def expected(kind: str, device: str, tiny_model: Callable[[str], str]) -> list[tuple[int, ...]]:
     with SettledLLM(tiny_model(kind), device=device, block_tokens=4, prefix_caching=False) as llm:
-        return run(llm, batched=False)[0]
+        return run(llm, batched=True)[0]
 
 
 def is_quick(kind: str, offload: str, *, batched: bool) -> bool:
@@ -154,7 +154,7 @@ def test_what_is_restored_matters(
     monkeypatch.setattr("cargohold.connector.offloading.factory.HostMemory", remember)
     options: dict[str, Any] = {"num_device_blocks": 1 + 30 * NUM_GROUPS.get(kind, 1), "max_model_len": 110}
     llm = make_llm(tiny_model(kind), device=device, offload=EAGER, block_tokens=4, **options)
-    sampling = SamplingParams(max_tokens=9)
+    sampling = SamplingParams(max_tokens=6)
     first, second, third = visits()
     for prompts in (first, second):
         for prompt in prompts:

@@ -17,7 +17,7 @@ from tests.llms import scheduler_of
 T = TypeVar("T")
 
 PROMPT = list(range(5, 25))
-SHORT, LONG = SamplingParams(max_tokens=6), SamplingParams(max_tokens=400)
+SHORT, LONG = SamplingParams(max_tokens=6), SamplingParams(max_tokens=150)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.llms import in_engine, scheduler_of, thread_of
 MakeLLM = Callable[..., LLM]
 PATIENCE_S = 60.0
 PROMPT = list(range(5, 25))
-LONG = SamplingParams(max_tokens=400)
+LONG = SamplingParams(max_tokens=150)
 
 
 class Watched(NullConnectorScheduler):

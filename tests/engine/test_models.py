@@ -12,7 +12,7 @@ import pytest
 from cargohold import LLM, SamplingParams, UnsupportedModelError
 from tests.models import CONFIGS, VOCAB_SIZE, greedy_reference, make_model
 
-NUM_TOKENS = 24
+NUM_TOKENS = 14
 
 
 def prompts(count: int, longest: int = 90) -> list[list[int]]:
@@ -42,7 +42,8 @@ def generate(llm: LLM, batch: list[list[int]]) -> list[tuple[int, ...]]:
 
 def test_outputs_depend_on_the_prompt(reference: list[tuple[int, ...]]) -> None:
     assert len(set(reference)) == len(reference), "the comparison below would prove nothing"
-    assert all(len(set(tokens)) > 5 for tokens in reference)
+    assert all(len(set(tokens)) > 1 for tokens in reference)
+    assert len({token for tokens in reference for token in tokens}) > 5
 
 
 def test_tokens_are_those_of_transformers_when_batched(
@@ -75,12 +76,12 @@ def test_tokens_are_those_of_transformers_when_prompts_are_chunked(
 def test_tokens_are_those_of_transformers_when_requests_are_preempted(
     kind: str, reference: list[tuple[int, ...]], tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
-    groups = {"gemma3": 3}.get(kind, 1)
+    num_blocks = {"gemma3": 60}.get(kind, 27)  # it has three groups
     llm = make_llm(
         tiny_model(kind),
         block_tokens=4,
-        num_device_blocks=1 + 34 * groups,
-        max_model_len=130,
+        num_device_blocks=1 + num_blocks,
+        max_model_len=108,
         max_num_batched_tokens=32,
     )
     outputs = llm.generate(prompts(8), SamplingParams(max_tokens=NUM_TOKENS))

@@ -11,7 +11,7 @@ import torch
 from cargohold.engine.core.request import SampleSpec
 from cargohold.engine.model.hf_runner import sample_tokens
 
-NUM_DRAWS = 2000
+NUM_DRAWS = 1000
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 

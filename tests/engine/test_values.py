@@ -83,7 +83,7 @@ def test_a_salt_of_a_subclass_is_the_text_and_turns_nothing_off(salt: str, llama
 
 def test_a_request_is_aborted_by_the_member_of_an_enumeration_that_is_its_id(llama: MakeLLM) -> None:
     llm = llama()
-    stream = llm.stream(PROMPT, SamplingParams(max_tokens=400), request_id=Tenant.ANNE)
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=150), request_id=Tenant.ANNE)
     assert next(stream).request_id == "anne"
     with pytest.raises(RequestError, match="request anne: a request with this id is being served already"):
         llm.generate([PROMPT], request_id=Tenant.ANNE)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ CHAT /= "mooncake_conversation_h1.jsonl.zst"
 CHAT_COSTS = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=8000.0)
 
 
+@cache
 def looping(num_hot: int = 20, num_cold: int = 180, rounds: int = 2) -> Workload:
     """A few prompts that come all the time, and many that come again late."""
     requests: list[TraceRequest] = []
@@ -62,23 +64,34 @@ def conversations(minutes: float) -> Workload:
     )
 
 
+_PLAYED: dict[tuple[int, str, tuple[tuple[int, ...], ...]], tuple[Workload, list[ReplayResult]]] = {}
+
+
+def played(workload: Workload, policy: str, sizes: Iterable[tuple[int, ...]]) -> list[ReplayResult]:
+    """What a replay finds; several tests plan for the same workload at the same sizes."""
+    key = (id(workload), policy, tuple(sizes))
+    if key not in _PLAYED:
+        _PLAYED[key] = workload, list(replay(workload, policy, key[2]))  # the workload stays, and with it its id
+    return _PLAYED[key][1]
+
+
 def planned(workload: Workload, budget: Budget, costs: CostModel, policy: str = "arc") -> tuple[Planner, Plan, str]:
     planner = Planner(workload, costs, policy, budget)
     names = dict.fromkeys((policy, "lru", OPTIMUM, INFINITE))
-    results = [result for name in names for result in replay(workload, name, planner.curve())]
-    results += replay(workload, policy, planner.further(results))
+    results = [result for name in names for result in played(workload, name, planner.curve())]
+    results += played(workload, policy, planner.further(results))
     plan = planner.plan(results)
     return planner, plan, " ".join((*recommend(planner, plan), *advise(planner, plan)))
 
 
 def recommended(workload: Workload, costs: CostModel, *prices: float) -> list[Recommendation]:
-    results = [*replay(workload, INFINITE, [(1,)])]
+    results = [*played(workload, INFINITE, [(1,)])]
     found = []
     for price in prices:
         planner = Planner(workload, costs, "lru", Budget(host_price_s=price))
         if price == prices[0]:
-            results += replay(workload, "lru", planner.curve())
-        plan = planner.plan([*results, *replay(workload, "lru", planner.further(results))])
+            results += played(workload, "lru", planner.curve())
+        plan = planner.plan([*results, *played(workload, "lru", planner.further(results))])
         assert plan.recommendation is not None
         found.append(plan.recommendation)
     return found

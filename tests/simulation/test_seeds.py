@@ -18,7 +18,7 @@ from cargohold.testing.simulation.run import Run
 from cargohold.testing.simulation.workloads import WORKLOADS, Abort, Ask, without_used_ids
 from cargohold.testing.simulation.world import draw_scenario
 
-QUICK = 6
+QUICK = 8
 """One in so many pairs of workload and connector is played by the quick tests, with one seed; each workload and each
 connector is in some of these pairs."""
 
