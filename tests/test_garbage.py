@@ -29,10 +29,16 @@ def dropped_ring() -> weakref.ref[Ring]:
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """Leave to other tests a collector that is on, and looks at nothing that there is (see ``tests.conftest``)."""
+def _is_on() -> Iterator[None]:
+    """Leave to the next test a collector that is on."""
     yield
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_before() -> Iterator[None]:
+    """Leave to other modules a collector that looks at nothing that there is (see ``tests.conftest``)."""
+    yield
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -43,14 +43,6 @@ class TestLazyOffloading(Quick):
         return LazyOffloadingFactory(LazyOffloadConfig(host_bytes=64 * 128, lookahead_blocks=8))
 
 
-class TestComposed(Quick):
-    takes_real_time: ClassVar[bool] = True
-
-    def factory(self) -> KVConnectorFactory:
-        eager = [OffloadingFactory(OffloadConfig(host_bytes=64 * 64, policy=policy)) for policy in sorted(POLICIES)]
-        return MultiConnectorFactory(tuple(eager[:2]))
-
-
 class TestNothing(Quick):
     may_forget: ClassVar[bool] = True
 
@@ -74,6 +66,11 @@ class TestLazyOffloadingLonger(TestLazyOffloading):
     num_seeds: ClassVar[int] = 5
 
 
-@pytest.mark.long
-class TestComposedLonger(TestComposed):
+@pytest.mark.long  # quick tests of composed connectors are in ``connector.test_multi``, and in the simulation
+class TestComposed(Quick):
     num_seeds: ClassVar[int] = 5
+    takes_real_time: ClassVar[bool] = True
+
+    def factory(self) -> KVConnectorFactory:
+        eager = [OffloadingFactory(OffloadConfig(host_bytes=64 * 64, policy=policy)) for policy in sorted(POLICIES)]
+        return MultiConnectorFactory(tuple(eager[:2]))

@@ -69,7 +69,7 @@ def restored(outputs: list[RequestOutput]) -> list[dict[str, int]]:
 @pytest.mark.parametrize(
     ("kind", "blocks_per_chunk"),
     [
-        pytest.param(kind, blocks, marks=() if blocks == 1 or kind == "gemma3" else pytest.mark.long)
+        pytest.param(kind, blocks, marks=() if (kind, blocks) in {("llama", 1), ("gemma3", 3)} else pytest.mark.long)
         for kind in CONFIGS
         for blocks in (1, 3)
     ],

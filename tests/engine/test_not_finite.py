@@ -82,7 +82,7 @@ class GarbageWorker(NullConnectorWorker):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma3"])
-@pytest.mark.parametrize("max_num_batched_tokens", [7, 512])
+@pytest.mark.parametrize("max_num_batched_tokens", [7, pytest.param(512, marks=pytest.mark.long)])
 def test_rows_that_no_token_was_written_to_have_no_influence(
     kind: str, max_num_batched_tokens: int, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:

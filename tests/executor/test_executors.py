@@ -494,6 +494,7 @@ def _engine() -> MultiprocessExecutor:
     return MultiprocessExecutor(spec, 2, StepCodec(worker_metadata_type=Calls), OutputAggregator(2))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_connector_that_cannot_travel_is_refused_by_name() -> None:
     connectors = ClassFactory(lambda _: None, lambda _: None)  # type: ignore[arg-type, return-value]  # never called
     with pytest.raises(ConfigError, match="cannot be sent to workers in other processes"):

@@ -29,7 +29,7 @@ CHAT_COSTS = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=8000.0)
 
 
 @cache
-def looping(num_hot: int = 20, num_cold: int = 180, rounds: int = 2) -> Workload:
+def looping(num_hot: int = 10, num_cold: int = 90, rounds: int = 2) -> Workload:
     """A few prompts that come all the time, and many that come again late."""
     requests: list[TraceRequest] = []
     for at in range(rounds * num_cold):
@@ -143,13 +143,13 @@ class TestRecommendation:
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
         _, plan, words = planned(looping(), Budget(host_price_s=300_000.0), costs)
         assert plan.recommendation is not None
-        hot = 20 * BLOCK_TOKENS * TOKEN_BYTES
+        hot = 10 * BLOCK_TOKENS * TOKEN_BYTES
         assert hot < plan.recommendation.num_bytes < 4 * hot
         assert "beyond, less" in words
 
     def test_if_all_of_a_long_trace_pays_it_is_all_of_it(self) -> None:
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
-        workload = looping(rounds=5)
+        workload = looping(num_cold=40, rounds=5)
         _, plan, words = planned(workload, Budget(), costs)
         assert plan.recommendation == Recommendation(num_bytes=workload.num_unique * BLOCK_TOKENS * TOKEN_BYTES)
         assert "It holds everything" in words and "too short" not in words
@@ -223,7 +223,7 @@ class TestDemand:
         # Every second, 16 tokens are asked for twice; one accelerator computes 16.
         workload = load_workload(
             TraceRequest(hash_ids=[at // 2], block_tokens=16, input_length=16, timestamp_ms=500 * at)
-            for at in range(2001)
+            for at in range(801)
         )
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=16.0, bytes_per_s={HOST: 1e12, DISK: 1e12})
         planner, plan, words = planned(workload, Budget(host_price_s=0.001), costs, "lru")
