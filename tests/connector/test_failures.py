@@ -144,10 +144,7 @@ def test_a_load_that_failed_in_part_drops_the_bad_chunk_alone(blocks_per_chunk: 
     engine.step()
     (load,) = transfers.pending
     bad = load.block_ids[4]
-    transfers.complete(load)
-    transfers._results[-1] = replace(
-        transfers._results[-1], outcome=TransferOutcome.FAILED, failed_block_ids=frozenset({bad})
-    )
+    transfers.complete(load, TransferOutcome.FAILED, [bad])
     engine.runner.memory[bad] = 0
     engine.step()
     there = [True] * (8 // blocks_per_chunk)

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Tracer
 
 from cargohold.connector import observers
 from cargohold.connector.observers import Spans, TracingFactory
@@ -27,12 +28,18 @@ UNSAMPLED = "00-2cf7651916cd43dd8448eb211c80319c-d7ad6b7169203331-00"
 
 
 @pytest.fixture
-def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture(autouse=True)
+def tracer(exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracer]:
+    """The tracer that connectors get, too."""
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(1.0)), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(observers, "_open_tracer", lambda: (provider.get_tracer("test"), provider.shutdown))
-    yield exporter
+    tracer = provider.get_tracer("test")
+    monkeypatch.setattr(observers, "_open_tracer", lambda: (tracer, provider.shutdown))
+    yield tracer
     provider.shutdown()
 
 
@@ -106,8 +113,8 @@ class Request:
 
 
 @pytest.fixture
-def spans(exporter: InMemorySpanExporter) -> Spans:
-    return Spans(observers._open_tracer()[0], lambda: 5.0)
+def spans(tracer: Tracer) -> Spans:
+    return Spans(tracer, lambda: 5.0)
 
 
 def test_spans_are_in_the_trace_that_the_client_sent(spans: Spans, exporter: InMemorySpanExporter) -> None:
@@ -150,18 +157,28 @@ def test_what_the_client_does_not_sample_makes_no_spans(spans: Spans, exporter: 
     spans.note(Episode("load", ("one",), 1.0, 2.0))
     spans.note(Episode("load", ("nobody",), 1.0, 2.0))
     spans.end("one", CacheReport())
-    assert exporter.get_finished_spans() == () and not spans._open and not spans._ended
+    spans.note(Episode("store", ("one",), 2.0, 3.0))
+    assert exporter.get_finished_spans() == ()
 
 
-def test_memory_for_ended_requests_is_bounded(spans: Spans) -> None:
+def test_memory_for_ended_requests_is_bounded(spans: Spans, exporter: InMemorySpanExporter) -> None:
+    """The store of a request that ended long ago is in no trace: nothing is known of it any more."""
     for at in range(3000):
         spans.begin(Request(str(at)))  # type: ignore[arg-type]  # what is looked at
         spans.end(str(at), CacheReport())
-    assert len(spans._ended) == observers._MAX_ENDED and not spans._open
+    exporter.clear()
+    for request_id in ("0", "2999"):
+        spans.note(Episode("store", (request_id,), 5.0, 6.0))
+    (store,) = exporter.get_finished_spans()
+    assert store.name == "cargohold.store"
 
 
 def test_headers_that_are_none_and_a_tracer_that_fails_do_no_harm(
-    spans: Spans, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spans: Spans,
+    tracer: Tracer,
+    exporter: InMemorySpanExporter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     spans.begin(Request("one", "no trace"))  # type: ignore[arg-type]  # what is looked at
     spans.end("one", CacheReport())
@@ -171,7 +188,7 @@ def test_headers_that_are_none_and_a_tracer_that_fails_do_no_harm(
     def fail(*_: object, **__: object) -> None:
         raise OSError("no route to host")
 
-    monkeypatch.setattr(spans._tracer, "start_span", fail)
+    monkeypatch.setattr(tracer, "start_span", fail)
     spans.begin(Request("two"))  # type: ignore[arg-type]  # what is looked at
     spans.begin(Request("three"))  # type: ignore[arg-type]  # what is looked at
     assert [record.message for record in caplog.records] == ["traces have ended: no route to host"]

@@ -40,7 +40,7 @@ class Load:
 def fill(engine: SimulatedEngine, load: Load) -> None:
     """Put the right KV into the blocks of a load."""
     for group, table in zip(engine.layout.groups, load.blocks, strict=True):
-        coded = engine.chains.coded(load.request_id, load.end, engine.runner._salts[group.index])
+        coded = engine.chains.coded(load.request_id, load.end, engine.runner.salts[group.index])
         fingerprints = np.frombuffer(bytes(coded), dtype=np.uint64)
         for at in range(load.start, load.end):
             number, offset = divmod(at, group.block_tokens)

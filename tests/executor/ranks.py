@@ -33,7 +33,9 @@ from cargohold.protocol import (
     WorkerEnvironment,
     WorkerMetadata,
 )
+from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.cpu import make_transfer_worker
 
 
 @dataclass(frozen=True)
@@ -277,11 +279,11 @@ class LoadsFailOnRank:
         return self.inner.make_scheduler_side(environment)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
-        worker = self.inner.make_worker_side(environment)
-        if environment.rank == self.rank:
-            make = worker._make_transfers
-            worker._make_transfers = lambda regions: FailingLoads(make(regions))
-        return worker
+        if environment.rank != self.rank:
+            return self.inner.make_worker_side(environment)
+        layout = environment.layout
+        memory = HostMemory(self.inner.num_slots(layout) * self.inner.config.blocks_per_chunk, layout.block_bytes)
+        return OffloadingWorker(lambda regions: FailingLoads(make_transfer_worker(regions, memory, environment.clock)))
 
 
 class FailingLoads(TransferWorker):

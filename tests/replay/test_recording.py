@@ -8,7 +8,6 @@ import os
 import random
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +159,8 @@ def test_what_a_load_failed_to_bring_was_not_reused(first_bad: int | None, num_r
     engine.add("long", prompt, 1)
     engine.step()
     (load,) = transfers.pending
-    transfers.complete(load)
-    bad = frozenset(() if first_bad is None else load.block_ids[first_bad:])
-    transfers._results[-1] = replace(transfers._results[-1], outcome=TransferOutcome.FAILED, failed_block_ids=bad)
+    bad = () if first_bad is None else load.block_ids[first_bad:]
+    transfers.complete(load, TransferOutcome.FAILED, bad)
     transfers.auto = True
     finish(engine, offloading)
     assert [request.reused_blocks for request in recorded(path)] == [0, 2, num_reused]

@@ -140,7 +140,6 @@ def test_unused_namespaces_stay_if_deleting_them_all_would_not_make_room(
     else:
         fill(tier, 45)  # with one segment more, the budget would be exceeded
         monkeypatch.setattr(disk_shard, "free_bytes", lambda _: 0)
-        tier._growth_pause = 0
     before = num_segments(tmp_path)
     for number in range(100, 200):
         store(tier, number)

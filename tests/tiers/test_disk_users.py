@@ -32,6 +32,7 @@ from tests.tiers.common import (
     needs_root,
     payload,
     run_as_nobody,
+    slots_per_segment,
 )
 from tests.tiers.disks import MIB, fill, present, store
 
@@ -200,9 +201,8 @@ def test_one_store_waits_for_the_lock_of_another_process_and_the_others_do_not(
     """Found by reading: while another process deleted what was large, all threads waited for it, and loads came too late."""
     tier = disk_tier(tmp_path)
     store(tier, 0)
-    while tier._state.index.has_free:
-        store(tier, tier.usage().num_chunks)
-    number = tier.usage().num_chunks
+    number = slots_per_segment(tmp_path)
+    fill(tier, number)
     arrived, opened = threading.Event(), threading.Event()
 
     @contextmanager

@@ -97,9 +97,10 @@ def test_a_large_budget_can_be_doubled(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found by playing: every store failed, and after a few of them there were no more."""
+    monkeypatch.setattr("cargohold.tiers.disk.tier._GROWTH_PAUSE", 0)
     tier = disk_tier(tmp_path, 2 * MIB)
     store(tier, 0)
     per_segment = slots_per_segment(tmp_path)
@@ -108,7 +109,6 @@ def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
             outcomes = fill(tier, 4 * per_segment)
         assert StoreOutcome.STORED in outcomes and set(outcomes) <= {StoreOutcome.STORED, StoreOutcome.PRESENT}
         assert tier.usage().num_chunks == per_segment and len(list(tmp_path.glob("*/segment-*"))) == 3
-        tier._growth_pause = 0
     assert "cannot become larger, because no more files can be opened: Too many open files" in caplog.text
     fill(tier, 4 * per_segment)
     assert tier.usage().num_chunks == 4 * per_segment
@@ -119,6 +119,7 @@ def test_free_space_that_cannot_be_read_does_not_count_as_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Found by playing: a directory that could not be listed was taken for an empty one, and the budget was exceeded."""
+    monkeypatch.setattr("cargohold.tiers.disk.tier._GROWTH_PAUSE", 0)
     tier = disk_tier(tmp_path, MIB)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -139,7 +140,6 @@ def test_free_space_that_cannot_be_read_does_not_count_as_room(
             assert store(tier, 0) is StoreOutcome.REFUSED
     assert bytes_in(tmp_path) < MIB + 64 * 1024
     shutil.rmtree(foreign)
-    tier._growth_pause = 0
     assert store(tier, 0) is StoreOutcome.STORED
 
 

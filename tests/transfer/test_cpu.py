@@ -296,7 +296,9 @@ def test_jobs_of_a_dead_thread_are_reported_as_failed(
 
     monkeypatch.setattr(np, "copyto", die)
     worker.submit(job(1, Direction.STORE, [1], [1]))
-    worker._thread.join(WAIT_S)
+    for thread in threading.enumerate():
+        if thread.name == "cargohold-transfer":
+            thread.join(WAIT_S)
     worker.submit(job(2, Direction.LOAD, [1], [1]))
     outcomes = {result.job.job_id: result.outcome for result in worker.poll()}
     assert outcomes == {1: TransferOutcome.FAILED, 2: TransferOutcome.FAILED}

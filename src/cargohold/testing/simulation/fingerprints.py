@@ -252,7 +252,7 @@ class FingerprintRunner:
         self._chains = chains
         self._vocab_size = vocab_size
         salt = (rank + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
-        self._salts = [salt ^ group.index for group in layout.groups]
+        self.salts = [salt ^ group.index for group in layout.groups]
         self._copies = copies or CopiesInFlight(rank)
         self._as_tensors = as_tensors
         self._bytes = bytearray(layout.num_blocks * layout.block_bytes)
@@ -297,7 +297,7 @@ class FingerprintRunner:
 
     def _new_states(self, group: KVCacheGroup) -> StateBlocks:
         index = group.index
-        return StateBlocks(group, self._blocks[index], self._chains, self._salts[index], self._copies)
+        return StateBlocks(group, self._blocks[index], self._chains, self.salts[index], self._copies)
 
     def _views(self, block_tokens: int) -> list[memoryview]:
         memory, used_bytes = memoryview(self._bytes), block_tokens * FINGERPRINT_BYTES
@@ -343,7 +343,7 @@ class FingerprintRunner:
         if share.request_id in self.wrong:
             coded = bytearray(GARBAGE * end)
         else:
-            coded = self._chains.coded(share.request_id, end, self._salts[group.index])
+            coded = self._chains.coded(share.request_id, end, self.salts[group.index])
         memory, block_tokens = self._bytes, group.block_tokens
         at = share.write_from
         while at < end:
@@ -370,7 +370,7 @@ class FingerprintRunner:
     def _compare(self, share: ScheduledTokens, group: KVCacheGroup, start: int, end: int) -> None:
         """Compare the memory of tokens ``[start, end)`` with what it should hold."""
         index, blocks = group.index, self._blocks[group.index]
-        coded = self._chains.coded(share.request_id, end, self._salts[index])
+        coded = self._chains.coded(share.request_id, end, self.salts[index])
         first = start // group.block_tokens
         held = b"".join(
             [blocks[block_id] for block_id in share.block_ids[index][first : -(-end // group.block_tokens)]]
@@ -382,7 +382,7 @@ class FingerprintRunner:
 
     def _note_wrong(self, share: ScheduledTokens, group: KVCacheGroup, positions: range) -> None:
         table, block_tokens = share.block_ids[group.index], group.block_tokens
-        coded = self._chains.coded(share.request_id, positions.stop, self._salts[group.index])
+        coded = self._chains.coded(share.request_id, positions.stop, self.salts[group.index])
         expected = np.frombuffer(bytes(coded), dtype=np.uint64)
         at = next(at for at in positions if self.memory[table[at // block_tokens], at % block_tokens] != expected[at])
         block = table[at // block_tokens]

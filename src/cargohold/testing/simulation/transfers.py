@@ -51,17 +51,22 @@ class HeldTransfers(TransferWorker):
     def complete(
         self, job: CopyJob, outcome: TransferOutcome = TransferOutcome.DONE, bad_blocks: Iterable[int] = ()
     ) -> None:
-        """Carry out a pending job now, or end it with another outcome without copying. ``bad_blocks`` are reported."""
+        """Carry out a pending job now, or end it with another outcome without copying.
+
+        ``bad_blocks`` are reported; if there are any, all other blocks are copied, whatever the outcome.
+        """
         self.pending.remove(job)
-        if outcome is TransferOutcome.DONE:
+        bad = frozenset(bad_blocks)
+        if outcome is TransferOutcome.DONE or bad:
             self.on_copy(job)
-            blocks, rows = list(job.block_ids), list(job.rows)
+            good = [(block, row) for block, row in zip(job.block_ids, job.rows, strict=True) if block not in bad]
+            blocks, rows = [block for block, _ in good], [row for _, row in good]
             if job.direction is Direction.LOAD:
                 self._region[blocks] = self._rows[rows]
             else:
                 self._rows[rows] = self._region[blocks]
         duration_s = self._clock() - self._submitted.pop(job.job_id)
-        self._results.append(CopyResult(job, outcome, frozenset(bad_blocks), duration_s))
+        self._results.append(CopyResult(job, outcome, bad, duration_s))
 
     def poll(self) -> list[CopyResult]:
         """Results of the jobs that ended since the last call."""

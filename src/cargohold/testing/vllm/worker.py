@@ -225,7 +225,7 @@ class WriteFirstRunner(FingerprintRunner):
 
     def _new_states(self, group: KVCacheGroup) -> AlignedStateBlocks:
         index = group.index
-        return AlignedStateBlocks(group, self._blocks[index], self._chains, self._salts[index], self._copies)
+        return AlignedStateBlocks(group, self._blocks[index], self._chains, self.salts[index], self._copies)
 
     def _advance_states(self, shares: Sequence[ScheduledTokens], running: RunningStates) -> None:
         running.forget(self._lost_states)
