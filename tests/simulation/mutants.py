@@ -841,7 +841,7 @@ def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
     def silent(self: LowerTiers, task: TierTask, *, is_done: bool) -> None:
         conclude(self, task, is_done=is_done)
         if not is_done:
-            vars(self.tiers[task.tier])["announce"] = lambda *_: None
+            vars(self.tiers[task.tier])["_note_events"] = lambda *_: None
 
     patch.setattr(LowerTiers, "_conclude", silent)
 

@@ -150,9 +150,8 @@ class StepPace:
         """Note that a step is handed out to the workers now."""
         shares = [share.num_scheduled_tokens for share in step.scheduled]
         num_tokens, num_prompt_tokens = sum(shares), 0
-        if (
-            num_tokens >= len(shares) + _PROMPT_TOKENS - 1
-        ):  # while all requests only generate, there is nothing to count
+        # While all requests only generate, there is nothing to count.
+        if num_tokens >= len(shares) + _PROMPT_TOKENS - 1:
             num_prompt_tokens = sum([count for count in shares if count >= _PROMPT_TOKENS])
         self._begun.append((num_tokens, num_prompt_tokens, self._clock()))
 
