@@ -106,9 +106,14 @@ def is_of_multiprocessing(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(scope="session")
-def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory in which tiny models are saved, once per session."""
-    return tmp_path_factory.mktemp("models")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Directory in which tiny models are saved, once per session, and read once."""
+    with made_for_good():
+        from tests.models import read_once  # noqa: PLC0415  # imports torch
+
+    directory = tmp_path_factory.mktemp("models")
+    with read_once(directory):
+        yield directory
 
 
 @pytest.fixture(scope="session")

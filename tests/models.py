@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +20,10 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from cargohold.engine.model import hf_runner
+from cargohold.engine.model.info import ModelInfo
+from cargohold.engine.model.weights import load_model
 
 VOCAB_SIZE = 199
 MAX_POSITIONS = 512
@@ -67,6 +75,24 @@ def save_model(kind: str, directory: Path, **changes: int) -> str:
     if not path.is_dir():
         make_model(kind, **changes).save_pretrained(path)
     return str(path)
+
+
+@contextmanager
+def read_once(directory: Path) -> Iterator[None]:
+    """Within the block, engines in this process get copies of the models in a directory, each of which is read once.
+
+    To read one takes four times as long as to copy it, and longer than many a test needs it.
+    """
+    read = functools.cache(load_model)
+
+    def load(info: ModelInfo, device: torch.device, world_size: int = 1) -> PreTrainedModel:
+        if world_size > 1 or Path(info.path).parent != directory:
+            return load_model(info, device, world_size)
+        return copy.deepcopy(read(info, device))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_runner, "load_model", load)
+        yield
 
 
 def greedy_reference(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -12,6 +13,15 @@ import torch
 import transformers
 
 from cargohold import LLM, SamplingParams
+from cargohold.engine.model import hf_runner
+from cargohold.engine.model.weights import load_model
+
+
+@pytest.fixture(autouse=True)
+def _read_each_time(models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the loads themselves are tested: no copies (see ``tests.models.read_once``)."""
+    monkeypatch.setattr(hf_runner, "load_model", load_model)
+
 
 MODELS = (("llama", "float32"), ("gemma3", "bfloat16"), ("qwen3", "float16"))
 
