@@ -47,6 +47,7 @@ class Request:
 @dataclass(frozen=True)
 class _EmptyStep:
     scheduled: tuple[Any, ...] = ()
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: frozenset[str] = field(default_factory=frozenset)
     finished_req_ids: frozenset[str] = field(default_factory=frozenset)
 

@@ -59,6 +59,10 @@ class Step:
     finished_req_ids: AbstractSet[str] = frozenset()
     preempted_req_ids: AbstractSet[str] = frozenset()
 
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return {share.request_id: share.num_scheduled_tokens for share in self.scheduled}
+
 
 class Engine:
     """Generates tokens with a random one-layer model, and asks a connector for KV before it computes any."""

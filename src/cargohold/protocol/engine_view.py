@@ -286,6 +286,14 @@ class StepView(Protocol):
         ...
 
     @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """Number of tokens that each of them computes, by request id, in the same order.
+
+        While many requests generate, most of them need nothing of a connector: these numbers tell so at less cost.
+        """
+        ...
+
+    @property
     def preempted_req_ids(self) -> AbstractSet[str]:
         """Requests that lost their blocks in this step and will start over."""
         ...

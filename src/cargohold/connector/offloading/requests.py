@@ -269,6 +269,8 @@ class RequestState:
         next_chunk: per group, the number of the first chunk not offered for storing yet.
         hit_tokens: number of leading tokens that were on the device, or were loaded, when it was admitted last.
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
+        max_computed_tokens: number of leading tokens that are computed when the step ends, or more: what is scheduled may be
+            thrown away.
         lookup: the last look-up's answer.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
         asked_at, answered_at: when the engine asked for it first, and when the answer was not "not yet", since it was admitted
@@ -288,6 +290,7 @@ class RequestState:
     next_chunk: list[int]
     due_tokens: int = field(init=False)  # read for every request in every step, and seldom changed
     hit_tokens: int = 0
+    max_computed_tokens: int = field(init=False)
     lookup: Lookup | None = None
     waiting: Waiting | None = None
     asked_at: float | None = None
@@ -309,6 +312,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.tenant = self.request.tenant
+        self.max_computed_tokens = self.request.num_tokens
         self._note_due()
 
     @property

@@ -261,7 +261,8 @@ class EagerStores:
         return tuple(chain.from_iterable(leftover.held for leftover in self._leftovers))
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Do nothing: each step tells the blocks of its requests."""
+        """Do nothing with the blocks, of which each step tells. How many of the tokens are computed by now is to be asked."""
+        state.max_computed_tokens = state.request.num_tokens
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -278,7 +279,15 @@ class EagerStores:
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
-        return self.plan_for(step.scheduled)
+        requests = self._requests
+        due = []
+        for at, (request_id, num_tokens) in enumerate(step.num_scheduled_tokens.items()):
+            state = requests[request_id]
+            state.max_computed_tokens += num_tokens
+            if state.max_computed_tokens >= state.due_tokens:  # few, while generating
+                due.append(at)
+        scheduled = step.scheduled
+        return self.plan_for([scheduled[at] for at in due])
 
     def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
         """Yield the stores of ``plan`` for some requests' parts of a step."""
@@ -290,8 +299,9 @@ class EagerStores:
         for share in shares:
             state = requests[share.request_id]
             num_computed = share.num_computed_tokens + share.num_scheduled_tokens
+            state.max_computed_tokens = num_computed
             if num_computed < state.due_tokens:
-                continue  # most, while generating
+                continue
             # Under asynchronous scheduling, num_computed may exceed the number of tokens that are known.
             num_tokens = min(num_computed, self._num_wanted_tokens(state))
             if num_tokens >= state.due_tokens:

@@ -360,6 +360,11 @@ class SchedulerStep(msgspec.Struct, frozen=True):
     drop_connector: bool = False
 
     @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """How many tokens each request computes, by id, in the order of the batch."""
+        return {share.request_id: len(share.token_ids) for share in self.scheduled}
+
+    @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum([share.num_scheduled_tokens for share in self.scheduled])

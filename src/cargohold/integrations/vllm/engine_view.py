@@ -373,7 +373,6 @@ class Share:
         num_scheduled_tokens: tokens this step computes.
     """
 
-    # Made for every request in every step: plain attributes are the quickest.
     __slots__ = ("_layout", "_request", "_tables", "num_computed_tokens", "num_scheduled_tokens", "request_id")
 
     def __init__(self, request: Any, num_scheduled_tokens: int, layout: KVCacheLayout, tables: BlockTables) -> None:
@@ -410,6 +409,38 @@ class Share:
         return ids
 
 
+class _Shares(Sequence[Share]):
+    """The requests' shares of a step, each made when it is asked for: of many that generate, few complete a chunk."""
+
+    def __init__(
+        self, counts: Mapping[str, int], requests: Mapping[str, SeenRequest], layout: KVCacheLayout, tables: BlockTables
+    ) -> None:
+        self._counts = counts
+        self._requests = requests
+        self._layout = layout
+        self._tables = tables
+        self._ids: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @overload
+    def __getitem__(self, at: int) -> Share: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Share]: ...
+
+    def __getitem__(self, at: int | slice) -> Share | list[Share]:
+        if self._ids is None:
+            self._ids = list(self._counts)
+        if isinstance(at, slice):
+            return list(map(self._share, self._ids[at]))
+        return self._share(self._ids[at])
+
+    def _share(self, request_id: str) -> Share:
+        return Share(self._requests[request_id].own, self._counts[request_id], self._layout, self._tables)
+
+
 class Step:
     """What vLLM decided for one step; see ``cargohold.protocol.StepView``.
 
@@ -423,10 +454,10 @@ class Step:
     def __init__(
         self, output: Any, requests: Mapping[str, SeenRequest], layout: KVCacheLayout, tables: BlockTables
     ) -> None:
-        self.scheduled: Sequence[Share] = [
-            Share(requests[request_id].own, num_tokens, layout, tables)
-            for request_id, num_tokens in output.num_scheduled_tokens.items()
-            if request_id in requests
-        ]
+        counts: dict[str, int] = output.num_scheduled_tokens
+        if not counts.keys() <= requests.keys():
+            counts = {request_id: num_tokens for request_id, num_tokens in counts.items() if request_id in requests}
+        self.num_scheduled_tokens = counts
+        self.scheduled: Sequence[Share] = _Shares(counts, requests, layout, tables)
         self.preempted_req_ids: AbstractSet[str] = output.preempted_req_ids or frozenset()
         self.finished_req_ids: AbstractSet[str] = output.finished_req_ids

@@ -148,7 +148,7 @@ class StepPace:
 
     def begin(self, step: StepView) -> None:
         """Note that a step is handed out to the workers now."""
-        shares = [share.num_scheduled_tokens for share in step.scheduled]
+        shares = step.num_scheduled_tokens.values()
         num_tokens, num_prompt_tokens = sum(shares), 0
         # While all requests only generate, there is nothing to count.
         if num_tokens >= len(shares) + _PROMPT_TOKENS - 1:

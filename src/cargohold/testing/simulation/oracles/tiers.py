@@ -33,6 +33,7 @@ class _WatchedSide:
         manager, jobs: its manager and its jobs.
         is_alone: whether there are no tiers below host memory. Chunks on their way from and to lower tiers are pinned and
             reserved, too; then the manager's own check counts them.
+        counts_tokens: whether it counts the tokens that its requests compute.
     """
 
     side: OffloadingScheduler
@@ -40,6 +41,7 @@ class _WatchedSide:
     manager: OffloadManager
     jobs: JobTable
     is_alone: bool
+    counts_tokens: bool
 
     def is_live(self) -> bool:
         """Whether it is not turned off."""
@@ -63,7 +65,14 @@ class TierOracle(Oracle):
         self._engine = engine
         self._is_excused = is_excused
         self._sides = [
-            _WatchedSide(side, guards, side.manager, side.jobs, not isinstance(side.manager, TieringManager))
+            _WatchedSide(
+                side,
+                guards,
+                side.manager,
+                side.jobs,
+                not isinstance(side.manager, TieringManager),
+                side.name == "offloading",
+            )
             for side, guards in offloading_sides(engine.scheduler.connector)
         ]
 
@@ -74,6 +83,8 @@ class TierOracle(Oracle):
                 self._check_counts(watched)
                 if watched.jobs.num_loads > 1:
                     self._check_loads(watched.side)
+                if watched.counts_tokens:
+                    self._check_tokens(watched.side, step)
 
     def inspect(self) -> None:
         """Check every invariant of the managers."""
@@ -96,6 +107,16 @@ class TierOracle(Oracle):
             num_incomplete = self._engine.num_half_reported
             num_stuck = num_stuck_jobs(self._engine.scheduler.connector)
             self.require(num_incomplete <= num_stuck, f"{num_incomplete} transfers were not reported by all workers")
+
+    def _check_tokens(self, side: OffloadingScheduler, step: SchedulerStep) -> None:
+        """Requests have computed no more tokens than the connector believes: it would offer their chunks too late."""
+        for share in step.scheduled:
+            state = side.requests.get(share.request_id)
+            num_computed = share.num_computed_tokens + share.num_scheduled_tokens
+            if state is not None and state.max_computed_tokens < num_computed:
+                self.fail(
+                    f"{share.request_id} has computed {num_computed} tokens, more than {state.max_computed_tokens}"
+                )
 
     def _live_sides(self) -> list[OffloadingScheduler]:
         return [watched.side for watched in self._sides if watched.is_live()]
