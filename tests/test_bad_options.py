@@ -71,6 +71,7 @@ def bad(expected: str, kind: type, **option: Any) -> Any:
         bad("a number of seconds above 0", OffloadConfig, transfer_timeout_s="soon"),
         bad("seconds above transfer_timeout_s", OffloadConfig, job_timeout_s=10),
         bad("True or False", OffloadConfig, store_generated="never"),
+        bad("an integer from 0", OffloadConfig, store_within_steps=0.5),
         bad("such as 2GiB", LazyOffloadConfig, host_bytes=None),
         bad("", LazyOffloadConfig, lookahead_blocks=0),
         bad("", LazyOffloadConfig, max_inflight_fraction=0),

@@ -6,6 +6,7 @@ import pytest
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock
 from cargohold.cache.manager import offload_key
+from cargohold.connector.offloading.jobs import OffloadingMetadata
 from cargohold.protocol import (
     TransferOutcome,
 )
@@ -17,7 +18,7 @@ from tests.connector.offloading import HOLDS, keys_of
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_a_step_that_completes_chunks_of_several_requests_submits_one_job(windows: tuple[int | None, ...]) -> None:
-    offloading = SimulatedOffloading(200)
+    offloading = SimulatedOffloading(200, store_within_steps=0)
     engine = SimulatedEngine(
         simulated_layout(200, windows=windows), offloading, max_num_seqs=5, max_num_batched_tokens=64
     )
@@ -38,6 +39,47 @@ def test_a_step_that_completes_chunks_of_several_requests_submits_one_job(window
     for at in range(5):
         keys = [offload_key(name, 0) for name in engine.requests[str(at)].block_hashes]
         assert list(offloading.manager.lookup(keys)) == [ABSENT, *[READY] * 4], "what failed is nobody's"
+
+
+def jobs_in_step(engine: SimulatedEngine) -> list[int]:
+    """The number of blocks of each store that the next step begins."""
+    step, _ = engine.step()
+    metadata = step.connector_metadata
+    return [len(job.block_ids) for job in metadata.stores] if isinstance(metadata, OffloadingMetadata) else []
+
+
+def many_that_generate(within: int) -> tuple[SimulatedEngine, SimulatedOffloading]:
+    """Eight requests that complete a chunk of four tokens in different steps; their prompts are stored by now."""
+    offloading = SimulatedOffloading(200, store_within_steps=within)
+    engine = SimulatedEngine(simulated_layout(200), offloading, max_num_seqs=8, max_num_batched_tokens=100)
+    for at in range(8):
+        engine.add(str(at), prompt(at, 8 + at % 4), 40)
+    assert jobs_in_step(engine) == [16], "prompts do not wait"
+    return engine, offloading
+
+
+@pytest.mark.parametrize(
+    ("within", "jobs"), [(0, [2] * 16), (1, [2] * 16), (2, [6] * 5), (4, [10] * 3), (99, [10] * 3)]
+)
+def test_generated_chunks_wait_for_others_while_many_requests_generate(within: int, jobs: list[int]) -> None:
+    engine, offloading = many_that_generate(within)
+    assert [size for _ in range(16) for size in jobs_in_step(engine)] == jobs
+    finish(engine, offloading)
+    for at in range(8):
+        keys = [offload_key(name, 0) for name in engine.requests[str(at)].block_hashes]
+        num_computed = (8 + at % 4 + 39) // 4
+        assert list(offloading.manager.lookup(keys[:num_computed])) == [READY] * num_computed, "nothing is forgotten"
+
+
+def test_a_request_that_ends_while_its_chunk_waits_leaves_it_behind() -> None:
+    engine, offloading = many_that_generate(99)
+    assert [jobs_in_step(engine) for _ in range(2)] == [[], []]
+    key = offload_key(engine.requests["2"].block_hashes[2], 0)
+    assert list(offloading.manager.lookup([key])) == [ABSENT], "it waits"
+    engine.abort("2")
+    assert jobs_in_step(engine) == [1]
+    assert list(offloading.manager.lookup([key])) == [READY]
+    finish(engine, offloading)
 
 
 def test_a_store_that_finds_no_slot_keeps_no_other_request_waiting() -> None:

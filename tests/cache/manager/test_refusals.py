@@ -96,6 +96,8 @@ def test_a_manager_without_slots_is_refused_whoever_makes_it() -> None:
         ("host_bytes", 0),
         ("host_bytes", "1PiB"),
         ("store_generated", "yes"),
+        ("store_within_steps", -1),
+        ("store_within_steps", True),
         ("max_inflight_fraction", 0),
         ("max_inflight_fraction", 1.1),
         ("max_inflight_fraction", "half"),

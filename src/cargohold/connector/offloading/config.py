@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.errors import ConfigError
-from cargohold.option_values import format_bytes, is_number, is_positive_int, is_positive_number, parse_bytes
+from cargohold.option_values import format_bytes, is_int, is_number, is_positive_int, is_positive_number, parse_bytes
 from cargohold.process import memory_limit_bytes
 from cargohold.protocol import AttentionKind, KVCacheLayout
 from cargohold.tiers import TierConfig
@@ -198,17 +198,22 @@ class OffloadConfig(HostOptions):
     Attributes:
         blocks_per_chunk: number of blocks offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
         store_generated: whether KV of generated tokens is kept too; otherwise only that of prompts.
+        store_within_steps: while many requests generate, chunks that they complete are stored together, at most so many steps
+            later; 0 for at once.
         quotas: how much of host memory single tenants may have.
     """
 
     blocks_per_chunk: int = 1
     store_generated: bool = True
+    store_within_steps: int = 8
     quotas: Sequence[TenantQuota] = ()
 
     def __post_init__(self) -> None:
         HostOptions.__post_init__(self)
         self._require("blocks_per_chunk", is_positive_int(self.blocks_per_chunk), "an integer from 1")
         self._require("store_generated", isinstance(self.store_generated, bool), "True or False")
+        within = self.store_within_steps
+        self._require("store_within_steps", is_int(within) and within >= 0, "an integer from 0")
         is_list = isinstance(self.quotas, list | tuple)
         self._require(
             "quotas",

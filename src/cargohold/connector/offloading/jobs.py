@@ -18,7 +18,14 @@ from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Hints
 from cargohold.errors import SparingLog
-from cargohold.protocol import Clock, KVCacheLayout, KVConnectorSchedulerOutput, Patience, SchedulerContext
+from cargohold.protocol import (
+    AttentionKind,
+    Clock,
+    KVCacheLayout,
+    KVConnectorSchedulerOutput,
+    Patience,
+    SchedulerContext,
+)
 from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import NO_LOSSES, Listing, Losses
 from cargohold.tiers.scheduler_side import Promises
@@ -467,6 +474,7 @@ class Shared:
         jobs: transfers in flight.
         events: KV events of this tier and those below; ``None`` if nobody listens.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
+        prefix_caching: whether the engine knows what the blocks of ended requests hold.
         context: the engine's block pool; ``None`` if the engine gives none.
         promises: chunks promised to other engines; ``None`` if there are no lower tiers.
         stats: counters since they were last taken.
@@ -483,6 +491,7 @@ class Shared:
     jobs: JobTable
     events: TierEvents | None = None
     keeps_partial_loads: bool = True
+    prefix_caching: bool = True
     context: SchedulerContext | None = None
     promises: Promises | None = None
     stats: Counter[str] = field(default_factory=Counter)
@@ -493,6 +502,12 @@ class Shared:
     def __post_init__(self) -> None:
         fraction = self.config.max_inflight_fraction
         self.max_store_blocks = max(self.config.blocks_per_chunk, int(self.layout.num_blocks * fraction))
+
+    @property
+    def keeps_ended(self) -> bool:
+        """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be told."""
+        keeps_blocks = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
+        return keeps_blocks and self.prefix_caching and self.context is not None
 
     def num_storable_blocks(self) -> int:
         """Return how many more device blocks stores may hold now."""

@@ -88,7 +88,15 @@ class OffloadingScheduler(KVConnectorScheduler):
         events = tier_events(environment, manager, lower)
         jobs = JobTable(environment.clock)
         self._shared = Shared(
-            config, environment.layout, manager, HOST_TIER, holder, jobs, events, environment.finds_partial_loads
+            config,
+            environment.layout,
+            manager,
+            HOST_TIER,
+            holder,
+            jobs,
+            events,
+            environment.finds_partial_loads,
+            environment.prefix_caching,
         )
         self._measures = Measures(self._shared, environment, lower)
         self._prefixes = Prefixes(manager, environment.layout, environment.clock)

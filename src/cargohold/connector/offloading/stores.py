@@ -28,6 +28,10 @@ from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, Schedu
 from cargohold.tiers.scheduler_side.promises import Deadline
 from cargohold.tiers.scheduler_side.tier_state import parents_in
 
+_SEVERAL: Final = 4
+_MANY: Final = 16
+"""So many chunks are worth waiting for, and so many do not wait for others."""
+
 MAX_LEFTOVERS: Final = 256
 """Maximum number of ended requests remembered; beyond it, those that ended first are forgotten."""
 
@@ -249,6 +253,10 @@ class EagerStores:
         self._leftovers = Leftovers()
         # How many chunks may be stored again.
         self._allowance = shared.manager.capacity
+        # After as many steps as a chunk has tokens, every request has one to store.
+        self._chunk_tokens = shared.layout.groups[0].block_tokens * shared.config.blocks_per_chunk
+        self._max_wait = min(shared.config.store_within_steps, self._chunk_tokens)
+        self._num_waited = 0
 
     @property
     def has_pending_work(self) -> bool:
@@ -280,14 +288,29 @@ class EagerStores:
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
         requests = self._requests
-        due = []
+        due, is_urgent = [], False
         for at, (request_id, num_tokens) in enumerate(step.num_scheduled_tokens.items()):
             state = requests[request_id]
             state.max_computed_tokens += num_tokens
             if state.max_computed_tokens >= state.due_tokens:  # few, while generating
                 due.append(at)
+                is_urgent |= state.is_handed_off or state.due_tokens <= state.request.num_prompt_tokens
+        if due and not is_urgent and self._may_wait(len(step.num_scheduled_tokens), len(due)):
+            self._num_waited += 1
+            return self.plan_for(())
+        self._num_waited = 0
         scheduled = step.scheduled
         return self.plan_for([scheduled[at] for at in due])
+
+    def _may_wait(self, num_requests: int, num_due: int) -> bool:
+        """Whether generated chunks may wait for others, because one alone costs two or three times what it costs among many.
+
+        They may if requests are so many that several chunks will come soon. Those of a request that ends meanwhile become
+        leftovers.
+        """
+        num_to_come = num_requests * self._max_wait // self._chunk_tokens
+        is_worth_it = num_to_come >= _SEVERAL and num_due < _MANY
+        return is_worth_it and self._num_waited < self._max_wait and self._shared.keeps_ended
 
     def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
         """Yield the stores of ``plan`` for some requests' parts of a step."""

@@ -252,6 +252,7 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     tiers = tuple(_draw_tier(random, is_lazy, options) for is_lazy in kind.is_lazy)
     if kind.has_lower:
         tiers = (_with_lower(random, tiers[0], options), *tiers[1:])
+    tiers = tuple(tier if tier.lookahead is not None else _with_waits(tier) for tier in tiers)
     return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
 
 
@@ -281,6 +282,12 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
         "store_generated": random.random() < 0.8,
     }
     return TierPlan(slots, None, {**common, **eager})
+
+
+def _with_waits(tier: TierPlan) -> TierPlan:
+    # From a source of its own, so that seeds which have found something still draw the same otherwise.
+    within = Random(str(tier)).choice((0, 8, 8, 40))  # noqa: S311  # repeatable, on purpose
+    return replace(tier, options={**tier.options, "store_within_steps": within})
 
 
 def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> TierPlan:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cargohold.blocks import READY
 from cargohold.cache import OffloadKey, OffloadManager
-from cargohold.cache.manager import offload_key
+from cargohold.cache.manager import StoreHandle, StoreOffer, offload_key
 from cargohold.cache.shares import HELD, NORMAL
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.offloading import OffloadingScheduler
@@ -160,7 +160,8 @@ class _WatchedSide:
         manager: its manager, without the faults around it.
         loads: its loads in flight, and those that ended in the step that is going on, by job id.
         failed: the ids of those that failed as a whole. Composed connectors give ids of their own to the engine.
-        stored: for each of these loads, the chunks of which a store has begun since: another load has found them bad, too.
+        stored: for each of these loads, the chunks that have come into the tier since, computed or from below: another load has
+            found them bad, too.
         allowed: by request id, the chunks that may be stored for the requests of that id which have ended.
     """
 
@@ -223,8 +224,8 @@ class WishOracle(Oracle):
                 self._invalid_block_ids.difference_update(load.block_ids)
 
     def _watch(self, watched: _WatchedSide) -> None:
-        jobs = watched.side.jobs
-        add_load, add_store = jobs.add_load, jobs.add_store
+        jobs, manager = watched.side.jobs, watched.manager
+        add_load, add_store, prepare_stores = jobs.add_load, jobs.add_store, manager.prepare_stores
 
         def load(job: Load) -> None:
             self._check_load(job)
@@ -233,9 +234,13 @@ class WishOracle(Oracle):
 
         def store(job: Store) -> None:
             self._check_store(watched, job)
-            for stored in watched.stored.values():
-                stored.update(job.handle.keys)
             add_store(job)
+
+        def place(offers: Sequence[StoreOffer]) -> StoreHandle:
+            handle = prepare_stores(offers)
+            for stored in watched.stored.values():
+                stored.update(handle.keys)
+            return handle
 
         update = watched.side.update_connector_output
 
@@ -249,6 +254,7 @@ class WishOracle(Oracle):
             update(output)
 
         vars(jobs).update(add_load=load, add_store=store)
+        vars(manager).update(prepare_stores=place)
         vars(watched.side).update(update_connector_output=note_failed)
 
     def _check_load(self, load: Load) -> None:
