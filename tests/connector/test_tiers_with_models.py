@@ -382,6 +382,7 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
         others = iter(range(10**6))
         while not any(tier.usage().num_chunks for tier in memory.values()):  # until the breaker lets work through
             llm.generate([[next(others) % VOCAB_SIZE] * 50], SAMPLING)
+            time.sleep(0.1)
     config = replace(config, restore_timeout_s=60.0, transfer_timeout_s=60.0)
     again = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     assert tokens(ask(again, prompts(6))) == expected

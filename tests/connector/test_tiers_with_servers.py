@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def test_a_server_under_an_engine_goes_and_comes_back(
         others = random.Random(7)
         while not _num_values(server):  # until the breaker lets work through again
             llm.generate([[others.randrange(VOCAB_SIZE) for _ in range(50)]])
+            time.sleep(0.1)
         llm.close()
         refilled = make_llm(model, offload=config, **OPTIONS)
         assert tokens(ask(refilled, prompts())) == expected
