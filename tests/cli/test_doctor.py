@@ -130,12 +130,12 @@ def test_a_source_tree_that_is_not_installed_is_no_error(cargohold: Command, mon
     assert findings(cargohold, "--quick")["extras"][0]["level"] == "note"
 
 
-def test_a_gpu_that_torch_can_use_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_can_use_is_shown(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch  # noqa: PLC0415  # tests of the command line itself run without it
 
     facts = SimpleNamespace(name="Some GPU", total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: facts)
-    gpus = [finding.found for finding in doctor._torch() if finding.area == "GPU"]
+    gpus = [finding["found"] for finding in findings(cargohold, "--quick")["GPU"]]
     assert [gpu.partition(",")[0] for gpu in gpus] == ["0: Some GPU", "1: Some GPU"]

@@ -144,11 +144,14 @@ def test_a_load_goes_before_the_rest_of_a_store(
 def idle_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A background thread that gets no time."""
 
-    def wait_for_shutdown(worker: CpuTransferWorker) -> None:
-        with worker._changed:
-            worker._changed.wait_for(lambda: worker._is_closed)
+    ended, shutdown = threading.Event(), CpuTransferWorker.shutdown
 
-    monkeypatch.setattr(CpuTransferWorker, "_run", wait_for_shutdown)
+    def end(worker: CpuTransferWorker) -> None:
+        ended.set()
+        shutdown(worker)
+
+    monkeypatch.setattr(CpuTransferWorker, "_run", lambda _: ended.wait(WAIT_S))
+    monkeypatch.setattr(CpuTransferWorker, "shutdown", end)
 
 
 def test_a_load_ends_in_one_poll_even_if_the_background_thread_gets_no_time(
