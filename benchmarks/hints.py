@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks.policies import FLOOR, PERCENTS, real_traces
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.replay.costs import CostModel
-from cargohold.replay.replaying import OPTIMUM, plan_tasks, run_tasks
-from cargohold.replay.tiers import GUESSED, HINTED, QUICK_S, SLOW_S, guess_pauses_s, pauses_s
+from cargohold.replay.hints import CLOSED, QUICK_S, SLOW_S, guess_kinds, kinds_of
+from cargohold.replay.replaying import GUESSED, HINTED, OPTIMUM, plan_tasks, run_tasks
 from cargohold.replay.traces import TraceRequest, read_trace
 from cargohold.replay.workload import UNKNOWN, Workload, load_workload
 
@@ -66,12 +66,12 @@ def _made() -> Iterator[TraceRequest]:
 
 def _guesses(workload: Workload) -> dict[str, Any]:
     """How often it is guessed rightly that a session comes back within the time of a kind of pause, of the pauses that end."""
-    known_s = pauses_s(workload)
-    guessed_s = guess_pauses_s(workload.sessions.tolist(), known_s)
-    ends = np.isfinite(known_s)
+    known = np.array(kinds_of(workload))
+    guessed = np.array(guess_kinds(workload.sessions.tolist(), known.tolist()))
+    ends = known != CLOSED
     found: dict[str, Any] = {"pauses": int(ends.sum())}
-    for limit_s in (QUICK_S, SLOW_S):
-        is_back, is_guess = known_s[ends] <= limit_s, guessed_s[ends] <= limit_s
+    for kind, limit_s in enumerate((QUICK_S, SLOW_S)):
+        is_back, is_guess = known[ends] <= kind, guessed[ends] <= kind
         num_right = int((is_back & is_guess).sum())
         found[f"within_{limit_s:g}_s"] = {
             "part": round(float(is_back.mean()), 3),
@@ -81,22 +81,30 @@ def _guesses(workload: Workload) -> dict[str, Any]:
     return found
 
 
+def _slots(workload: Workload, percent: float) -> int:
+    return max(1, round(workload.num_unique * percent / 100))
+
+
+def _part(hits: float, floor: float, best: float) -> float | None:
+    """The part of the gap between LRU and the optimum that is closed."""
+    return round((hits - floor) / (best - floor), 2) if best > floor else None
+
+
 def _replay(workload: Workload, percents: tuple[float, ...]) -> Iterator[dict[str, Any]]:
-    sizes = {percent: max(1, round(workload.num_unique * percent / 100)) for percent in percents}
+    sizes = {percent: _slots(workload, percent) for percent in percents}
     tasks = plan_tasks(COLUMNS, [(size,) for size in sizes.values()])
     results = {(r.policy, r.capacities[0]): r for found in run_tasks(workload, tasks) for r in found}
     for percent, size in sizes.items():
         found = {policy: results[policy, size] for policy in COLUMNS}
         hits = {policy: round(result.prefix_hit_ratio * 100, 2) for policy, result in found.items()}
-        gap = hits[OPTIMUM] - hits[FLOOR]
         yield {
             "size_percent": percent,
             "slots": size,
             "hits": hits,
-            "part_of_gap": round((hits[DEFAULT_POLICY + HINTED] - hits[FLOOR]) / gap, 2) if gap else None,
-            "part_of_gap_guessed": round((hits[DEFAULT_POLICY + GUESSED] - hits[FLOOR]) / gap, 2) if gap else None,
+            "part_of_gap": _part(hits[DEFAULT_POLICY + HINTED], hits[FLOOR], hits[OPTIMUM]),
+            "part_of_gap_guessed": _part(hits[DEFAULT_POLICY + GUESSED], hits[FLOOR], hits[OPTIMUM]),
             "waiting_h": {
-                policy: round((COSTS.waiting_s(result, workload) or 0.0) / 3600, 4) for policy, result in found.items()
+                policy: round((COSTS.waiting_s(result, workload) or 0.0) / 3600, 2) for policy, result in found.items()
             },
         }
 

@@ -34,7 +34,7 @@ from cargohold.process import memory_limit_bytes
 from cargohold.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.replay.html import page, plan_page, write_text
 from cargohold.replay.planning import BASELINE, Budget, Plan, Planner
-from cargohold.replay.replaying import BOUNDS, INFINITE, Capacities, ReplayResult, check_policies
+from cargohold.replay.replaying import BOUNDS, GUESSED, HINTED, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.replay.report import (
     Machine,
     Report,
@@ -49,7 +49,6 @@ from cargohold.replay.report import (
     recommend,
     unit_of_gain,
 )
-from cargohold.replay.tiers import GUESSED, HINTED
 from cargohold.replay.workload import Workload
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -17,10 +17,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cargohold.cache import OffloadManager
 from cargohold.cache.policies import find_policy
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.process import WorkerPool
-from cargohold.replay.tiers import DEFAULT_DISK_POLICY, GUESSED, HINTED, HOST, TierLog, TierRun, TierTraffic, run_tiers
+from cargohold.replay.hints import DerivedHints, guess_kinds, kinds_of
+from cargohold.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierLog, TierRun, TierTraffic, run_tiers
 from cargohold.replay.workload import Workload
 
 INFINITE: Final = "infinite"
@@ -28,6 +30,10 @@ INFINITE: Final = "infinite"
 OPTIMUM: Final = "optimum"
 """Name of a bound, not of a policy: the future is known."""
 BOUNDS: Final = (OPTIMUM, INFINITE)
+HINTED: Final = "+hints"
+"""What is appended to a policy's name where it gets hints; see ``cargohold.replay.hints``."""
+GUESSED: Final = "+guesses"
+"""The same where the kind of a pause is guessed from the session's earlier pauses."""
 
 Capacities = tuple[int, ...]
 """Slots of each tier, first tier first."""
@@ -133,15 +139,16 @@ def _counted(workload: Workload, policy: str, capacities: Capacities, run: TierR
 
 def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:
     started = time.perf_counter()
-    run = run_tiers(
-        workload,
-        without_hints(policy),
-        capacities,
-        disk_policy,
-        with_hints=policy.endswith(HINTED),
-        with_guesses=policy.endswith(GUESSED),
-    )
+    give_hints = _hints_for(workload, policy) if policy.endswith((HINTED, GUESSED)) else None
+    run = run_tiers(workload, without_hints(policy), capacities, disk_policy, give_hints)
     return _counted(workload, policy, capacities, run, started)
+
+
+def _hints_for(workload: Workload, policy: str) -> Callable[[OffloadManager], DerivedHints]:
+    kinds = kinds_of(workload)
+    if policy.endswith(GUESSED):
+        kinds = guess_kinds(workload.sessions.tolist(), kinds)
+    return lambda manager: DerivedHints(workload, manager, kinds)
 
 
 def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[ReplayResult]:

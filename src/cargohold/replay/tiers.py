@@ -1,4 +1,4 @@
-"""One run of a workload through tiers, on the managers that production uses, and the hints that an orchestrator would give.
+"""One run of a workload through tiers, on the managers that production uses.
 
 For every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all chunks
 are touched in the first tier, and in lower tiers only the promoted ones; the rest of the prompt is computed and stored, and
@@ -12,207 +12,18 @@ are written to the others, too. A promotion needs room in the first tier; a chun
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
 from typing import Final
 
 import numpy as np
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import OffloadManager, make_manager
-from cargohold.cache.shares import NORMAL
 from cargohold.errors import ConfigError
 from cargohold.option_values import is_positive_int
-from cargohold.replay.workload import UNKNOWN, Floats, Ints, Workload
-
-HINTED: Final = "+hints"
-"""What is appended to a policy's name where it gets hints."""
-GUESSED: Final = "+guesses"
-"""The same where the kind of a pause is guessed from the session's earlier pauses."""
-QUICK_S: Final = 15.0
-"""A pause up to this comes from a quick tool."""
-SLOW_S: Final = 60.0
-"""A pause up to this comes from a slow tool. Behind longer ones is a person, or a long job."""
-RETAIN_FRACTION: Final = 0.5
-"""Part of the tier whose priority may be raised: the default of ``HintConfig.retain_fraction``."""
-SEVERAL: Final = 4
-"""Number of sessions for which the tier must have room: else those that are raised would take the place of the running one."""
-
-_QUICK, _SLOW, _OVER = 80, 60, 0
-_LONG: Final = ((0.0, 24), (50.0, 30), (150.0, 25), (240.0, 20), (480.0, 15), (960.0, 10))
-"""Levels behind a long pause, by the seconds that it has lasted. It lasts at least ``SLOW_S``; after that, the longer it has
-lasted, the later the session is expected back."""
-_NUM_RECALLED: Final = 8
-"""Number of a session's last pauses from which the kind of the next one is guessed."""
-
-
-@dataclass(slots=True)
-class _Said:
-    """What was said of a prompt, until its session goes on.
-
-    Attributes:
-        keys: its chunks.
-        start: where they are in the workload's chunks.
-        num_raised: how many of them count against ``RETAIN_FRACTION``.
-        is_void: whether it holds no more.
-    """
-
-    keys: Sequence[bytes]
-    start: int
-    num_raised: int = 0
-    is_void: bool = False
-
-
-class DerivedHints:
-    """Gives hints to a tier while a workload is replayed.
-
-    Args:
-        workload: the requests; they must have times and sessions.
-        manager: the tier.
-        is_guessed: whether kinds of pauses are guessed from the session's earlier ones. Otherwise they are known.
-
-    Raises:
-        ConfigError: the trace has no times, or no sessions.
-    """
-
-    def __init__(self, workload: Workload, manager: OffloadManager, *, is_guessed: bool = False) -> None:
-        if not workload.is_timed or (workload.sessions == UNKNOWN).all():
-            raise ConfigError(
-                "hints", "derived", "the trace must say when requests arrived, and of which session each is"
-            )
-        self._manager = manager
-        self._arrivals_s = workload.arrivals_s
-        self._sessions = workload.sessions.tolist()
-        self._pauses_s = pauses_s(workload)
-        if is_guessed:
-            self._pauses_s = guess_pauses_s(self._sessions, self._pauses_s)
-        self._starts = workload.starts
-        self._last_uses = _last_uses(workload)
-        self._budget = int(RETAIN_FRACTION * manager.capacity)
-        # By session that is not over: its last turn, and branches that it has left and comes back to.
-        self._waiting: dict[int, _Said] = {}
-        self._left: dict[int, list[_Said]] = {}
-        self._num_waiting = 0
-        self._due: list[tuple[float, int, _Said, int]] = []
-        self._numbers = count()
-
-    def before(self, request: int, prompt: Sequence[bytes]) -> None:
-        """A request arrives: what was said of its session is void, and what the new prompt does not contain was left behind."""
-        now, session = self._arrivals_s[request], self._sessions[request]
-        while self._due and self._due[0][0] <= now:
-            _, _, said, level = heappop(self._due)
-            if not said.is_void:
-                self._say_later(said, level)
-        for branch in self._left.get(session, ()):
-            branch.is_void |= branch.keys[0] in prompt
-        last = self._waiting.pop(session, None)
-        if last is None:
-            return
-        self._num_waiting -= len(last.keys)
-        self._take_back(last)
-        last.is_void = True
-        num_common = next(
-            (at for at, (old, new) in enumerate(zip(last.keys, prompt, strict=False)) if old != new),
-            min(len(last.keys), len(prompt)),
-        )
-        self._manager.rank(last.keys[:num_common], NORMAL)
-        self._leave(last, num_common, request)
-
-    def _leave(self, last: _Said, num_common: int, request: int) -> None:
-        """A session leaves chunks behind. Its orchestrator knows which it has ended, as it does of the whole session."""
-        start = last.start + num_common
-        num_kept = int((self._last_uses[start : last.start + len(last.keys)] >= request).sum())
-        self._manager.rank(last.keys[num_common + num_kept :], _OVER)
-        if num_kept:  # those of another agent of the session, with a tool of its own
-            kept = _Said(last.keys[num_common : num_common + num_kept], start)
-            session = self._sessions[request]
-            self._left[session] = [branch for branch in (*self._left.get(session, ()), kept) if not branch.is_void]
-            self._lower(kept, self._arrivals_s[request], not_before_s=SLOW_S)
-
-    def after(self, request: int, keys: Sequence[bytes]) -> None:
-        """A request has ended: its orchestrator says what it knows."""
-        session, pause_s = self._sessions[request], self._pauses_s[request]
-        if session == UNKNOWN:
-            return
-        said = _Said(keys, int(self._starts[request]))
-        if not np.isfinite(pause_s):
-            self._manager.rank(keys, _OVER)
-            return
-        self._waiting[session] = said
-        self._num_waiting += len(keys)
-        if pause_s > SLOW_S:
-            self._lower(said, self._arrivals_s[request])
-        elif self._num_waiting > self._manager.capacity >= SEVERAL * self._num_waiting / len(self._waiting):
-            self._raise(said, _QUICK if pause_s <= QUICK_S else _SLOW)
-            # If it was a guess, and wrong, this shows.
-            heappush(self._due, (self._arrivals_s[request] + QUICK_S, next(self._numbers), said, _SLOW))
-            self._lower(said, self._arrivals_s[request], not_before_s=SLOW_S)
-
-    def _say_later(self, said: _Said, level: int) -> None:
-        """Say what has become known of a prompt because its session has not gone on yet."""
-        if level < NORMAL:
-            self._take_back(said)
-            self._manager.rank(said.keys, level)
-        else:
-            self._manager.rank(said.keys[: said.num_raised], level)
-
-    def _take_back(self, said: _Said) -> None:
-        """What was raised no longer counts."""
-        self._budget += said.num_raised
-        said.num_raised = 0
-
-    def _lower(self, said: _Said, now: float, not_before_s: float = 0.0) -> None:
-        """Say that a prompt is not expected back soon, and the longer it takes, the less."""
-        for after_s, level in _LONG:
-            heappush(self._due, (now + max(after_s, not_before_s), next(self._numbers), said, level))
-
-    def _raise(self, said: _Said, level: int) -> None:
-        """Say that a prompt is expected back soon, as far as the budget goes."""
-        raised = said.keys[: self._budget]
-        said.num_raised = len(raised)
-        self._budget -= len(raised)
-        self._manager.rank(raised, level)
-
-
-def pauses_s(workload: Workload) -> Floats:
-    """Per request, seconds until the next one of its session; infinite behind its last."""
-    pauses = np.full(len(workload.ends), np.inf)
-    order = np.lexsort((np.arange(len(pauses)), workload.sessions))
-    sessions: Ints = workload.sessions[order]
-    same = sessions[:-1] == sessions[1:]
-    pauses[order[:-1][same]] = (workload.arrivals_s[order[1:]] - workload.arrivals_s[order[:-1]])[same]
-    return pauses
-
-
-def guess_pauses_s(sessions: Sequence[int], known_s: Floats) -> Floats:
-    """Pauses as they would be guessed: of the kind that most of a session's last ones had; quick before its first.
-
-    That a session is over stays known.
-
-    Returns:
-        Per request the longest pause of the guessed kind; behind a session's last request, infinity.
-    """
-    longest = (QUICK_S, SLOW_S, np.finfo(np.float64).max)
-    recalled: dict[int, deque[int]] = {}
-    guessed = np.full_like(known_s, np.inf)
-    for request in np.flatnonzero(np.isfinite(known_s)).tolist():
-        last = recalled.setdefault(sessions[request], deque(maxlen=_NUM_RECALLED))
-        kind = max(range(len(longest)), key=last.count)  # of several, the shortest
-        guessed[request] = longest[kind]
-        last.append(int(np.searchsorted(longest, known_s[request])))
-    return guessed
-
-
-def _last_uses(workload: Workload) -> Ints:
-    """Per use of a chunk, the last request that uses it."""
-    requests = np.repeat(np.arange(len(workload.ends)), workload.ends - workload.starts)
-    last_uses = np.zeros(workload.num_unique, dtype=np.int64)
-    np.maximum.at(last_uses, workload.chunks, requests)
-    return last_uses[workload.chunks]
-
+from cargohold.replay.hints import DerivedHints
+from cargohold.replay.workload import Ints, Workload
 
 HOST: Final = "host"
 DISK: Final = "disk"
@@ -330,9 +141,7 @@ def run_tiers(
     policy: str,
     capacities: Sequence[int],
     disk_policy: str = DEFAULT_DISK_POLICY,
-    *,
-    with_hints: bool = False,
-    with_guesses: bool = False,
+    give_hints: Callable[[OffloadManager], DerivedHints] | None = None,
 ) -> TierRun:
     """Replay a workload.
 
@@ -341,8 +150,7 @@ def run_tiers(
         policy: policy of host memory; see ``cargohold.cache.policies.find_policy``.
         capacities: slots of host memory, and of the disk if there is one.
         disk_policy: policy of the disk.
-        with_hints: whether host memory gets the hints that an orchestrator could give; see ``DerivedHints``.
-        with_guesses: the same, with kinds of pauses that are guessed.
+        give_hints: makes what gives hints to host memory, if any are given.
 
     Raises:
         ConfigError: there is no such policy, or a tier has no slot.
@@ -356,7 +164,7 @@ def run_tiers(
     ]
     if len(tiers) > 1:
         tiers[0].manager.admit_all()
-    hints = DerivedHints(workload, tiers[0].manager, is_guessed=with_guesses) if with_hints or with_guesses else None
+    hints = None if give_hints is None else give_hints(tiers[0].manager)
     names = _names(workload.num_unique)
     hits, present = np.zeros((2, len(workload.ends)), dtype=np.int64)
     for request, (start, prompt_end, end) in enumerate(workload.spans()):
