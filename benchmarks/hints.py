@@ -104,7 +104,7 @@ def _replay(workload: Workload, percents: tuple[float, ...]) -> Iterator[dict[st
             "part_of_gap": _part(hits[DEFAULT_POLICY + HINTED], hits[FLOOR], hits[OPTIMUM]),
             "part_of_gap_guessed": _part(hits[DEFAULT_POLICY + GUESSED], hits[FLOOR], hits[OPTIMUM]),
             "waiting_h": {
-                policy: round((COSTS.waiting_s(result, workload) or 0.0) / 3600, 2) for policy, result in found.items()
+                policy: round((COSTS.waiting_s(result, workload) or 0.0) / 3600, 4) for policy, result in found.items()
             },
         }
 
