@@ -244,19 +244,23 @@ class TierManager(OffloadManager):
 
         So it is with most of what running requests generate. Mutates table and policy, or nothing if it is not so.
         """
-        table = self._table
         keys = list(chain.from_iterable([offer.keys for offer in offers]))
-        if len(keys) > table.num_free or not table.are_absent(keys):
+        if len(keys) > self._table.num_free or not self._table.are_absent(keys):
             return None
+        return SlotReservation(keys, self._fill(offers), self._end_store)
+
+    def _fill(self, offers: Sequence[StoreOffer]) -> list[int]:
+        """Place offers that share no chunk and are absent, for all of which there are free slots; return their slots."""
+        table, shares, policy = self._table, self._shares, self.policy
         slots: list[int] = []
         for offer in offers:
             if offer.keys:
-                owner = 0 if self._shares is None else self._shares.turn_to(offer.tenant, offer.level)
+                owner = 0 if shares is None else shares.turn_to(offer.tenant, offer.level)
                 before, taken = table.find(offer.parent), table.take(len(offer.keys))
                 table.place(offer.keys, taken, before, owner)
-                self.policy.add(offer.keys, before, taken)
+                policy.add(offer.keys, before, taken)
                 slots += taken
-        return SlotReservation(keys, slots, self._end_store)
+        return slots
 
     def _make_room_and_place(self, offers: Sequence[StoreOffer], *, are_apart: bool) -> SlotReservation:
         """Find slots for as many chunks on offer as are worth one, and evict others for them. Mutates everything."""
@@ -270,8 +274,10 @@ class TierManager(OffloadManager):
             if slots.count(None) < len(slots):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
-        if are_apart:
-            self._make_room_ahead(offers, parents, found)
+        if are_apart and self._make_room_ahead(offers, parents, found):
+            placement.slots = self._fill(offers)
+            placement.keys = list(chain.from_iterable([offer.keys for offer in offers]))
+        elif are_apart:
             for offer, before, slots in zip(offers, parents, found, strict=True):
                 self._place_offer(placement, offer, before, slots)
         else:
@@ -284,10 +290,10 @@ class TierManager(OffloadManager):
 
     def _make_room_ahead(
         self, offers: Sequence[StoreOffer], parents: Sequence[int], found: Sequence[Sequence[int | None]]
-    ) -> None:
+    ) -> bool:
         """Let the policy evict once for all offers that are absent as a whole, as nearly all are. Mutates policy and table.
 
-        For a few chunks it evicts some more, to spare.
+        For a few chunks it evicts some more, to spare. Returns whether all offers are absent, and there is room for all now.
         """
         newcomers = [
             Newcomers(offer.keys, before)
@@ -299,6 +305,8 @@ class TierManager(OffloadManager):
         num_spare = self._num_spare if num_chunks <= max(1, self._num_spare // 4) else 0
         if num_slots > 0 and self._shares is None and (num_spare or len(offers) > 1):
             self.policy.make_room_ahead(newcomers, num_slots + num_spare)
+        is_room = num_chunks <= self._table.num_free and self._shares is None
+        return is_room and num_chunks == sum([len(offer.keys) for offer in offers])
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
         """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
