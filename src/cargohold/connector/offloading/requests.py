@@ -230,6 +230,9 @@ class Grant:
 
 # --- the scheduler side's state of each request -----------------------------------------------------------------------
 
+NEVER: Final = 1 << 62
+"""More tokens than any request has."""
+
 MAX_NOTES: Final = 32
 """A request that is preempted again and again gets a note each time; only so many are kept."""
 
@@ -267,8 +270,10 @@ class RequestState:
         params: the client's parameters.
         keys: offload keys per group.
         next_chunk: per group, the number of the first chunk not offered for storing yet.
+        store_limit: number of leading tokens that may be stored: neither options nor the client forbid it.
         hit_tokens: number of leading tokens that were on the device, or were loaded, when it was admitted last.
-        due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups.
+        due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups; more than any
+            request has if it may not be stored.
         max_computed_tokens: number of leading tokens that are computed when the step ends, or more: what is scheduled may be
             thrown away.
         lookup: the last look-up's answer.
@@ -288,6 +293,7 @@ class RequestState:
     params: TransferParams
     keys: tuple[ChunkKeys, ...]
     next_chunk: list[int]
+    store_limit: int
     due_tokens: int = field(init=False)  # read for every request in every step, and seldom changed
     hit_tokens: int = 0
     max_computed_tokens: int = field(init=False)
@@ -304,11 +310,15 @@ class RequestState:
     grants: tuple[Grant, ...] = ()
 
     @classmethod
-    def create(cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> RequestState:
+    def create(
+        cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int, *, store_generated: bool = True
+    ) -> RequestState:
         """Make the state of a request that has just arrived. Raises ``RequestError`` if its parameters are invalid."""
         params = TransferParams.parse(request.kv_transfer_params, request.request_id)
         keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
-        return cls(request, params, keys, [0] * len(keys))
+        limit = NEVER if params.max_store_tokens is None else params.max_store_tokens
+        limit = limit if store_generated else min(limit, request.num_prompt_tokens)
+        return cls(request, params, keys, [0] * len(keys), limit)
 
     def __post_init__(self) -> None:
         self.tenant = self.request.tenant
@@ -356,6 +366,5 @@ class RequestState:
         self._note_due()
 
     def _note_due(self) -> None:
-        self.due_tokens = min(
-            [keys.chunk_tokens * (first + 1) for keys, first in zip(self.keys, self.next_chunk, strict=True)]
-        )
+        due = min([keys.chunk_tokens * (first + 1) for keys, first in zip(self.keys, self.next_chunk, strict=True)])
+        self.due_tokens = due if due <= self.store_limit else NEVER

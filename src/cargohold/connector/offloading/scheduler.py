@@ -181,7 +181,10 @@ class OffloadingScheduler(KVConnectorScheduler):
     def on_new_request(self, request: RequestView) -> None:
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
         shared = self._shared
-        state = RequestState.create(request, shared.layout, shared.config.blocks_per_chunk)
+        config = shared.config
+        state = RequestState.create(
+            request, shared.layout, config.blocks_per_chunk, store_generated=config.store_generated
+        )
         promises = shared.promises
         state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
         self._requests[request.request_id] = state

@@ -326,7 +326,7 @@ class EagerStores:
             if num_computed < state.due_tokens:
                 continue
             # Under asynchronous scheduling, num_computed may exceed the number of tokens that are known.
-            num_tokens = min(num_computed, self._num_wanted_tokens(state))
+            num_tokens = min(num_computed, state.request.num_tokens, state.store_limit)
             if num_tokens >= state.due_tokens:
                 state.extend_keys()
                 tables = share.block_ids
@@ -349,7 +349,7 @@ class EagerStores:
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember the request's chunks that could not be stored yet, if the context can tell later what their blocks hold."""
-        context, num_tokens = self._shared.context, self._num_wanted_tokens(state)
+        context, num_tokens = self._shared.context, min(state.request.num_tokens, state.store_limit)
         leftover = None
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             leftover = self._leftovers.add(state, block_ids, num_tokens, context)
@@ -414,15 +414,6 @@ class EagerStores:
                 self._let_go(leftover)
             if not self._shared.num_storable_chunks():
                 return
-
-    def _num_wanted_tokens(self, state: RequestState) -> int:
-        """Return how many leading tokens may be stored: their ids are known, and neither options nor the client forbid it."""
-        request = state.request
-        num_tokens = request.num_tokens
-        if not self._shared.config.store_generated:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
-        limit = state.params.max_store_tokens
-        return num_tokens if limit is None else min(num_tokens, limit)
 
     def _offer(
         self,
