@@ -28,7 +28,7 @@ from cargohold.connector.offloading.jobs import (
 )
 from cargohold.connector.offloading.loads import Loads, TierLookup
 from cargohold.connector.offloading.measures import Measures, Prefixes
-from cargohold.connector.offloading.requests import Budget, Handoff, RequestState
+from cargohold.connector.offloading.requests import NEVER, Budget, Handoff, RequestState
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.protocol import (
@@ -379,6 +379,9 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight. Leases and priorities are void."""
+        # Engines may not show a connector their requests until it is reset: how far these have come is to be asked then.
+        for state in self._requests.values():
+            state.max_computed_tokens = NEVER
         is_reset = not self._shared.jobs and self._shared.manager.reset()
         if is_reset:
             self._shared.hints.void_all()
