@@ -469,6 +469,9 @@ def longest_hit(
         for units in groups
     ]
     length = num_tokens if limit_tokens is None else limit_tokens
+    if len(prefixes) == 1 and length > num_computed_tokens:
+        length = prefixes[0].shorten(length)  # what one group can use, nobody makes shorter
+        return PrefixHit(max(length, num_computed_tokens), prefixes[0].undecided)
     while length > num_computed_tokens:
         before = length
         for prefix in prefixes:

@@ -207,7 +207,7 @@ def test_what_comes_back_soon_is_worth_more_than_what_comes_back_late_or_never()
     now = 0
     for turn in range(2_000):
         for chunk_class, tag in enumerate([turn % 4, 1_000 + turn % 100, 2_000 + turn]):
-            model.observe(tag, chunk_class, now)
+            model.observe_each([tag], [chunk_class], now)
         now += 3
     assert model.fit(now)
     soon, late, never, unknown = model.index[:, 0]
@@ -223,7 +223,7 @@ def test_a_sample_that_is_full_gets_thinner_and_then_forgets_the_oldest() -> Non
     for now in range(0, 1 << 20, 8):
         for tag in generator.integers(0, 1 << 32, 8).tolist():
             if tag < model.sample_end:
-                model.observe(tag, 0, now)
+                model.observe_each([tag], [0], now)
         ends.append(model.sample_end)
     assert ends[0] > ends[-1] and ends == sorted(ends, reverse=True)
     assert model._num_records <= 16_384

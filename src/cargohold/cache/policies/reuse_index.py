@@ -107,10 +107,10 @@ class ReuseIndexPolicy(RunsPolicy):
             if part:
                 self.runs.move(part, self._cell(kind, 0), self._now, kind)
         tags, end, run_of = self._tags, self._model.sample_end, self.runs.run_of
-        for slot in [slot for slot in slots if tags[slot] < end]:
-            used = run_of[slot]
-            assert used is not None
-            self._model.observe(tags[slot], used.kind & _CLASS, self._now)
+        sampled = [slot for slot in slots if tags[slot] < end]
+        if sampled:
+            classes = [run.kind & _CLASS for run in map(run_of.__getitem__, sampled) if run is not None]
+            self._model.observe_each([tags[slot] for slot in sampled], classes, self._now)
         self._now += len(slots)
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102

@@ -88,31 +88,20 @@ class ReuseModel:
         # By tag: the record of the chunk's last use.
         self._open: dict[int, int] = {}
 
-    def observe(self, tag: int, chunk_class: int, now: int) -> None:
-        """Record that a sampled chunk is used now, which ends the record of its use before. Mutates the records."""
-        if self._num_records == _NUM_RECORDS:
-            self._thin_out(now)
-        tags, classes, starts, ends = self._views
-        before = self._open.get(tag)
-        if before is not None:
-            ends[before] = now
-        at = self._open[tag] = self._num_records
-        tags[at], classes[at], starts[at], ends[at] = tag, chunk_class, now, _OPEN
-        self._num_records += 1
-
     def observe_each(self, tags: Sequence[int], classes: Sequence[int], now: int) -> None:
-        """Do ``observe`` for those of these chunks that are in the sample. Mutates the records."""
+        """Record that those of these chunks that are in the sample are used now, which ends the records of their uses before.
+
+        Mutates the records.
+        """
         if max(tags) >= self.sample_end:
-            ends = self.sample_end
-            sampled = [(tag, chunk_class) for tag, chunk_class in zip(tags, classes, strict=True) if tag < ends]
+            sample_end = self.sample_end
+            sampled = [(tag, chunk_class) for tag, chunk_class in zip(tags, classes, strict=True) if tag < sample_end]
             if not sampled:
                 return
             tags, classes = zip(*sampled, strict=True)
         first, end = self._num_records, self._num_records + len(tags)
         if len(tags) < _MANY or end > _NUM_RECORDS:
-            for tag, chunk_class in zip(tags, classes, strict=True):
-                if tag < self.sample_end:  # a smaller one each time that records are thinned out
-                    self.observe(tag, chunk_class, now)
+            self._observe_one_by_one(tags, classes, now)
             return
         befores = [before for before in map(self._open.get, tags) if before is not None]
         self._ends[befores] = now
@@ -120,6 +109,22 @@ class ReuseModel:
         self._tags[first:end], self._classes[first:end] = tags, classes
         self._starts[first:end], self._ends[first:end] = now, _OPEN
         self._num_records = end
+
+    def _observe_one_by_one(self, few: Sequence[int], of_classes: Sequence[int], now: int) -> None:
+        tags, classes, starts, ends = self._views
+        records, at = self._open, self._num_records
+        for tag, chunk_class in zip(few, of_classes, strict=True):
+            if at == _NUM_RECORDS:
+                self._thin_out(now)
+                records, at = self._open, self._num_records
+            if tag < self.sample_end:  # a smaller one each time that records are thinned out
+                before = records.get(tag)
+                if before is not None:
+                    ends[before] = now
+                records[tag] = at
+                tags[at], classes[at], starts[at], ends[at] = tag, chunk_class, now, _OPEN
+                at += 1
+                self._num_records = at
 
     def fit(self, now: int) -> bool:
         """Replace the index by one learned from the records, if it is time to; return whether it was."""

@@ -270,6 +270,7 @@ class RequestState:
         params: the client's parameters.
         keys: offload keys per group.
         next_chunk: per group, the number of the first chunk not offered for storing yet.
+        chunk_tokens: number of tokens of the smallest chunk of all groups: less is not worth a transfer.
         store_limit: number of leading tokens that may be stored: neither options nor the client forbid it.
         hit_tokens: number of leading tokens that were on the device, or were loaded, when it was admitted last.
         due_tokens: number of leading tokens at which the first of these chunks is complete, over all groups; more than any
@@ -294,6 +295,7 @@ class RequestState:
     keys: tuple[ChunkKeys, ...]
     next_chunk: list[int]
     store_limit: int
+    chunk_tokens: int = field(init=False)
     due_tokens: int = field(init=False)  # read for every request in every step, and seldom changed
     hit_tokens: int = 0
     max_computed_tokens: int = field(init=False)
@@ -322,6 +324,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.tenant = self.request.tenant
+        self.chunk_tokens = min([keys.chunk_tokens for keys in self.keys])
         self.max_computed_tokens = self.request.num_tokens
         self._note_due()
 
@@ -331,11 +334,6 @@ class RequestState:
         if not self.grants:
             return NORMAL
         return max([NORMAL, *(grant.level for grant in self.grants if not grant.is_over)])
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Number of tokens of the smallest chunk of all groups: less is not worth a transfer."""
-        return min([keys.chunk_tokens for keys in self.keys])
 
     def extend_keys(self) -> None:
         """Add the keys of chunks that became full since the last call."""
