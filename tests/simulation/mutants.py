@@ -275,11 +275,8 @@ def releases_a_request_when_its_first_child_has_finished(patch: Patch) -> None:
 
 @mutant()
 def stores_what_options_forbid(patch: Patch) -> None:
-    def of_all_that_is_known(self: EagerStores, state: RequestState) -> int:
-        limit = state.params.max_store_tokens
-        return state.request.num_tokens if limit is None else min(state.request.num_tokens, limit)
-
-    patch.setattr(EagerStores, "_num_wanted_tokens", of_all_that_is_known)
+    create = RequestState.create
+    patch.setattr(RequestState, "create", lambda *args, **_: create(*args))
 
 
 @mutant(workload="limits")

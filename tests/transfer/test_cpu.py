@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from queue import SimpleQueue
 
 import numpy as np
 import psutil
@@ -294,14 +295,15 @@ def test_finish_stores_waits_for_stores_alone(gate: Gate, worker: CpuTransferWor
 def test_jobs_of_a_dead_thread_are_reported_as_failed(
     worker: CpuTransferWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dying: SimpleQueue[threading.Thread] = SimpleQueue()
+
     def die(*_: object) -> None:
+        dying.put(threading.current_thread())
         raise SystemExit  # not an Exception: ends the thread
 
     monkeypatch.setattr(np, "copyto", die)
     worker.submit(job(1, Direction.STORE, [1], [1]))
-    for thread in threading.enumerate():
-        if thread.name == "cargohold-transfer":
-            thread.join(WAIT_S)
+    dying.get(timeout=WAIT_S).join(WAIT_S)
     worker.submit(job(2, Direction.LOAD, [1], [1]))
     outcomes = {result.job.job_id: result.outcome for result in worker.poll()}
     assert outcomes == {1: TransferOutcome.FAILED, 2: TransferOutcome.FAILED}
