@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
@@ -23,6 +24,9 @@ import pytest
 PYTHON = os.environ.get("CARGOHOLD_DYNAMO_PYTHON", "")
 PATIENCE_S = 30.0
 MODEL = "model"
+
+ports = count(20_000)
+"""Ports to listen on. Nobody else is in this network, and connections get theirs from 32768 on: these are free, and stay so."""
 
 
 def why_not() -> str:
@@ -82,9 +86,7 @@ class Indexer:
 @contextmanager
 def running_indexer(log: Path) -> Iterator[Indexer]:
     """Start the indexer, and end it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = next(ports)
     command = [PYTHON, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from cargohold.blocks import READY
 from cargohold.cache.manager import offload_key
 from cargohold.tiers.disk import DiskTier
-from tests.routers.dynamo import Found, Indexer, needs_dynamo, running_indexer
+from tests.routers.dynamo import Found, Indexer, needs_dynamo, ports, running_indexer
 from tests.vllm.common import LAZY, RESTARTED, forget, make_prompts
 from tests.vllm.engine import BLOCK_TOKENS, Engine
 from tests.vllm.models import VOCAB_SIZE
@@ -84,13 +83,13 @@ class Replica:
         indexer is told of a new worker, as by the orchestrator that has started it.
         """
         self.stop()
-        ports = dict(zip(("endpoint", "replay_endpoint"), _free_ports(2), strict=True))
+        own_ports = dict(zip(("endpoint", "replay_endpoint"), ports, strict=False))
         # A publisher of vLLM's binds to the addresses of all interfaces, and only connects to any other.
-        own = {name: f"tcp://*:{port}" for name, port in ports.items()}
+        own = {name: f"tcp://*:{port}" for name, port in own_ports.items()}
         events = {"enable_kv_cache_events": True, "publisher": "zmq", **own}
         self.engine = self._start(self._model, self._extra, kv_events_config=events)
         self._worker = next(_WORKERS)
-        events_at, replayed_at = (f"tcp://127.0.0.1:{port}" for port in ports.values())
+        events_at, replayed_at = (f"tcp://127.0.0.1:{port}" for port in own_ports.values())
         self._indexer.register(self._worker, events_at, replayed_at, BLOCK_TOKENS)
         self._hear()
 
@@ -190,16 +189,6 @@ def _run(chunks: list[bool], first: int, per_chunk: int) -> int:
     while first // per_chunk < len(chunks) and chunks[first // per_chunk]:
         first = (first // per_chunk + 1) * per_chunk
     return first
-
-
-def _free_ports(how_many: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(how_many)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _on(directory: Path, **options: Any) -> dict[str, Any]:
