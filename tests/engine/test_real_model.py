@@ -105,9 +105,9 @@ OFFLOADS: dict[str, Any] = {
 }
 
 
-def visit(llm: LLM) -> list[RequestOutput]:
-    """Two conversations in turn, twice; each answer becomes part of what follows."""
-    talks = [(talk.questions[0][:160], talk.questions[1]) for talk in load_conversations(2)[:2]]
+def visit(llm: LLM, num_conversations: int = 2) -> list[RequestOutput]:
+    """Some conversations in turn, twice; each answer becomes part of what follows."""
+    talks = [(talk.questions[0][:160], talk.questions[1]) for talk in load_conversations(2)[:num_conversations]]
     messages: list[list[dict[str, str]]] = [[] for _ in talks]
     outputs = []
     for turn in range(2):
@@ -151,10 +151,10 @@ def test_conversations_that_come_back_are_restored_and_go_on_the_same(
 @pytest.mark.long  # a CPU takes long for half precision; a tiny model does the same in ``connector.test_with_models``
 def test_in_half_precision_what_is_restored_is_what_was_there(smollm2: Callable[..., LLM]) -> None:
     # Recomputing would round differently; so compare with a pool that keeps everything.
-    kept = visit(smollm2(dtype="bfloat16", num_device_blocks=256))
-    again = visit(smollm2(dtype="bfloat16", num_device_blocks=9, offload=EAGER))
+    kept = visit(smollm2(dtype="bfloat16", num_device_blocks=256), 3)
+    again = visit(smollm2(dtype="bfloat16", num_device_blocks=9, offload=EAGER), 3)
     assert tokens_of(again) == tokens_of(kept)
-    for before, after in zip(kept[2:], again[2:], strict=True):
+    for before, after in zip(kept[3:], again[3:], strict=True):
         assert before.metrics.device_tokens > 60 and not before.metrics.restored_tokens
         assert restored(after) > 45
 
