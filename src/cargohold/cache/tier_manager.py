@@ -247,16 +247,17 @@ class TierManager(OffloadManager):
         keys = list(chain.from_iterable([offer.keys for offer in offers]))
         if len(keys) > self._table.num_free or not self._table.are_absent(keys):
             return None
-        return SlotReservation(keys, self._fill(offers), self._end_store)
+        parents = [self._table.find(offer.parent) for offer in offers]
+        return SlotReservation(keys, self._fill(offers, parents), self._end_store)
 
-    def _fill(self, offers: Sequence[StoreOffer]) -> list[int]:
+    def _fill(self, offers: Sequence[StoreOffer], parents: Sequence[int]) -> list[int]:
         """Place offers that share no chunk and are absent, for all of which there are free slots; return their slots."""
         table, shares, policy = self._table, self._shares, self.policy
         slots: list[int] = []
-        for offer in offers:
+        for offer, before in zip(offers, parents, strict=True):
             if offer.keys:
                 owner = 0 if shares is None else shares.turn_to(offer.tenant, offer.level)
-                before, taken = table.find(offer.parent), table.take(len(offer.keys))
+                taken = table.take(len(offer.keys))
                 table.place(offer.keys, taken, before, owner)
                 policy.add(offer.keys, before, taken)
                 slots += taken
@@ -275,7 +276,7 @@ class TierManager(OffloadManager):
                 around += [slot for slot in slots if slot is not None]
         table.pin(around)
         if are_apart and self._make_room_ahead(offers, parents, found):
-            placement.slots = self._fill(offers)
+            placement.slots = self._fill(offers, parents)
             placement.keys = list(chain.from_iterable([offer.keys for offer in offers]))
         elif are_apart:
             for offer, before, slots in zip(offers, parents, found, strict=True):
