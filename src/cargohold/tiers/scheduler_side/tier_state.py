@@ -246,6 +246,8 @@ class TierState:
     @property
     def trouble(self) -> str:
         """Why requests find nothing in the tier, in one line; empty if they do, or a trial is on."""
+        if self.health is HEALTHY:
+            return ""
         if self.is_off:
             return f"tier {self.name} is off, because a worker can no longer use it"
         suspended = [access.value for access in _READING if self.health.of(access) is BreakerState.OPEN]
@@ -264,7 +266,7 @@ class TierState:
     @property
     def is_readable(self) -> bool:
         """Whether requests may look for chunks in the tier: not if that is suspended, or being tried by another request."""
-        return self.health is HEALTHY or all(map(self._admits, _READING))
+        return all(map(self._admits, _READING))
 
     @property
     def is_writable(self) -> bool:
@@ -309,6 +311,8 @@ class TierState:
 
     def _admits(self, access: Access) -> bool:
         """Whether a job may be handed out that shows whether this access works: one at a time while it is half-open."""
+        if self.health is HEALTHY:
+            return True
         state = self.health.of(access)
         is_in_turn = state is BreakerState.HALF_OPEN and not self._is_in_flight(access)
         return not self.is_off and (state is BreakerState.CLOSED or is_in_turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from cargohold.blocks import READY
@@ -45,8 +46,7 @@ class Backlog:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # Unlike a plain dictionary, it finds the first key fast even when many before it were removed.
-        self._parents: OrderedDict[OffloadKey, OffloadKey | None] = OrderedDict()
+        self._parents: dict[OffloadKey, OffloadKey | None] = {}
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -56,10 +56,9 @@ class Backlog:
 
     def add(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Append chunks that do not wait already; ``parents`` has the chunk before each in its prefix, or ``None``."""
-        waiting = self._parents
-        waiting.update(zip(keys, map(parents.__getitem__, keys), strict=True))
-        while len(waiting) > self._limit:
-            waiting.popitem(last=False)
+        self._parents.update(zip(keys, map(parents.__getitem__, keys), strict=True))
+        if len(self._parents) > self._limit:
+            self._take_first(len(self._parents) - self._limit)
 
     def postpone(self, keys: Iterable[OffloadKey]) -> None:
         """Move waiting chunks of ``keys``, which were just used, to the end: the last of the prefix in front of the first."""
@@ -88,7 +87,7 @@ class Backlog:
         while num_looks and len(parents) < limit:
             num_next = min(num_looks, limit - len(parents))
             num_looks -= num_next
-            looked_at = dict([self._parents.popitem(last=False) for _ in range(num_next)])
+            looked_at = self._take_first(num_next)
             keys = ready(list(looked_at))
             parents.update(looked_at if len(keys) == num_next else {key: looked_at[key] for key in keys})
         return parents
@@ -96,6 +95,13 @@ class Backlog:
     def clear(self) -> None:
         """Drop all waiting chunks."""
         self._parents.clear()
+
+    def _take_first(self, count: int) -> dict[OffloadKey, OffloadKey | None]:
+        # Many at once: a dict steps over what was removed in front of the first one each time that it looks for that.
+        first = dict(islice(self._parents.items(), count))
+        for key in first:
+            del self._parents[key]
+        return first
 
 
 class Allowance:
