@@ -12,7 +12,7 @@ from cargohold.errors import ConfigError
 from cargohold.protocol import Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.testing.simulation.faults import VirtualClock
-from tests.connector.common import alone, finish, prompt
+from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.connector.offloading import keys_of
 
 ACCEPTED, CLIPPED, REJECTED, MISSING = (
@@ -251,3 +251,46 @@ def test_a_flood_of_pins_costs_another_tenant_no_more_than_its_quota_says() -> N
 def test_more_reserved_than_there_is_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="reserved"):
         make(quotas=[TenantQuota(tenant="ann", reserved="60%"), TenantQuota(tenant="bob", reserved="60%")])
+
+
+def end_before_all_is_stored(num_tokens: int, **options: Any) -> tuple[SimulatedEngine, SimulatedOffloading]:
+    """Let a request with a lease end in its first step, while copies take long and may hold six blocks."""
+    offloading = SimulatedOffloading(60, max_inflight_fraction=0.1, **options)
+    engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
+    offloading.transfers[0].auto = False
+    engine.add("r", prompt(0, num_tokens), 1, hints=[Hint.pin(ttl_s=30)])
+    engine.step()
+    assert not engine.scheduler.num_unfinished
+    return engine, offloading
+
+
+def test_what_was_not_stored_at_the_end_of_a_leased_request_is_stored_although_others_want_its_blocks() -> None:
+    engine, offloading = end_before_all_is_stored(49)
+    assert engine.scheduler.kv.pool.num_free_blocks == 59 - 12, "six are copied, and six wait for that"
+    evict_everything(engine)
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert present(offloading, prompt(0, 48)) == [READY] * 12
+    assert engine.scheduler.kv.pool.num_free_blocks == 59
+
+
+def test_blocks_of_a_leased_request_are_held_for_no_longer_than_restore_timeout() -> None:
+    engine, offloading = end_before_all_is_stored(49, restore_timeout_s=2.0)
+    later(engine, 3)
+    for _ in range(10):
+        engine.step()
+    assert engine.scheduler.kv.pool.num_free_blocks == 59 - 6, "only what is being copied"
+    evict_everything(engine)
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 6
+
+
+def test_a_leased_request_whose_blocks_are_too_many_to_be_held_says_so() -> None:
+    engine, offloading = end_before_all_is_stored(61)
+    assert engine.scheduler.kv.pool.num_free_blocks == 59 - 6
+    report = engine.outputs["r"].cache_report
+    assert any("stores may hold too few blocks" in note for note in report.notes), report.notes
+    offloading.transfers[0].auto = True
+    finish(engine, offloading)
+    assert present(offloading, prompt(0, 60)) == [READY] * 15, "nobody wanted its blocks"

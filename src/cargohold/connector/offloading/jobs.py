@@ -472,6 +472,7 @@ class Shared:
         tier: the tier's name in reports.
         holder: keeps blocks from being reused while they are copied.
         jobs: transfers in flight.
+        clock: monotonic time in seconds.
         events: KV events of this tier and those below; ``None`` if nobody listens.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
@@ -489,6 +490,7 @@ class Shared:
     tier: str
     holder: BlockHolder
     jobs: JobTable
+    clock: Clock
     events: TierEvents | None = None
     keeps_partial_loads: bool = True
     prefix_caching: bool = True

@@ -224,8 +224,7 @@ class LazyStores:
         none, some would be preempted, and all of their tokens computed again.
         """
         shares = [share for share in step.scheduled if self._requests[share.request_id].is_handed_off]
-        if shares or self._promised.has_pending_work:
-            yield from self._promised.plan_for(shares)
+        yield from self._promised.plan_for(shares)
         context = self._context()
         if self._shared.events is not None:
             self._seen.note(step, self._requests, self._shared.events)
@@ -267,9 +266,9 @@ class LazyStores:
         return self._promised.has_pending_work
 
     @property
-    def promised_blocks(self) -> Sequence[int]:
+    def held_blocks(self) -> Sequence[int]:
         """Blocks of ended requests that are held because another engine was promised their KV."""
-        return self._promised.promised_blocks
+        return self._promised.held_blocks
 
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.

@@ -335,6 +335,11 @@ class RequestState:
             return NORMAL
         return max([NORMAL, *(grant.level for grant in self.grants if not grant.is_over)])
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether a lease covers its chunks."""
+        return any(grant.is_lease and not grant.is_over for grant in self.grants)
+
     def extend_keys(self) -> None:
         """Add the keys of chunks that became full since the last call."""
         hashes = self.request.block_hashes

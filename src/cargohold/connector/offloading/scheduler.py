@@ -86,14 +86,14 @@ class OffloadingScheduler(KVConnectorScheduler):
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
         events = tier_events(environment, manager, lower)
-        jobs = JobTable(environment.clock)
         self._shared = Shared(
             config,
             environment.layout,
             manager,
             HOST_TIER,
             holder,
-            jobs,
+            JobTable(environment.clock),
+            environment.clock,
             events,
             environment.finds_partial_loads,
             environment.prefix_caching,
@@ -162,9 +162,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         return self._shared.max_store_blocks
 
     @property
-    def promised_blocks(self) -> Sequence[int]:
+    def held_blocks(self) -> Sequence[int]:
         """Blocks of ended requests that are held for what was promised to another engine: for inspection."""
-        return self._stores.promised_blocks
+        return self._stores.held_blocks
 
     @property
     def holds_outlive_requests(self) -> bool:

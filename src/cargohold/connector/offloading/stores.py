@@ -25,7 +25,7 @@ from cargohold.connector.offloading.jobs import Shared, Store, StoreJob
 from cargohold.connector.offloading.loads import BlocksToStore, blocks_to_store, rows_to_store
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
-from cargohold.tiers.scheduler_side.promises import Deadline
+from cargohold.tiers.scheduler_side.promises import Deadline, Patience
 from cargohold.tiers.scheduler_side.tier_state import parents_in
 
 _SEVERAL: Final = 4
@@ -47,7 +47,7 @@ class Leftover:
         tables: its block tables when it ended.
         contents: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
         starts: per group, the number of the block that the first entry of ``contents`` is about.
-        held: blocks that are held because another engine was promised their KV.
+        held: blocks that are held because a lease covers their KV, or another engine was promised it.
         held_until: until when they are held.
     """
 
@@ -184,8 +184,8 @@ class StorePlanner(Protocol):
         ...
 
     @property
-    def promised_blocks(self) -> Sequence[int]:
-        """Blocks of ended requests that are held because another engine was promised their KV, and it is not stored yet."""
+    def held_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held until their KV is stored; see ``EagerStores``."""
         ...
 
 
@@ -242,6 +242,10 @@ class EagerStores:
     and then no more than are computed. Otherwise a tier smaller than what is hot on the device would be written anew by every
     request.
 
+    A request may end before all of its chunks are stored, and its blocks may be reused at once. Those of chunks that must not
+    be lost, because a lease covers them or another engine was promised them, are held until they are stored; for no longer than
+    ``Patience`` has it, and no more than stores may hold.
+
     Args:
         shared: the state that the connector's parts share.
         requests: the connector's requests, by id.
@@ -251,6 +255,7 @@ class EagerStores:
         self._shared = shared
         self._requests = requests
         self._leftovers = Leftovers()
+        self._patience = Patience(shared.clock, shared.config.restore_timeout_s)
         # How many chunks may be stored again.
         self._allowance = shared.manager.capacity
         # After as many steps as a chunk has tokens, every request has one to store.
@@ -264,7 +269,7 @@ class EagerStores:
         return len(self._leftovers) > 0 and (not self._shared.jobs.num_stuck or self._leftovers.num_held > 0)
 
     @property
-    def promised_blocks(self) -> Sequence[int]:
+    def held_blocks(self) -> Sequence[int]:
         """Blocks that are held for leftovers."""
         return tuple(chain.from_iterable(leftover.held for leftover in self._leftovers))
 
@@ -313,7 +318,8 @@ class EagerStores:
         return is_worth_it and self._num_waited < self._max_wait and self._shared.keeps_ended
 
     def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
-        """Yield the stores of ``plan`` for some requests' parts of a step."""
+        """Yield the stores of ``plan`` for some requests' parts of a step. To be called once in every step."""
+        self._patience.note_step()
         if self._leftovers:
             yield from self._plan_leftovers()
         offered: list[_Offered] = []
@@ -353,25 +359,28 @@ class EagerStores:
         leftover = None
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             leftover = self._leftovers.add(state, block_ids, num_tokens, context)
-        if state.is_handed_off:
+        if state.is_handed_off or (leftover is not None and state.is_leased):
             self._hold(state, leftover)
         while (surplus := self._leftovers.pop_surplus()) is not None:
             self._let_go(surplus)
 
     def _hold(self, state: RequestState, leftover: Leftover | None) -> None:
-        """Hold the blocks of promised chunks that are not stored yet, until they are; or give up what was promised of them."""
+        """Hold the blocks of chunks that are not stored yet, until they are; or give up what was promised of them."""
         shared = self._shared
-        assert shared.promises is not None, "nothing is handed off without tiers"
         blocks = () if leftover is None else leftover.known_blocks()
         if leftover is None or len(blocks) + self._leftovers.num_held > shared.max_store_blocks:
+            if state.is_leased:
+                state.notes.append(
+                    "stores may hold too few blocks to keep what was not stored at its end for its lease"
+                )
             self._break_promise(state)
             return
         shared.holder.hold(blocks)
-        leftover.held, leftover.held_until = blocks, shared.promises.deadline()
+        leftover.held, leftover.held_until = blocks, self._patience.deadline()
 
     def _let_go(self, leftover: Leftover) -> None:
         """Release what is held for a request that has ended; what was not stored by now is not promised any more."""
-        held, leftover.held = leftover.held, ()
+        held, leftover.held, leftover.held_until = leftover.held, (), None
         self._shared.holder.release(held)
         if leftover.state.is_handed_off:
             self._break_promise(leftover.state)
@@ -381,10 +390,6 @@ class EagerStores:
         unstored = zip(state.keys, state.next_chunk, strict=True)
         if self._shared.promises is not None:
             self._shared.promises.give_up(key for keys, at in unstored for key in keys.keys[at:])
-
-    def _has_passed(self, deadline: Deadline | None) -> bool:
-        promises = self._shared.promises
-        return promises is None or deadline is None or promises.has_passed(deadline)
 
     def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
         """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""
@@ -397,7 +402,7 @@ class EagerStores:
     def _plan_leftovers(self) -> Iterator[StoreJob]:
         assert self._shared.context is not None, "without it there are none"
         for leftover in self._leftovers:  # all of them, even if stuck copies leave no room for any store
-            if leftover.held and self._has_passed(leftover.held_until):
+            if leftover.held_until is not None and self._patience.has_passed(leftover.held_until):
                 self._let_go(leftover)
         for leftover in self._leftovers:
             is_done = True
@@ -523,7 +528,7 @@ class NoStores:
     """Stores nothing, for ``read_only``. Satisfies ``StorePlanner``."""
 
     has_pending_work = False
-    promised_blocks = ()
+    held_blocks = ()
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
         """Do nothing."""

@@ -40,6 +40,32 @@ class Deadline:
     steps: int
 
 
+class Patience:
+    """How long something is held.
+
+    Args:
+        clock: monotonic time in seconds.
+        hold_s: seconds for which things are held, unless that is less than ``HOLD_STEPS`` steps.
+    """
+
+    def __init__(self, clock: Clock, hold_s: float) -> None:
+        self._clock = clock
+        self._hold_s = hold_s
+        self._num_steps = 0
+
+    def note_step(self) -> None:
+        """Count a step. Call it once in every step."""
+        self._num_steps += 1
+
+    def deadline(self) -> Deadline:
+        """Return until when something that begins now is held."""
+        return Deadline(self._clock() + self._hold_s, self._num_steps + HOLD_STEPS)
+
+    def has_passed(self, deadline: Deadline) -> bool:
+        """Whether a deadline is over."""
+        return self._num_steps >= deadline.steps and self._clock() >= deadline.at
+
+
 @dataclass(slots=True)
 class _Promise:
     """One promised chunk.
@@ -72,12 +98,11 @@ class Promises:
         self._writes = list(compress(writes, is_shared))
         self._tiers = [of.tier for of in self._writes]
         self._clock = clock
-        self._hold_s = hold_s
+        self._patience = Patience(clock, hold_s)
         self._made: dict[OffloadKey, _Promise] = {}
         # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
         self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
         self._check_at = _NEVER
-        self._num_steps = 0
         self._are_names_private = False
 
     def __len__(self) -> int:
@@ -105,14 +130,6 @@ class Promises:
         """Number of chunks that promises pin in host memory."""
         return sum(promise.pin is not None for promise in self._made.values())
 
-    def deadline(self) -> Deadline:
-        """Return until when something that is promised now is held."""
-        return Deadline(self._clock() + self._hold_s, self._num_steps + HOLD_STEPS)
-
-    def has_passed(self, deadline: Deadline) -> bool:
-        """Whether a deadline is over."""
-        return self._num_steps >= deadline.steps and self._clock() >= deadline.at
-
     def make(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Promise those of ``keys`` that no shared tier was found to have lately; pin those that host memory has.
 
@@ -122,7 +139,7 @@ class Promises:
         """
         if self.obstacle:
             return
-        until = self.deadline()
+        until = self._patience.deadline()
         are_there = [tier.known(keys) for tier in self._tiers]
         missing = [key for key, *answers in zip(keys, *are_there, strict=True) if True not in answers]
         for key in missing:
@@ -140,7 +157,7 @@ class Promises:
         ready = [key for key, state in zip(promised, self._host.lookup(promised), strict=True) if state == READY]
         for key in ready:
             promise = self._made[key]
-            promise.pin, promise.until = self._host.prepare_load([key]), self.deadline()
+            promise.pin, promise.until = self._host.prepare_load([key]), self._patience.deadline()
         for writes in self._writes:
             writes.promised.add(ready, {key: self._made[key].parent for key in ready})
 
@@ -177,10 +194,10 @@ class Promises:
 
     def give_up_late(self) -> None:
         """Forget the promises whose time is over. Call it once in every step."""
-        self._num_steps += 1
+        self._patience.note_step()
         if self._clock() < self._check_at:
             return
-        self.give_up([key for key, promise in self._made.items() if self.has_passed(promise.until)])
+        self.give_up([key for key, promise in self._made.items() if self._patience.has_passed(promise.until)])
         self._check_at = min((promise.until.at for promise in self._made.values()), default=_NEVER)
 
     def note_reset(self) -> None:

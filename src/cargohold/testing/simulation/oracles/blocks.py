@@ -65,7 +65,7 @@ class PoolOracle(Oracle):
                 continue
             jobs: list[Load | Store] = [*side.jobs.loads(), *side.jobs.stores()]
             copied = Counter(block_id for job in jobs for block_id in job.block_ids)
-            copied.update(side.promised_blocks)
+            copied.update(side.held_blocks)
             own = guards[-1].held_references()
             self.require(
                 own == (copied if side.holds_outlive_requests else Counter()),
