@@ -22,12 +22,13 @@ VLLM_SUFFIX := $(addprefix -,$(VLLM))
 GPU_PYTHON ?= python3
 GPU_PACKAGES := .gpu-packages
 GPU_TESTS := tests/connector/test_with_models.py tests/transfer
+GPU_NEEDS := hypothesis msgspec numpy packaging platformdirs psutil pytest pytest_timeout rich torch transformers typer xxhash
 ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
 .PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-routers \
-	demo-vllm bench-vllm gpu-packages test-gpu bench-gpu
+	demo-vllm bench-vllm gpu-packages .gpu-python test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -120,10 +121,14 @@ gpu-packages: ## Fetch what a machine with CUDA's PyTorch, transformers and pyte
 		--python-version $(or $(FOR),3.12) --implementation cp $(foreach at,17 28,--platform manylinux_2_$(at)_x86_64) \
 		--platform manylinux2014_x86_64 msgspec platformdirs xxhash
 
-test-gpu: ## Run the tests that need a CUDA device, with the machine's own Python: GPU_PYTHON=...
+.gpu-python:
+	@$(ON_GPU) -c "import sys, importlib.util as of; missing = [name for name in sys.argv[1:] if of.find_spec(name) is None]; \
+	missing and sys.exit('$(GPU_PYTHON) lacks ' + ', '.join(missing) + ': see docs/gpu.md, and make gpu-packages')" $(GPU_NEEDS)
+
+test-gpu: .gpu-python ## Run the tests that need a CUDA device, with the machine's own Python: GPU_PYTHON=...
 	$(ON_GPU) -m pytest -m gpu $(GPU_TESTS) $(ARGS)
 
-bench-gpu: ## Measure copies, stores beside decoding, and restores on a CUDA device: ARGS="--results DIRECTORY"
+bench-gpu: .gpu-python ## Measure copies, stores beside decoding, and restores on a CUDA device: ARGS="--results DIRECTORY"
 	$(ON_GPU) -m benchmarks gpu $(ARGS)
 
 format: $(VENV)/.dev ## Format the code and fix what can be fixed
