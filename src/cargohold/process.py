@@ -32,6 +32,11 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
     return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
 
 
+def can_share_memory() -> bool:
+    """Whether processes of one user on this machine can share memory that has no name: on Linux, with ``/proc``."""
+    return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+
+
 def _cgroup_limits(root: Path) -> Iterator[int]:
     for file in _limit_files(root):
         try:

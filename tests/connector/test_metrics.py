@@ -58,6 +58,12 @@ def test_several_connectors_are_added_up_and_levels_told_in_tokens_too() -> None
     }
 
 
+def test_a_token_that_several_devices_hold_is_one_token() -> None:
+    stats: Stats = {"num_device_bytes": 800.0, "num_host_bytes": 400.0}
+    told = for_operators(stats, block_bytes=50, token_bytes=20, num_replicas=4)
+    assert (told["num_device_tokens"], told["num_host_tokens"]) == (10, 20)
+
+
 def shown(total: Stats) -> dict[Series, float]:
     return {series_of(counter): value for counter, value in total.items() if value}
 

@@ -149,6 +149,18 @@ def test_existing_tiers_stay_valid(layout: KVCacheLayout) -> None:
     assert namespace_of(KVCacheLayout((group,), 10, 64, 4, 2, model), 0, 1).id == "9a1ffda3fa3dca6ce7d4114dacc6a4a7"
 
 
+def test_what_several_workers_hold_has_one_name_for_each_way_to_split_the_model(layout: KVCacheLayout) -> None:
+    def ids(world_size: int, num_replicas: int) -> list[str]:
+        split = replace(layout, model=model_of(layout), world_size=world_size, num_replicas=num_replicas)
+        return [namespace_of(split, rank, 1).id for rank in range(world_size)]
+
+    assert len(set(ids(2, 2))) == len(set(ids(4, 4))) == 1
+    first, same, second, also = ids(4, 2)
+    assert (first, second) == (same, also)
+    # Sums over more workers are rounded in another way.
+    assert len({*ids(1, 1), *ids(2, 1), *ids(2, 2), *ids(4, 1), *ids(4, 2), *ids(4, 4)}) == 1 + 2 + 1 + 4 + 2 + 1
+
+
 @pytest.mark.parametrize("name", ["modeling_own.py", "parts/attention.py"])
 def test_code_that_the_engine_runs_makes_another_model(layout: KVCacheLayout, name: str) -> None:
     """Found by reading: a model whose code was changed, under the same weights, found the KV of before."""

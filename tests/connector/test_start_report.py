@@ -44,6 +44,14 @@ def test_of_one_thing_a_report_speaks_as_of_one() -> None:
     ]
 
 
+def test_a_report_says_that_the_same_is_kept_once() -> None:
+    layout = KVCacheLayout((FULL,), 9, 1024, hash_block_tokens=32, world_size=8, num_replicas=8)
+    assert start_report(layout, OffloadConfig(host_bytes="1MiB"), equal_parts(layout))[-1] == (
+        "eager: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each, kept once for 8 workers that hold the same; "
+        "prompts and answers, evicted by reuse-index"
+    )
+
+
 def test_a_report_says_what_is_below_host_memory() -> None:
     layout = KVCacheLayout((FULL,), num_blocks=9, block_bytes=1024, hash_block_tokens=32)
     offload = LazyOffloadConfig(

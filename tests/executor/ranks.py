@@ -36,6 +36,7 @@ from cargohold.protocol import (
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
+from cargohold.transfer.replicas import SharedStores
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,24 @@ class LoadsFailOnRank:
         layout = environment.layout
         memory = HostMemory(self.inner.num_slots(layout) * self.inner.config.blocks_per_chunk, layout.block_bytes)
         return OffloadingWorker(lambda regions: FailingLoads(make_transfer_worker(regions, memory, environment.clock)))
+
+
+@dataclass(frozen=True)
+class StoresNothingOnRank:
+    """An offloading connector of which one rank says that it has stored its part, and has not."""
+
+    inner: OffloadingFactory
+    rank: int
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        return self.inner.make_scheduler_side(environment)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        side = self.inner.make_worker_side(environment)
+        make_transfers = side._make_transfers
+        if environment.rank == self.rank:
+            side._make_transfers = lambda regions: SharedStores(make_transfers(regions), lambda _row: False)
+        return side
 
 
 class FailingLoads(TransferWorker):

@@ -16,9 +16,9 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from cargohold import LLM, ConfigError, EngineDeadError, UnsupportedModelError
+from cargohold import LLM, ConfigError, DiskTierConfig, EngineDeadError, OffloadConfig, UnsupportedModelError
 from cargohold.connector.offloading.factory import OffloadingFactory
-from tests.executor.ranks import LoadsFailOnRank
+from tests.executor.ranks import LoadsFailOnRank, StoresNothingOnRank
 from tests.executor.split import OFFLOAD, OPTIONS, SAMPLING, MakeModel, prompts, serve
 
 
@@ -61,6 +61,36 @@ def test_what_two_workers_do_not_divide_is_there_twice_or_refused(
     else:
         with pytest.raises(UnsupportedModelError, match=r"llama': transformers cannot run it"):
             LLM(model, **OPTIONS, tensor_parallel_size=2)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.21"), reason="transformers cannot split the model")
+@pytest.mark.usefixtures("no_process_left", "forked_ranks")
+def test_what_both_workers_hold_is_kept_once(
+    model_with_heads: MakeModel, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    model = model_with_heads("llama", 1)
+    alone, _ = serve(make_llm(model, **OPTIONS))
+    disk = DiskTierConfig(directory=tmp_path, max_bytes="64MiB", reserve_bytes=0)
+    offload = OffloadConfig(host_bytes="8MiB", tiers=[disk], restore="always", restore_timeout_s=60.0)
+    for found_on_disk in (False, True):
+        llm = make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=offload)
+        layout, factory = llm.plan.layout, OffloadingFactory(offload)
+        assert factory.num_slots(layout) == 8 * 1024**2 // layout.block_bytes
+        tokens, restored = serve(llm)
+        stats = llm.stats()
+        llm.close()
+        assert tokens == alone
+        assert restored > 100
+        if found_on_disk:
+            assert stats["disk_loaded_bytes"] > 0
+        else:
+            assert stats["store_blocks"] == stats["stored_chunks"]
+            assert stats["disk_stored_bytes"] == stats["stored_chunks"] * layout.block_bytes
+            assert stats["load_blocks"] == 2 * stats["loaded_blocks"], "each worker loads all"
+
+    forgetful = StoresNothingOnRank(OffloadingFactory(OFFLOAD), rank=1)
+    tokens, _ = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=forgetful))
+    assert tokens != alone, "both read what either is to write"
 
 
 def check_split_as_whole(model: str, make_llm: Callable[..., LLM]) -> None:

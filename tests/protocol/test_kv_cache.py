@@ -42,6 +42,8 @@ def test_a_window_may_be_smaller_than_a_block() -> None:
         ({"num_blocks": 1}, "num_blocks=1 is too few: .* at least 2"),
         ({"block_bytes": 0}, "block_bytes=0 is too few: .* at least 1"),
         ({"world_size": 0}, "world_size=0 is too few: .* at least 1"),
+        ({"world_size": 4, "num_replicas": 3}, "num_replicas=3 does not divide world_size=4"),
+        ({"num_replicas": 0}, "num_replicas=0 does not divide world_size=1"),
     ],
 )
 def test_impossible_layouts_are_refused(changed: dict[str, Any], named: str) -> None:

@@ -6,7 +6,7 @@ Each mutant breaks one thing, as a plausible mistake would, and names the traffi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final
@@ -58,6 +58,7 @@ from cargohold.protocol import (
     TransferOutcome,
 )
 from cargohold.testing.simulation.campaign import Recipe
+from cargohold.testing.simulation.transfers import LinkTransfers
 from cargohold.tiers.chunk_format import NO_CLAIM, Note
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access, JobKind
@@ -68,6 +69,8 @@ from cargohold.tiers.scheduler_side.prefetch import Event
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.writing import Writes
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.replicas import SharedStores
 from tests.simulation.mutation import Mutant, Patch, registrar
 
 MUTANTS: Final[list[Mutant]] = []
@@ -408,6 +411,35 @@ def believes_the_best_of_several_workers(patch: Patch) -> None:
             transfer.ranks = set(range(self._world_size))
 
     patch.setattr(OutputAggregator, "_count", rosy)
+
+
+@mutant(workload="ranks", first_seed=29)
+def lets_only_its_own_loads_wait_for_what_a_worker_stores(patch: Patch) -> None:
+    # A store ends when the blocks were read. Rows are written when the same worker loads: others load before that.
+    submit = LinkTransfers.submit
+
+    def behind(self: LinkTransfers, job: CopyJob) -> None:
+        unwritten = vars(self).setdefault("unwritten", [])
+        if job.direction is Direction.STORE:
+            unwritten.append((list(job.rows), self._region[list(job.block_ids)].copy()))
+            self._results.append(CopyResult(job, TransferOutcome.DONE, frozenset(), 0.0))
+            return
+        while unwritten:
+            rows, blocks = unwritten.pop(0)
+            self._rows[rows] = blocks
+        submit(self, job)
+
+    patch.setattr(LinkTransfers, "submit", behind)
+
+
+@mutant(workload="ranks")
+def leaves_what_another_worker_should_write_to_nobody(patch: Patch) -> None:
+    init = SharedStores.__init__
+
+    def careless(self: SharedStores, inner: TransferWorker, is_own: Callable[[int], bool]) -> None:
+        init(self, inner, lambda row: row % 2 == 0 and is_own(row))
+
+    patch.setattr(SharedStores, "__init__", careless)
 
 
 # --- managers and policies --------------------------------------------------------------------------------------------

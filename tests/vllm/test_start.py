@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.connector import CargoholdConnector
-from cargohold.integrations.vllm.layout import translate
+from cargohold.integrations.vllm.layout import replicas, translate
 from tests.vllm.common import COMPOSED, EAGER, LAZY, ask_twice, make_prompts, restored, tokens
 from tests.vllm.models import save_tokenizer
 
@@ -189,6 +189,29 @@ def test_an_engine_that_survives_steps_that_failed_is_not_served() -> None:
     """Found by review: chunks of a step whose forward pass had raised were found, and gave wrong tokens."""
     (sentence,) = obstacles({"enable_fault_tolerance": True})
     assert "--enable-fault-tolerance" in sentence
+
+
+def latent(*kinds: str, use_mla: bool = True, **parallel: Any) -> tuple[int, str]:
+    """How many of eight workers share what is kept, with groups of these kinds, and why not."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=use_mla),
+        parallel_config=SimpleNamespace(
+            **{"tensor_parallel_size": 8, "distributed_executor_backend": "mp", "nnodes": 1, **parallel}
+        ),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds]
+    return replicas(config, SimpleNamespace(kv_cache_groups=groups))
+
+
+def test_workers_share_what_is_kept_of_latent_attention_where_all_of_them_surely_hold_the_same() -> None:
+    assert latent("MLAAttentionSpec", "MLAAttentionSpec") == (8, "")
+    assert latent("MLAAttentionSpec", tensor_parallel_size=1) == (1, "")
+    assert latent("FullAttentionSpec", use_mla=False) == (1, "")
+    assert latent("MLAAttentionSpec", "FullAttentionSpec", use_mla=False) == (1, "")
+    assert latent("MLAAttentionSpec", "MambaSpec") == (1, "the model also keeps KV that differs between them")
+    for parallel in ({"distributed_executor_backend": "ray"}, {"nnodes": 2}):
+        count, reason = latent("MLAAttentionSpec", **parallel)
+        assert count == 1 and "several machines" in reason
 
 
 def test_a_version_that_lacks_something_is_served_without(

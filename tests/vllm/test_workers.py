@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from tests.vllm.common import EAGER, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +34,28 @@ def test_two_processes_restore_what_each_has_stored(
     assert tokens(answers) == tokens(computed)
     assert (restored(computed), restored(answers)) == (0, 640)
     assert not engine.side.guard.broken
+
+
+def test_two_processes_keep_latent_kv_once(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompts = vllm_model("deepseek"), make_prompts(2, 330)
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    options |= {"num_blocks": 80, "caches_latents": True}
+    # What is decoded behind a prefix differs from what is computed with it, in vLLM itself: a device hit says what is right.
+    reference = start(model, **options)
+    expected = tokens([reference.ask([prompt], 6)[0] for prompt in prompts * 2][len(prompts) :])
+    disk = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
+    with caplog.at_level(logging.INFO):
+        engine = start(model, {**EAGER, "tiers": [disk]}, **options)
+    layout = engine.side.layout
+    assert f"for {64 * 1024**2 // layout.block_bytes} chunks of 1 block, " in caplog.text
+    assert ", kept once for 2 workers that hold the same" in caplog.text
+    answers = ask_twice(engine, prompts)
+    assert (tokens(answers), restored(answers)) == (expected, 640)
+    assert not engine.side.guard.broken
+    (shard,) = tmp_path.glob("*/shard.json")
+    assert "each on 2 workers" in shard.read_text()
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here; make test-vllm installs it")

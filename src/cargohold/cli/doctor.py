@@ -169,6 +169,12 @@ def _limits() -> Iterator[Finding]:
         advice = "" if is_enough else "Several workers talk through it; in containers: --shm-size=2g"
         found = f"{format_bytes(free)} free in {shared}"
         yield Finding("shared memory", Level.OK if is_enough else Level.NOTE, found, advice)
+    pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if pages.is_file():
+        (chosen,) = re.findall(r"\[(\w+)\]", pages.read_text(encoding="ascii"))
+        is_huge = chosen not in ("never", "deny")
+        advice = "" if is_huge else f"For latent attention on several GPUs: echo advise > {pages}"
+        yield Finding("shared memory", Level.OK if is_huge else Level.NOTE, f"huge pages: {chosen}", advice)
 
 
 def _engines() -> Iterator[Finding]:

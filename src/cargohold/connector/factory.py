@@ -239,7 +239,8 @@ def _tier(layout: KVCacheLayout, config: OffloadConfig, parts: Parts) -> str:
     num_slots = OffloadingFactory(config).num_slots(layout)
     shared = ", an equal share for every worker," if parts.are_unequal(layout.world_size) else ""
     blocks = format_count(config.blocks_per_chunk, "block")
+    once = f", kept once for {layout.num_replicas} workers that hold the same" if layout.num_replicas > 1 else ""
     return (
         f"{format_bytes(config.num_host_bytes)} of host memory{shared} for {format_count(num_slots, 'chunk')} of {blocks}, "
-        f"{format_bytes(parts.all_block_bytes * config.blocks_per_chunk)} each"
+        f"{format_bytes(parts.all_block_bytes // layout.num_replicas * config.blocks_per_chunk)} each{once}"
     )

@@ -265,13 +265,14 @@ _NOT_SHOWN: Final = frozenset(
 )
 
 
-def for_operators(stats: Stats, block_bytes: float, token_bytes: float) -> dict[str, float]:
+def for_operators(stats: Stats, block_bytes: float, token_bytes: float, num_replicas: int = 1) -> dict[str, float]:
     """Return connectors' counters added up over connectors, in bytes instead of blocks; levels in bytes also in tokens.
 
     Args:
         stats: counters. Those of one of several connectors have its name and a dot in front.
         block_bytes: bytes of one block on one worker. Where workers differ, their mean: all of them copy the same blocks.
-        token_bytes: bytes of one token's KV, on all workers.
+        token_bytes: bytes of one token's KV in a tier, for all workers.
+        num_replicas: number of times that the workers' devices hold these bytes.
     """
     total: dict[str, float] = {}
     for full_name, value in stats.items():
@@ -285,7 +286,8 @@ def for_operators(stats: Stats, block_bytes: float, token_bytes: float) -> dict[
             shown[name] = value
             of_what, separator, labels = name.partition(SEPARATOR)
             if of_what.endswith("_bytes") and is_level(name):
-                shown[f"{of_what.removesuffix('_bytes')}_tokens{separator}{labels}"] = value / token_bytes
+                num_tokens = value / token_bytes / (num_replicas if of_what.startswith("num_device_") else 1)
+                shown[f"{of_what.removesuffix('_bytes')}_tokens{separator}{labels}"] = num_tokens
     return shown
 
 

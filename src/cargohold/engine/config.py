@@ -25,7 +25,7 @@ from cargohold.option_values import (
     is_positive_number,
     is_timeout,
 )
-from cargohold.process import memory_limit_bytes
+from cargohold.process import can_share_memory, memory_limit_bytes
 from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
 
 logger = logging.getLogger(__name__)
@@ -230,6 +230,7 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
             config.block_tokens,
             world_size,
             ServedModel(info.name, info.path, info.dtype, read_after_s=info.read_after_s),
+            _num_replicas(config, info),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -249,6 +250,12 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
             gpus_per_worker=int(config.device != "cpu"),
         ),
     )
+
+
+def _num_replicas(config: EngineConfig, info: ModelInfo) -> int:
+    """Workers that hold the same KV and can share what is kept of it: all of this machine, if there is a single KV head."""
+    is_one_machine = config.executor_kind is ExecutorKind.MULTIPROCESS and can_share_memory()
+    return config.tensor_parallel_size if info.geometry.num_kv_heads == 1 and is_one_machine else 1
 
 
 def _check_split(config: EngineConfig, info: ModelInfo) -> None:

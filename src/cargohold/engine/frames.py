@@ -35,6 +35,7 @@ from cargohold.process import made_for_good
 from cargohold.protocol import (
     Clock,
     EmptyMetadata,
+    Exchange,
     FinishedTransfers,
     KVCacheLayout,
     KVConnectorFactory,
@@ -292,7 +293,8 @@ class RankWorker:
 
     def __init__(self, spec: RankSpec, place: RankPlace, clock: Clock) -> None:
         runner = spec.runners.make_runner(place)
-        connector = spec.connectors.make_worker_side(WorkerEnvironment(spec.layout, place.rank, clock))
+        environment = WorkerEnvironment(spec.layout, place.rank, clock, _exchange(spec.layout))
+        connector = spec.connectors.make_worker_side(environment)
         self._codec = StepCodec(metadata_type=connector.metadata_type)
         self._worker = Worker(runner, connector)
 
@@ -303,6 +305,15 @@ class RankWorker:
     def shutdown(self) -> None:
         """Let transfers end."""
         self._worker.shutdown()
+
+
+def _exchange(layout: KVCacheLayout) -> Exchange | None:
+    if layout.num_replicas == 1:
+        return None
+    from cargohold.engine.model.weights import exchange_with_ranks  # noqa: PLC0415  # imports torch
+
+    assert layout.num_shards == 1, "all ranks of the group hold the same"
+    return exchange_with_ranks
 
 
 # --- a rank's side of the conversation with its executor --------------------------------------------------------------

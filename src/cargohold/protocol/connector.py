@@ -407,6 +407,14 @@ class SchedulerEnvironment:
         return self.keeps_partial_loads and self.prefix_caching and is_full
 
 
+class Exchange(Protocol):
+    """Lets the workers that hold the same shard tell each other something. All of them call it, equally often."""
+
+    def __call__(self, message: bytes) -> Sequence[bytes]:
+        """Wait for the messages of all of them, and return these in the order of their ranks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
     """Facts about a worker, for the worker side of a connector.
@@ -415,11 +423,13 @@ class WorkerEnvironment:
         layout: the paged KV cache.
         rank: number of this worker, from 0 to ``layout.world_size - 1``.
         clock: monotonic time.
+        exchange: with which the workers that hold the same shard talk while they start; ``None`` if no others hold it.
     """
 
     layout: KVCacheLayout
     rank: int
     clock: Clock
+    exchange: Exchange | None = None
 
 
 class KVConnectorFactory(Protocol):

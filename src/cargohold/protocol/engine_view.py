@@ -135,6 +135,8 @@ class KVCacheLayout:
         block_bytes: bytes of one block on one worker. Every group's blocks have this size, so that all groups share one pool.
         hash_block_tokens: tokens per entry of a request's ``block_hashes``; divides every group's ``block_tokens``.
         world_size: number of workers; each holds a shard of every block.
+        num_replicas: number of neighbouring workers that hold the same shard, byte for byte, on one machine: then a tier keeps
+            it once for all of them. Workers ``0`` to ``num_replicas - 1`` hold the first shard, and so on.
         model: the model that computes the KV; ``None`` if the engine cannot say, and then the KV cannot outlive the engine.
     """
 
@@ -144,6 +146,7 @@ class KVCacheLayout:
     hash_block_tokens: int
     world_size: int = 1
     model: ServedModel | None = None
+    num_replicas: int = 1
 
     def __post_init__(self) -> None:
         if [group.index for group in self.groups] != list(range(len(self.groups))) or not self.groups:
@@ -159,11 +162,18 @@ class KVCacheLayout:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name}={value} is too few: a layout needs at least {least}")
+        if self.num_replicas < 1 or self.world_size % self.num_replicas:
+            raise ValueError(f"num_replicas={self.num_replicas} does not divide world_size={self.world_size}")
+
+    @property
+    def num_shards(self) -> int:
+        """Number of different shards that all workers together hold of a block: what a tier keeps of it."""
+        return self.world_size // self.num_replicas
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that the KV of one token takes on all workers, in the blocks of all groups."""
-        return self.block_bytes * self.world_size * sum(1 / group.block_tokens for group in self.groups)
+        """Bytes that the KV of one token takes in a tier, for all workers, in the blocks of all groups."""
+        return self.block_bytes * self.num_shards * sum(1 / group.block_tokens for group in self.groups)
 
 
 ExtraKey: TypeAlias = str | bytes | tuple[str, int]

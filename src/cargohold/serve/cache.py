@@ -296,7 +296,7 @@ def _device(llm: AsyncLLM) -> Vessel:
 
 def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Mapping[str, float]) -> Vessel:
     layout = llm.plan.layout
-    block_bytes = layout.block_bytes * layout.world_size
+    block_bytes = layout.block_bytes * layout.num_shards
     slots = [(OffloadingFactory(config).num_slots(layout), config.blocks_per_chunk * block_bytes) for config in configs]
     capacity = sum(num_slots * chunk_bytes for num_slots, chunk_bytes in slots)
     mean_chunk_bytes = capacity / max(1, sum(num_slots for num_slots, _ in slots))
@@ -437,7 +437,8 @@ class EngineMeters(Collector):
             "num_device_bytes": status.num_cached_blocks * block_bytes,
             "num_device_in_use_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
         }
-        shown = for_operators({**self._watch.stats, **device}, layout.block_bytes, layout.token_bytes)
+        stats = {**self._watch.stats, **device}
+        shown = for_operators(stats, layout.block_bytes, layout.token_bytes, layout.num_replicas)
         shown |= OutageLevels(epoch=0.0).take_changes(status.outages)
         yield from _families(shown)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from contextlib import suppress
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_bytes
 from cargohold.process import memory_limit_bytes
+from cargohold.protocol import Exchange
 
 PAGE_BYTES = 4096
 """Direct I/O needs addresses, offsets and lengths that are multiples of this, on any disk of today."""
@@ -91,23 +93,30 @@ ByteRows = npt.NDArray[np.uint8]
 class HostMemory:
     """One worker's shard of host memory: rows of one block each, in anonymous memory.
 
-    The memory is private to the process and is freed with it, however it ends. Pages are committed when first written, so a
-    large tier costs nothing at the start.
+    The memory belongs to the process, or to all workers that hold the same shard, and is freed with them, however they end.
+    Pages are committed when first written, so a large tier costs nothing at the start.
 
     Args:
         num_rows: number of rows.
         row_bytes: bytes per row.
+        exchange: with which the workers that share the memory talk; ``None`` if it is this worker's alone.
+
+    Attributes:
+        rows: the rows; shape ``(num_rows, row_bytes)``.
+        is_shared: whether other processes use the same memory.
 
     Raises:
         ConfigError: this machine does not have so much memory; it need not be the one where the options were checked.
+        OSError: one of the workers cannot share memory. It is raised in all of them.
     """
 
-    def __init__(self, num_rows: int, row_bytes: int) -> None:
+    def __init__(self, num_rows: int, row_bytes: int, exchange: Exchange | None = None) -> None:
         num_bytes, limit = num_rows * row_bytes, memory_limit_bytes()
         if num_bytes > limit:
             reason = f"that is one worker's share, and its machine allows {format_bytes(limit)} in all"
             raise ConfigError("host_bytes", num_bytes, reason)
-        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.is_shared = exchange is not None
+        self._memory = _anonymous(num_bytes) if exchange is None else _shared(num_bytes, exchange)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # The first write to small pages would cost more than the copy itself.
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -117,3 +126,40 @@ class HostMemory:
     def row_bytes(self) -> int:
         """Bytes per row."""
         return int(self.rows.shape[1])
+
+
+def _shared(num_bytes: int, exchange: Exchange) -> mmap.mmap:
+    """Return memory that all callers of ``exchange`` get. It has no name in any file system, so nothing is left behind.
+
+    Each worker offers some, and all take the first one's. It is reached through its owner's open files: the system lets only
+    processes of the same user do that.
+
+    Raises:
+        OSError: one of the callers cannot have the memory. It is raised in all of them.
+    """
+    offered, memory, fault = -1, None, ""
+    try:
+        offered = os.memfd_create("cargohold")
+        os.ftruncate(offered, num_bytes)
+    except OSError as error:
+        fault = str(error)
+    first, *_ = exchange(f"/proc/{os.getpid()}/fd/{offered}".encode())
+    try:
+        memory = _map(first, num_bytes)
+    except (OSError, ValueError) as error:  # or the first one could not give it its size
+        fault = fault or str(error)
+    faults = exchange(fault.encode())  # after this, nobody needs the one that was offered
+    if offered >= 0:
+        os.close(offered)
+    if memory is None or any(faults):
+        reasons = "; ".join(f"worker {at}: {fault.decode()}" for at, fault in enumerate(faults) if fault)
+        raise OSError(f"workers that hold the same KV cannot share memory for it: {reasons}")
+    return memory
+
+
+def _map(path: bytes, num_bytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)

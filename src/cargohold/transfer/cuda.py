@@ -159,7 +159,8 @@ class CudaTransferWorker(TransferWorker):
     ) -> None:
         self._clock = clock
         self._device = regions[0].device
-        place_near(memory.rows, nearest_node(self._device))  # before the first page is committed
+        if not memory.is_shared:  # by devices on several nodes
+            place_near(memory.rows, nearest_node(self._device))  # before the first page is committed
         self._locks = PageLocks(memory.rows, partial(lock_pages, self._device), unlock_pages)
         rows = torch.from_numpy(memory.rows)
         links = cuda_links(rows, self._locks, self._device)

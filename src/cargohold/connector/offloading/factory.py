@@ -11,7 +11,7 @@ from cargohold.cache import OffloadManager, make_manager
 from cargohold.connector.offloading.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
-from cargohold.connector.offloading.worker import OffloadingWorker, TierWorker
+from cargohold.connector.offloading.worker import Bystander, OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_bytes
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
@@ -29,6 +29,7 @@ from cargohold.tiers.scheduler_side import (
     random_epoch,
 )
 from cargohold.transfer import TransferWorker
+from cargohold.transfer.replicas import share_stores
 
 
 def served_model(layout: KVCacheLayout) -> ServedModel:
@@ -50,12 +51,18 @@ def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Nam
         config=config,
         dtype=model.dtype,
         layout=_describe(layout, blocks_per_chunk),
-        split=f"rank {rank} of {layout.world_size}",
+        split=_split(layout, rank),
         hashing=f"{layout.hash_block_tokens} tokens per hash",
         details_bytes=room_for_details(
             blocks_per_chunk * max(group.block_tokens for group in layout.groups), blocks_per_chunk
         ),
     )
+
+
+def _split(layout: KVCacheLayout, rank: int) -> str:
+    """What one worker holds. Sums over another number of workers are rounded in another way: such KV is not the same."""
+    shard = f"rank {rank // layout.num_replicas} of {layout.num_shards}"
+    return shard if layout.num_replicas == 1 else f"{shard}, each on {layout.num_replicas} workers"
 
 
 def _describe(layout: KVCacheLayout, blocks_per_chunk: int) -> str:
@@ -76,14 +83,14 @@ MAX_INFLIGHT_BYTES = 256 * 1024**2
 def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
     """Raise ``ConfigError`` if workers on this machine could not open a tier, before they load anything."""
     for tier in config.tiers:
-        check_tier(tier, _shard_bytes(config, layout), layout.world_size)
+        check_tier(tier, _shard_bytes(config, layout), layout.num_shards)
 
 
 def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptions]:
     """Return how the tiers in ``config`` are to be used. Raises ``ConfigError`` if this engine cannot use tiers at all."""
     if config.tiers:
         served_model(layout)
-    chunk_bytes = layout.block_bytes * layout.world_size * config.blocks_per_chunk
+    chunk_bytes = layout.block_bytes * layout.num_shards * config.blocks_per_chunk
     seen: Counter[str] = Counter()
     options = []
     for tier in config.tiers:
@@ -104,7 +111,7 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
     queues: dict[str, TierQueue] = {}
     try:
         for tier, options in zip(config.tiers, tier_options(config, layout), strict=True):
-            opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.world_size)
+            opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.num_shards)
             limits = QueueConfig(num_threads=tier.num_threads, finish_s=config.shutdown_timeout_s)
             queues[options.name] = TierQueue(opened, environment.clock, limits)
     except BaseException:
@@ -202,15 +209,24 @@ class OffloadingFactory:
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """Make the worker side, with this worker's shards of the tiers. Raises ``ConfigError`` if one cannot be opened."""
         layout, per_chunk = environment.layout, self.config.blocks_per_chunk
-        memory = HostMemory(self.num_slots(layout) * per_chunk, layout.block_bytes)
+        # Workers that each had memory of their own would miss what the others store.
+        assert (environment.exchange is None) == (layout.num_replicas == 1), "replicas share memory"
+        memory = HostMemory(self.num_slots(layout) * per_chunk, layout.block_bytes, environment.exchange)
+        replica = environment.rank % layout.num_replicas
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
             from cargohold.transfer.cpu import make_transfer_worker  # noqa: PLC0415  # imports torch
 
-            return make_transfer_worker(regions, memory, environment.clock)
+            transfers = make_transfer_worker(regions, memory, environment.clock)
+            return share_stores(transfers, replica, layout.num_replicas, per_chunk)
 
         if not self.config.tiers:
             return OffloadingWorker(make_transfers)
+        if replica:
+            bystanders = {options.name: Bystander() for options in tier_options(self.config, layout)}
+            return OffloadingWorker(
+                make_transfers, TierWorker(bystanders, memory.rows, per_chunk, environment.clock, environment.rank)
+            )
         namespace = namespace_of(layout, environment.rank, per_chunk)
         queues = open_queues(self.config, environment, namespace)
         shared = next((tier for tier in self.config.tiers if tier.locality == "REMOTE"), None)
@@ -221,7 +237,7 @@ class OffloadingFactory:
 
     def num_slots(self, layout: KVCacheLayout) -> int:
         """Return the number of slots in host memory. Raises ``ConfigError`` if it cannot hold a single chunk."""
-        chunk_bytes = layout.block_bytes * layout.world_size * self.config.blocks_per_chunk
+        chunk_bytes = layout.block_bytes * layout.num_shards * self.config.blocks_per_chunk
         num_slots = self.config.num_host_bytes // chunk_bytes
         if num_slots < 1:
             raise ConfigError("host_bytes", self.config.host_bytes, f"one chunk takes {format_bytes(chunk_bytes)}")

@@ -54,7 +54,7 @@ class Measures:
         lower: the tiers below host memory, if there are any.
 
     Attributes:
-        chunk_bytes: size of a chunk, over all workers.
+        chunk_bytes: size of a chunk, over all shards.
     """
 
     def __init__(self, shared: Shared, environment: SchedulerEnvironment, lower: LowerTiers | None) -> None:
@@ -68,7 +68,7 @@ class Measures:
         self.ages = ChunkAges(shared, clock)
         self._levels: Stats = {}
         layout = shared.layout
-        self.chunk_bytes = layout.block_bytes * layout.world_size * shared.config.blocks_per_chunk
+        self.chunk_bytes = layout.block_bytes * layout.num_shards * shared.config.blocks_per_chunk
         lower_chunks = {} if lower is None else lower.max_chunks
         self._limits = {
             f"num_{name}_capacity_bytes": num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()

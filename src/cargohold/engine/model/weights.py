@@ -64,6 +64,13 @@ def join_ranks(place: RankPlace, device: str) -> str:
     return own_device
 
 
+def exchange_with_ranks(message: bytes) -> list[bytes]:
+    """The messages of all ranks of the group; see ``cargohold.protocol.Exchange``."""
+    messages: list[bytes] = [b""] * distributed.get_world_size()
+    distributed.all_gather_object(messages, message)
+    return messages
+
+
 def parallel_options(info: ModelInfo, world_size: int) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that load one rank's part."""
     if world_size == 1:

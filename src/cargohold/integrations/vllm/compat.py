@@ -181,6 +181,9 @@ Executor: Any = _find("vllm.v1.executor.abstract", "Executor")
 MultiprocExecutor: Any = _find("vllm.v1.executor.multiproc_executor", "MultiprocExecutor")
 """vLLM's executors, which run the workers, and the only kind of them that merges the reports of all pipeline stages."""
 
+tensor_parallel_group: Any = _find("vllm.distributed.parallel_state", "get_tp_group")
+"""Returns the workers among which each layer of the model is split."""
+
 CacheHitSource: Any = _find("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 """Since 0.32: where an external hit came from, for vLLM's own statistics."""
 

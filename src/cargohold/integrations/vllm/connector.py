@@ -23,6 +23,7 @@ from cargohold.integrations.vllm.layout import (
     dropped_tokens,
     make_layout,
     may_load,
+    replicas,
     shares_load_ends,
     shares_loads,
     smallest_block_tokens,
@@ -38,6 +39,7 @@ from cargohold.integrations.vllm.worker import (
     WorkerPart,
     WorkerSide,
     check_stages,
+    exchange_with_workers,
     has_stages,
     stage_obstacles,
     united,
@@ -180,7 +182,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """Take the paged KV."""
         if self._worker is not None and not self._obstacles:
             layout = self._layout(smallest_block_tokens(self._groups))
-            self._worker.register_kv_caches(kv_caches, self._factory(), layout, self._clock())
+            exchange = exchange_with_workers if layout.num_replicas > 1 else None
+            self._worker.register_kv_caches(kv_caches, self._factory(), layout, self._clock(), exchange)
 
     def get_handshake_metadata(self) -> WorkerPart | None:
         """Which part of the model this worker holds, or why it keeps nothing; ``None`` if the scheduler side knows its part.
@@ -442,6 +445,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
         for line in start_report(layout, self._settings.offload, parts):
             logger.info("%s", line)
+        _, reason = replicas(self._vllm_config, self._kv_cache_config)
+        if reason:
+            logger.info("latent KV is the same on all workers, and is kept once for each: %s", reason)
 
     def _turn_off(self, obstacles: Iterable[str]) -> bool:
         """Note and log the obstacles to offloading; returns whether there are any.

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from cargohold.integrations.vllm import compat, plugin
+from cargohold.process import can_share_memory
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, ServedModel
 
 # Options that change what the model's files say; the model's digest is made of these files.
@@ -274,7 +275,31 @@ def make_layout(
         hash_block_tokens=hash_block_tokens,
         world_size=int(vllm_config.parallel_config.world_size),
         model=served_model(vllm_config, kv_cache_config),
+        num_replicas=replicas(vllm_config, kv_cache_config)[0],
     )
+
+
+def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
+    """How many workers hold the same KV and share what is kept of it.
+
+    Latent attention is not split: all tensor-parallel workers project the same hidden states with the same weights.
+
+    Returns:
+        Their number; and, if there are such workers but they do not share, the reason as a sentence, else nothing.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    num_workers = int(getattr(parallel, "tensor_parallel_size", 1))
+    layers = [layer for group in kv_cache_config.kv_cache_groups for layer in _layer_specs(group.kv_cache_spec)]
+    num_latent = sum(type(layer).__name__ == _LATENT for layer in layers)
+    if num_workers == 1 or not num_latent or not getattr(model, "use_mla", False):
+        return 1, ""
+    if num_latent < len(layers):
+        return 1, "the model also keeps KV that differs between them"
+    if parallel.distributed_executor_backend != "mp" or getattr(parallel, "nnodes", 1) > 1:
+        return 1, "they may run on several machines; with mp and one node they do not"
+    if compat.tensor_parallel_group is None or not can_share_memory():
+        return 1, "they cannot share memory here"
+    return num_workers, ""
 
 
 def block_bytes(kv_cache_config: Any) -> int:

@@ -374,7 +374,7 @@ class SchedulerSide:
         self._stats_due_at = now + STATS_EVERY_S
         stats, self._stats = self._stats, Counter()
         told = add_stats(add_stats(stats, self.guard.get_stats()), self._take_levels())
-        shown = for_operators(told, block_bytes, self.layout.token_bytes)
+        shown = for_operators(told, block_bytes, self.layout.token_bytes, self.layout.num_replicas)
         shown.update(self._outages.take_changes(self.guard.get_outages()))
         return {name: value for name, value in shown.items() if value}
 

@@ -20,6 +20,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import distributed
+
 from cargohold.connector.factory import Parts
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat
@@ -28,6 +30,7 @@ from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import (
     ConnectorMetadata,
     EmptyMetadata,
+    Exchange,
     KVCacheLayout,
     KVConnectorFactory,
     KVConnectorOutput,
@@ -86,6 +89,14 @@ class WorkerMessage(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's 
     def aggregate(self, other: WorkerMessage) -> WorkerMessage:
         """Merge the messages of two workers, whose reports are of different ranks."""
         return WorkerMessage({**self.reports, **other.reports})
+
+
+def exchange_with_workers(message: bytes) -> list[bytes]:
+    """The messages of all tensor-parallel workers; see ``cargohold.protocol.Exchange``."""
+    group = compat.tensor_parallel_group()
+    messages: list[bytes] = [b""] * group.world_size
+    distributed.all_gather_object(messages, message, group=group.cpu_group)
+    return messages
 
 
 # --- the parts of a model that workers hold ---------------------------------------------------------------------------
@@ -206,6 +217,7 @@ class WorkerSide:
         factory: KVConnectorFactory,
         layout: KVCacheLayout,
         clock: Callable[[], float],
+        exchange: Exchange | None = None,
     ) -> None:
         """Take the paged KV; the connector is made now that its size is known.
 
@@ -214,13 +226,16 @@ class WorkerSide:
             factory: makes the connector.
             layout: the paged KV, as the scheduler side knows it.
             clock: monotonic time in seconds.
+            exchange: with which the workers that hold the same KV talk.
         """
         try:
             regions = regions_of(kv_caches, layout.num_blocks)
             # Padding between regions is left out, so a row may be shorter here than the scheduler side assumes: then there
             # are more of them than it will use.
             own = replace(layout, block_bytes=_checked(sum(region.shape[1] for region in regions), layout))
-            self._guard = WorkerConnectorGuard(factory.make_worker_side(WorkerEnvironment(own, self._rank, clock)))
+            self._guard = WorkerConnectorGuard(
+                factory.make_worker_side(WorkerEnvironment(own, self._rank, clock, exchange))
+            )
             self._layer_names = tuple(name for group in own.groups for name in group.layer_names)
         except ConfigError as error:
             raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None

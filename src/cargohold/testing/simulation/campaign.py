@@ -208,5 +208,8 @@ def _one_thing_less(scenario: Scenario) -> Iterator[Scenario]:
     if len(scenario.actions) > 1:
         for at in range(len(scenario.actions)):
             yield scenario.without(at)
-    if scenario.shape.world_size > 1:
-        yield replace(scenario, shape=replace(scenario.shape, world_size=scenario.shape.world_size - 1))
+    shape = scenario.shape
+    if shape.world_size > 1:
+        yield replace(scenario, shape=replace(shape, world_size=shape.world_size - 1, num_replicas=1))
+    if shape.num_replicas > 1 and shape.world_size > shape.num_replicas:
+        yield replace(scenario, shape=replace(shape, world_size=shape.world_size - shape.num_replicas))

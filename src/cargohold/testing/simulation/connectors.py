@@ -33,7 +33,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
 )
 from cargohold.testing.simulation.tiers import MediumPlan
-from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array
+from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array, with_share
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from cargohold.transfer import TransferWorker
 
@@ -92,10 +92,10 @@ class SimulatedOffloading:
         """A worker side over the shared memory."""
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
-            rows = self.rows(environment.rank, environment.layout.block_bytes)
+            rows = self.rows(environment.rank // environment.layout.num_replicas, environment.layout.block_bytes)
             transfers: TransferWorker = self._make_transfers(as_array(regions[0]), rows, environment)
             self.transfers.append(transfers)
-            return transfers
+            return with_share(transfers, environment, self.config.blocks_per_chunk)
 
         return OffloadingWorker(make_transfers)
 
@@ -104,11 +104,11 @@ class SimulatedOffloading:
         if not self.manager.reset():
             raise RuntimeError("somebody still writes to the tier")
 
-    def rows(self, rank: int, row_bytes: int) -> ByteRows:
-        """One worker's shard of the tier."""
-        if rank not in self._rows:
-            self._rows[rank] = np.zeros((self.num_slots * self.config.blocks_per_chunk, row_bytes), dtype=np.uint8)
-        return self._rows[rank]
+    def rows(self, shard: int, row_bytes: int) -> ByteRows:
+        """One shard of the tier: a worker's, or that of several that hold the same."""
+        if shard not in self._rows:
+            self._rows[shard] = np.zeros((self.num_slots * self.config.blocks_per_chunk, row_bytes), dtype=np.uint8)
+        return self._rows[shard]
 
 
 def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:

@@ -225,7 +225,7 @@ class FingerprintRunner:
         layout: the paged KV cache; its blocks hold as many fingerprints as the widest group has tokens per block.
         chains: fingerprints of the requests' prefixes.
         vocab_size: generated tokens are below it.
-        rank: the worker's rank; workers of different ranks hold different fingerprints.
+        rank: the worker's rank; workers of different shards hold different fingerprints.
         copies: the worker's copies in flight, with which forward passes must not conflict.
         as_tensors: whether connectors get the memory as PyTorch tensors, as from a real engine, or as numpy arrays.
 
@@ -251,7 +251,7 @@ class FingerprintRunner:
         self._block_bytes = layout.block_bytes
         self._chains = chains
         self._vocab_size = vocab_size
-        salt = (rank + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
+        salt = (rank // layout.num_replicas + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
         self.salts = [salt ^ group.index for group in layout.groups]
         self._copies = copies or CopiesInFlight(rank)
         self._as_tensors = as_tensors
@@ -413,7 +413,7 @@ class GroupPlan:
     window_tokens: int | None = None
 
 
-def layout_of(plans: Sequence[GroupPlan], num_blocks: int, world_size: int = 1) -> KVCacheLayout:
+def layout_of(plans: Sequence[GroupPlan], num_blocks: int, world_size: int = 1, num_replicas: int = 1) -> KVCacheLayout:
     """A paged KV cache with these groups."""
     groups = tuple(
         KVCacheGroup(index, plan.kind, plan.block_tokens, (f"layers.{index}",), plan.window_tokens)
@@ -421,7 +421,12 @@ def layout_of(plans: Sequence[GroupPlan], num_blocks: int, world_size: int = 1) 
     )
     widest = max(plan.block_tokens for plan in plans)
     return KVCacheLayout(
-        groups, num_blocks, widest * FINGERPRINT_BYTES, gcd(*(plan.block_tokens for plan in plans)), world_size
+        groups,
+        num_blocks,
+        widest * FINGERPRINT_BYTES,
+        gcd(*(plan.block_tokens for plan in plans)),
+        world_size,
+        num_replicas=num_replicas,
     )
 
 

@@ -14,11 +14,11 @@ from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, O
 from cargohold.connector.offloading.config import limits_in_chunks
 from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
-from cargohold.connector.offloading.worker import TierWorker
+from cargohold.connector.offloading.worker import Bystander, JobQueue, TierWorker
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
 from cargohold.testing.simulation.faults import Fault, FaultSource, Spells
 from cargohold.testing.simulation.fingerprints import GARBAGE_BYTE
-from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array
+from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_array, with_share
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Claim, Note
 from cargohold.tiers.health import MediumHealth
@@ -490,8 +490,8 @@ class ListedMedium:
     Attributes:
         tier: what the engine's scheduler side knows of it.
         manager: the manager of host memory above it.
-        shards: the shards of its medium, by rank.
-        queues: the workers' queues.
+        shards: the shards of its medium.
+        queues: the workers' queues to these.
         blocks_per_chunk: blocks in a chunk.
     """
 
@@ -539,7 +539,7 @@ class TieredOffloading:
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
-        shards: the media's shards, by tier and rank; made when a worker first opens them.
+        shards: the media's shards, by tier and number of the shard; made when a worker first opens them.
         manager, queues: of the engine made last, the manager, and the queues per tier.
     """
 
@@ -557,6 +557,7 @@ class TieredOffloading:
         self._make_transfers = make_transfers
         self._make_queue = make_queue
         self._num_epochs = 0
+        self._rows: dict[int, ByteRows] = {}
         self.shards: dict[tuple[int, int], SimulatedMedium] = {}
         self.manager: TieringManager
         self.queues: list[list[LinkedQueue]] = []
@@ -567,25 +568,27 @@ class TieredOffloading:
         options = [plan.options for plan in self._plans]
         side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
         assert isinstance(side.manager, TieringManager)
-        self.manager, self.queues = side.manager, [[] for _ in options]
+        self.manager, self.queues, self._rows = side.manager, [[] for _ in options], {}
         return side
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side with an empty host memory, and the rank's shards of the media."""
         num_rows = self._num_slots * self.config.blocks_per_chunk
-        rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
-        queues = {
-            plan.options.name: self._make_queue(self._shard(at, environment.rank), plan)
-            for at, plan in enumerate(self._plans)
-        }
-        for of_tier, queue in zip(self.queues, queues.values(), strict=True):
-            of_tier.append(queue)
+        shard, replica = divmod(environment.rank, environment.layout.num_replicas)
+        if shard not in self._rows:
+            self._rows[shard] = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+        rows, per_chunk = self._rows[shard], self.config.blocks_per_chunk
+        queues: dict[str, JobQueue] = {plan.options.name: Bystander() for plan in self._plans}
+        for at, plan in enumerate(() if replica else self._plans):
+            queue = queues[plan.options.name] = self._make_queue(self._shard(at, shard), plan)
+            self.queues[at].append(queue)
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
-            return self._make_transfers(as_array(regions[0]), rows, environment)
+            transfers = self._make_transfers(as_array(regions[0]), rows, environment)
+            return with_share(transfers, environment, per_chunk)
 
         return OffloadingWorker(
-            make_transfers, TierWorker(queues, rows, self.config.blocks_per_chunk, environment.clock, environment.rank)
+            make_transfers, TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)
         )
 
     def shared_shards(self) -> Iterator[list[SimulatedMedium]]:
@@ -598,14 +601,14 @@ class TieredOffloading:
         """Yield the tiers that list their chunks, under the engine made last."""
         for at, (tier, queues) in enumerate(zip(self.manager.lower.tiers, self.queues, strict=True)):
             if tier.options.is_listed:
-                shards = [self._shard(at, rank) for rank in range(len(queues))]
+                shards = [self._shard(at, shard) for shard in range(len(queues))]
                 yield ListedMedium(tier, self.manager, shards, queues, self.config.blocks_per_chunk)
 
-    def share(self, other: TieredOffloading, num_workers: int) -> None:
+    def share(self, other: TieredOffloading, num_shards: int) -> None:
         """Use the shards of another engine's tiers where other machines share them."""
         for at, plan in enumerate(self._plans):
-            for rank in range(num_workers if plan.options.locality == "REMOTE" else 0):
-                self.shards[at, rank] = other._shard(at, rank)
+            for shard in range(num_shards if plan.options.locality == "REMOTE" else 0):
+                self.shards[at, shard] = other._shard(at, shard)
 
     def open_namespace(self) -> None:
         """Engines made from now on find nothing of what was stored so far."""
@@ -615,5 +618,5 @@ class TieredOffloading:
         self._num_epochs += 1
         return self._num_epochs.to_bytes(8, "little")
 
-    def _shard(self, tier: int, rank: int) -> SimulatedMedium:
-        return self.shards.setdefault((tier, rank), SimulatedMedium(self._plans[tier].max_chunks))
+    def _shard(self, tier: int, shard: int) -> SimulatedMedium:
+        return self.shards.setdefault((tier, shard), SimulatedMedium(self._plans[tier].max_chunks))

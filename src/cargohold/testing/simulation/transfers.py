@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.protocol import Clock, TransferOutcome
+from cargohold.protocol import Clock, TransferOutcome, WorkerEnvironment
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.replicas import share_stores
 
 ByteRows = npt.NDArray[np.uint8]
 
@@ -21,6 +22,12 @@ def as_array(region: Any) -> ByteRows:
     """The same memory as a numpy array. Regions may be tensors, if the engine has connectors that need these."""
     array: ByteRows = region if isinstance(region, np.ndarray) else region.numpy()
     return array
+
+
+def with_share(transfers: TransferWorker, environment: WorkerEnvironment, rows_per_slot: int) -> TransferWorker:
+    """A worker's transfers, which copy its share of stores alone where others hold the same bytes."""
+    num_replicas = environment.layout.num_replicas
+    return share_stores(transfers, environment.rank % num_replicas, num_replicas, rows_per_slot)
 
 
 class HeldTransfers(TransferWorker):

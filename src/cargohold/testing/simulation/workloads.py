@@ -352,7 +352,7 @@ def chunks(load: Workload) -> None:
 
 
 def ranks(load: Workload) -> None:
-    """Several workers, which never end at the same time."""
+    """Several workers, which never end at the same time. Some may hold the same shard."""
     load.options = {"world_size": load.random.randint(2, 4)}
     load.random.choice((shared_prefix, aborts, multi_turn, returning))(load)
 

@@ -53,6 +53,7 @@ class Shape:
         groups: KV-cache groups.
         num_blocks: blocks of the device pool.
         world_size: workers.
+        num_replicas: workers that hold the same shard.
         scheduler: fields of ``SchedulerConfig``.
         link: how fast copies are; each worker's own random numbers make them uneven.
     """
@@ -62,6 +63,7 @@ class Shape:
     world_size: int
     scheduler: Mapping[str, Any]
     link: LinkProfile
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,12 @@ class Scenario:
             for plan in shape.groups
         )
         scheduler = ", ".join(f"{name}={getattr(value, 'value', value)}" for name, value in shape.scheduler.items())
+        shared = f", {shape.num_replicas} with the same shard" if shape.num_replicas > 1 else ""
         faults = ", ".join(f"{fault.value} {rate:.3f}" for fault, rate in self.rates.items()) or "none"
         return (
             f"seed {self.seed}, workload {self.workload}, {len(self.actions)} actions\n"
             f"engine: groups {groups} (kind/tokens per block), {shape.num_blocks} blocks, "
-            f"{shape.world_size} worker(s), {scheduler}\n"
+            f"{shape.world_size} worker(s){shared}, {scheduler}\n"
             f"link: {shape.link}\n"
             f"connector: {self.connector.describe()}\n"
             f"faults until {self.quiet_from:.2f} s: {faults}"
@@ -131,7 +134,7 @@ def draw_scenario(
         actions = tuple(sorted([*actions, Restart(random.random() * (end + 0.5))], key=lambda action: action.at))
     if needs_prefix_cache(connector):
         load.options["prefix_caching"] = True
-    shape = _draw_shape(random, load, actions)
+    shape = _with_replicas(_draw_shape(random, load, actions), seed)
     plan = draw_connector(random, connector, load.options, shape.scheduler["prefix_caching"])
     return Scenario(seed, workload, shape, plan, rates, end + 1.0, actions)
 
@@ -180,6 +183,12 @@ def _draw_shape(random: Random, load: Workload, actions: tuple[Action, ...]) -> 
     link = options.get("link", drawn)
     world_size = options.get("world_size", random.choice((1, 1, 1, 2)))
     return Shape(groups, needed + spare, world_size, scheduler, link)
+
+
+def _with_replicas(shape: Shape, seed: int) -> Shape:
+    # From a source of its own, so that seeds which have found something still draw the same otherwise.
+    possible = [count for count in range(1, shape.world_size + 1) if shape.world_size % count == 0]
+    return replace(shape, num_replicas=Random(f"{seed}/same-shard").choice(possible))  # noqa: S311  # repeatable, on purpose
 
 
 def _draw_groups(random: Random) -> tuple[GroupPlan, ...]:
@@ -245,7 +254,7 @@ class World:
         self._links, self._faulty, self._queues = [], [], []
         self.copies = [CopiesInFlight(rank) for rank in range(shape.world_size)]
         engine = SimulatedEngine(
-            layout_of(shape.groups, shape.num_blocks, shape.world_size),
+            layout_of(shape.groups, shape.num_blocks, shape.world_size, shape.num_replicas),
             self._factory,
             clock=self.clock,
             with_context=connector.with_context,
@@ -260,7 +269,7 @@ class World:
 
     def _share_tiers(self, other: World) -> None:
         for own, theirs in zip(self._tiered, other._tiered, strict=True):  # of the same class
-            own.share(theirs, self._scenario.shape.world_size)
+            own.share(theirs, self._scenario.shape.world_size // self._scenario.shape.num_replicas)
 
     def shared_shards(self) -> Iterator[list[SimulatedMedium]]:
         """Yield the shards of each tier that other machines share."""
@@ -297,13 +306,14 @@ class World:
     def _make_tier(self, plan: TierPlan) -> KVConnectorFactory:
         if plan.lower:
             return self._make_tiered(plan)
-        # Checksums live as long as the tier: per worker, by row.
+        # Checksums live as long as the tier: per shard, by row.
         sums: dict[int, dict[int, int]] = {}
 
         def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
             transfers: TransferWorker = self._make_link(region, rows, environment.rank)
             if self._checksums and self.source.is_possible(DAMAGING):
-                transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(environment.rank, {}))
+                shard = environment.rank // environment.layout.num_replicas
+                transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(shard, {}))
             return self._faulty_transfers(transfers, region, rows, environment.rank, self.source)
 
         may_change = self.source.is_possible((Fault.GONE, Fault.FULL, Fault.UNDECIDED))
