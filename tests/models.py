@@ -44,10 +44,10 @@ _COMMON: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **changes: LlamaConfig(**_COMMON | changes, num_hidden_layers=3),
-    "qwen2": lambda **changes: Qwen2Config(**_COMMON | changes, num_hidden_layers=3),
-    "qwen3": lambda **changes: Qwen3Config(**_COMMON | changes, num_hidden_layers=3),
-    "mistral-window": lambda **changes: MistralConfig(**_COMMON | changes, num_hidden_layers=3, sliding_window=WINDOW),
+    "llama": lambda **changes: LlamaConfig(**_COMMON | changes, num_hidden_layers=2),
+    "qwen2": lambda **changes: Qwen2Config(**_COMMON | changes, num_hidden_layers=2),
+    "qwen3": lambda **changes: Qwen3Config(**_COMMON | changes, num_hidden_layers=2),
+    "mistral-window": lambda **changes: MistralConfig(**_COMMON | changes, num_hidden_layers=2, sliding_window=WINDOW),
     "gemma3": lambda **changes: Gemma3TextConfig(
         **_COMMON | changes,
         num_hidden_layers=5,
@@ -81,14 +81,15 @@ def save_model(kind: str, directory: Path, **changes: int) -> str:
 def read_once(directory: Path) -> Iterator[None]:
     """Within the block, engines in this process get copies of the models in a directory, each of which is read once.
 
-    To read one takes four times as long as to copy it, and longer than many a test needs it.
+    To read one takes longer than many a test needs it. The copies share the weights, which no engine changes.
     """
     read = functools.cache(load_model)
 
     def load(info: ModelInfo, device: torch.device, world_size: int = 1) -> PreTrainedModel:
         if world_size > 1 or Path(info.path).parent != directory:
             return load_model(info, device, world_size)
-        return copy.deepcopy(read(info, device))
+        model = read(info, device)
+        return copy.deepcopy(model, {id(weights): weights for weights in model.parameters()})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf_runner, "load_model", load)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -48,6 +49,7 @@ from tests.executor.ranks import (
     UndeclaredWorker,
 )
 from tests.executor.split import OFFLOAD, OPTIONS, MakeModel, serve
+from tests.forks import fork_server
 
 LAYOUT = simulated_layout(20, windows=(None, 6), world_size=2)
 ORDER = [
@@ -475,9 +477,9 @@ def _try_a_step(executor: MultiprocessExecutor, channel: multiprocessing.connect
 @contextmanager
 def _another_engine(
     run: Callable[..., None], *options: object
-) -> Iterator[tuple[SpawnProcess, multiprocessing.connection.Connection]]:
+) -> Iterator[tuple[BaseProcess, multiprocessing.connection.Connection]]:
     """A process that runs ``run`` on its end of a pipe, and our end."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=run, args=(theirs, *options))
     with ours, theirs:

@@ -273,10 +273,12 @@ class _Writer(pickle.Pickler):
         super().__init__(stream)
         self._apart = apart
 
-    def persistent_id(self, obj: object) -> int | None:
-        """Return who an object is if it is not to be written down."""
-        return id(obj) if isinstance(obj, _APART) or id(obj) in self._apart else None
-
     def reducer_override(self, obj: object) -> Any:
-        """Write of a manager with faults only the one inside: the faults are drawn anew whenever it is asked."""
+        """Write down who an object is, if no more is to be said of it, and of a manager with faults only the one inside.
+
+        Faults are drawn anew whenever such a manager is asked. Most of a state is numbers, texts and containers, of which
+        this is not asked.
+        """
+        if isinstance(obj, _APART) or id(obj) in self._apart:
+            return int, (id(obj),)
         return (FaultyManager, (obj.inner,)) if isinstance(obj, FaultyManager) else NotImplemented
