@@ -74,7 +74,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     with quiet_logging():  # stores are given up on purpose
         for name, requests in {
             "hot": _hot(10 if quick else 200),
-            **{n: _read(at)[: 400 if quick else None] for n, at in traces.items()},
+            **{n: _read(at)[: 200 if quick else None] for n, at in traces.items()},
         }.items():
             device = NUM_HOT * (HOT_CHUNKS + 4) if name == "hot" else _device_size(requests)
             for policy, size, given_up in product(policies, sizes, (0.0, GIVEN_UP_PART)):

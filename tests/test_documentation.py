@@ -73,9 +73,9 @@ def commands(text: str) -> list[list[str]]:
 
 SHORTER = {
     "demo": ["--turns", "2", "--answer-tokens", "1", "--num-device-blocks", "300"],
-    "simulate": ["--seeds", "2"],
-    "replay trace.jsonl": ["--until", "200"],
-    "plan --model M --trace trace.jsonl": ["--until", "200"],
+    "simulate": ["--seeds", "2", "--jobs", "1"],
+    "replay trace.jsonl": ["--until", "100"],
+    "plan --model M --trace trace.jsonl": ["--until", "100"],
 }
 
 

@@ -314,7 +314,7 @@ def test_a_small_host_over_a_large_disk(
     options = OPTIONS | {"num_device_blocks": 60, "max_model_len": 120}
     with SettledLLM(tiny_model("llama"), **options) as plain:
         expected = tokens(ask(plain, asked))
-    llm = make_llm(tiny_model("llama"), offload=offload(disk(tmp_path), host_bytes="400KiB"), **options)
+    llm = make_llm(tiny_model("llama"), offload=offload(disk(tmp_path), host_bytes="270KiB"), **options)
     num_restored = 0
     for _ in range(3):
         outputs = llm.generate(asked, SAMPLING)
@@ -340,7 +340,7 @@ def test_on_two_workers_each_with_its_shard(
 ) -> None:
     model = save_model("llama", tmp_path_factory.mktemp("models"), vocab_size=200)  # which two workers divide
     small = {"num_device_blocks": 40, "max_model_len": 120, "tensor_parallel_size": 2}
-    config = offload(disk(tmp_path), host_bytes="100KiB", restore_timeout_s=60.0)
+    config = offload(disk(tmp_path), host_bytes="64KiB", restore_timeout_s=60.0)
     llm = make_llm(model, offload=config, **(OPTIONS | small))
     expected = tokens(ask(llm, prompts()))
     again = ask(llm, prompts())
@@ -373,22 +373,22 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
     monkeypatch.setattr("cargohold.connector.offloading.factory.open_tier", opened)
     config = offload(disk(tmp_path), restore_timeout_s=0.1, transfer_timeout_s=0.5)
     with SettledLLM(tiny_model("llama"), **OPTIONS) as plain:
-        expected = tokens(ask(plain, prompts(6)))
+        expected = tokens(ask(plain, prompts(3)))
     with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as llm:
-        outputs = ask(llm, prompts(6))
+        outputs = ask(llm, prompts(3))
         assert tokens(outputs) == expected
         assert not any(counts.get("disk") for counts in restored(outputs))
         is_well.set()
         others = iter(range(10**6))
         while not any(tier.usage().num_chunks for tier in memory.values()):  # until the breaker lets work through
-            llm.generate([[next(others) % VOCAB_SIZE] * 50], SAMPLING)
+            llm.generate([[next(others) % VOCAB_SIZE] * 50], SamplingParams(max_tokens=1))
             time.sleep(0.1)
     config = replace(config, restore_timeout_s=60.0, transfer_timeout_s=60.0)
     again = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
-    assert tokens(ask(again, prompts(6))) == expected
+    assert tokens(ask(again, prompts(3))) == expected
     (tier,) = memory.values()
-    assert tier.usage().num_chunks >= 6 * 25
-    assert restored(ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts(6)))[0]["disk"] == 100
+    assert tier.usage().num_chunks >= 3 * 25
+    assert restored(ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts(3)))[0]["disk"] == 100
 
 
 def test_what_is_being_written_when_the_engine_stops_is_there_after_a_restart(

@@ -57,7 +57,7 @@ def visits() -> list[list[list[int]]]:
 
 def run(llm: LLM, *, batched: bool) -> tuple[list[tuple[int, ...]], int]:
     """Tokens of all visits in order, and how many tokens were restored."""
-    sampling = SamplingParams(max_tokens=6)
+    sampling = SamplingParams(max_tokens=4)
     outputs = []
     for prompts in visits():
         outputs += llm.generate(prompts, sampling) if batched else [llm.generate([p], sampling)[0] for p in prompts]
@@ -154,7 +154,7 @@ def test_what_is_restored_matters(
     monkeypatch.setattr("cargohold.connector.offloading.factory.HostMemory", remember)
     options: dict[str, Any] = {"num_device_blocks": 1 + 30 * NUM_GROUPS.get(kind, 1), "max_model_len": 110}
     llm = make_llm(tiny_model(kind), device=device, offload=EAGER, block_tokens=4, **options)
-    sampling = SamplingParams(max_tokens=6)
+    sampling = SamplingParams(max_tokens=4)
     first, second, third = visits()
     for prompts in (first, second):
         for prompt in prompts:
@@ -182,7 +182,7 @@ PREEMPTED_QUICKLY = {
 
 def serve_all(llm: LLM) -> list[RequestOutput]:
     """The outputs of all prompts, served at the same time."""
-    return llm.generate([prompt for prompts in visits() for prompt in prompts], SamplingParams(max_tokens=16))
+    return llm.generate([prompt for prompts in visits() for prompt in prompts], SamplingParams(max_tokens=12))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from cargohold import LLM, SamplingParams, UnsupportedModelError
 from tests.models import CONFIGS, VOCAB_SIZE, greedy_reference, make_model
 
-NUM_TOKENS = 14
+NUM_TOKENS = 10
 
 
 def prompts(count: int, longest: int = 90) -> list[list[int]]:
@@ -33,7 +33,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def reference(kind: str) -> list[tuple[int, ...]]:
     model = make_model(kind)
-    return [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts(8)]
+    return [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts(6)]
 
 
 def generate(llm: LLM, batch: list[list[int]]) -> list[tuple[int, ...]]:
@@ -50,15 +50,15 @@ def test_tokens_are_those_of_transformers_when_batched(
     kind: str, reference: list[tuple[int, ...]], tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     llm = make_llm(tiny_model(kind), block_tokens=4)
-    assert generate(llm, prompts(8)) == reference
-    assert generate(llm, prompts(8)) == reference, "and again, from the prefix cache"
+    assert generate(llm, prompts(6)) == reference
+    assert generate(llm, prompts(6)) == reference, "and again, from the prefix cache"
 
 
 def test_tokens_are_those_of_transformers_one_by_one(
     kind: str, reference: list[tuple[int, ...]], tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     llm = make_llm(tiny_model(kind), block_tokens=4, prefix_caching=False)
-    assert [generate(llm, [prompt])[0] for prompt in prompts(8)[:3]] == reference[:3]
+    assert [generate(llm, [prompt])[0] for prompt in prompts(6)[:3]] == reference[:3]
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [pytest.param(3, marks=pytest.mark.long), 16])
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_transformers_when_prompts_are_chunked(
     make_llm: Callable[..., LLM],
 ) -> None:
     llm = make_llm(tiny_model(kind), block_tokens=8, max_num_batched_tokens=max_num_batched_tokens)
-    assert generate(llm, prompts(8)) == reference
+    assert generate(llm, prompts(6)) == reference
 
 
 def test_tokens_are_those_of_transformers_when_requests_are_preempted(
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_transformers_when_requests_are_preempted(
         max_model_len=108,
         max_num_batched_tokens=32,
     )
-    outputs = llm.generate(prompts(8), SamplingParams(max_tokens=NUM_TOKENS))
+    outputs = llm.generate(prompts(6), SamplingParams(max_tokens=NUM_TOKENS))
     assert [output.token_ids for output in outputs] == reference
     if kind != "mistral-window":  # its requests hold a window each, so that all eight fit
         assert sum(output.metrics.preemptions for output in outputs) > 0, "the pool was not small enough"

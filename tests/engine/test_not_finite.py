@@ -165,7 +165,7 @@ def test_rows_behind_a_load_of_a_part_of_a_block_have_no_influence(
     length = 21
     num_tokens = length - num_left
     scheduler = PartScheduler(num_tokens, num_blocks=-(-num_tokens // 8))
-    worker = PartWorker(num_tokens, num_layers=3, block_tokens=8)
+    worker = PartWorker(num_tokens, num_layers=2, block_tokens=8)
     llm = make_llm(
         tiny_model("llama"),
         block_tokens=8,

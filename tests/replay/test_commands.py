@@ -92,9 +92,9 @@ class TestReplay:
         assert 0 < found["saved_prefill_s"] < found["hit_tokens"] / 100
 
     def test_the_model_tells_the_bytes(self, cargohold: Command, small: str, tiny_model: Callable[[str], str]) -> None:
-        result = cargohold("replay", small, "-s", "18KiB", "-p", "lru", "--model", tiny_model("llama"), "--json")
+        result = cargohold("replay", small, "-s", "12KiB", "-p", "lru", "--model", tiny_model("llama"), "--json")
         facts = json.loads(result.out)
-        assert facts["cost_model"]["bytes_per_token"] == 3 * 2 * 2 * 12 * 4
+        assert facts["cost_model"]["bytes_per_token"] == 2 * 2 * 2 * 12 * 4
         assert facts["results"][0]["capacity_chunks"] == [2]
 
     def test_processes_find_the_same(self, cargohold: Command) -> None:
@@ -387,7 +387,7 @@ class TestPlan:
     def test_words_and_table(self, cargohold: Command) -> None:
         result = cargohold(
             "plan", "--trace", TRACE_FILE, "--bytes-per-token", "1024", "--host-bytes", "8MiB", "--disk-bytes", "64MiB",
-            "--prefill-tokens-per-s", "2000", "--policy", "lru", "--until", "400",
+            "--prefill-tokens-per-s", "2000", "--policy", "lru", "--until", "200",
         )  # fmt: skip
         assert result.status == 0, result.err
         for words in ("* Recommended: ", "8.0 MiB of host memory", "64 MiB of disk", "This machine", "next GiB"):
@@ -406,7 +406,7 @@ class TestPlan:
         page = tmp_path / "page.html"
         arguments = (
             "plan", "-t", TRACE_FILE, "--bytes-per-token", "1024", "--host-bytes", "8MiB", "--disk-bytes", "16MiB",
-            "--prefill-tokens-per-s", "2000", "--policy", "lru", "--until", "200", "--json", "--html", str(page),
+            "--prefill-tokens-per-s", "2000", "--policy", "lru", "--until", "100", "--json", "--html", str(page),
         )  # fmt: skip
         facts = json.loads(cargohold(*arguments).out)
         assert facts["disk"]["problems"] != [] and "Not recommended: 16 MiB of disk." in page.read_text()

@@ -46,9 +46,9 @@ def conversations(minutes: float) -> Workload:
     rng = random.Random(3)
     lines: list[tuple[float, list[int]]] = []
     next_id = 0
-    for chat in range(60 * 35):
+    for chat in range(60 * 35 // 2):
         # It begins an hour earlier, so that what is kept does not begin with beginnings.
-        arrival_s, path = 4.0 * chat - 60 * 60, list[int]()
+        arrival_s, path = 8.0 * chat - 60 * 60, list[int]()
         while True:
             path = [*path, *range(next_id, next_id + 2)]
             next_id += 2

@@ -111,7 +111,7 @@ def test_the_replay_agrees_with_an_engine_that_offloads(
     tmp_path: Path,
 ) -> None:
     model = tiny_model("llama")
-    block_bytes = 3 * 2 * BLOCK_TOKENS * 2 * 12 * 4
+    block_bytes = 2 * 2 * BLOCK_TOKENS * 2 * 12 * 4
     llm = make_llm(
         model,
         offload=OffloadConfig(

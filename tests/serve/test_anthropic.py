@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from cargohold.serve.server import Server
+from tests.serve import clients
 from tests.serve.running import call
 
 HELLO: Any = [{"role": "user", "content": "Tell me about the harbour."}]
@@ -18,18 +18,18 @@ OF_OURS: Any = {"model": "chat", "max_tokens": 8, "extra_body": {"temperature": 
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+def client(server: Server) -> Iterator[clients.anthropic.Anthropic]:
+    with clients.anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
 
-def text_of(message: anthropic.types.Message) -> str:
+def text_of(message: clients.anthropic.types.Message) -> str:
     (block,) = message.content
     assert block.type == "text"
     return block.text
 
 
-def test_a_message_is_what_the_other_interface_answers(client: anthropic.Anthropic, server: Server) -> None:
+def test_a_message_is_what_the_other_interface_answers(client: clients.anthropic.Anthropic, server: Server) -> None:
     message = client.messages.create(**OF_OURS, messages=HELLO, system="Be brief.")
     system = {"role": "system", "content": "Be brief."}
     answer = call(server, "/v1/chat/completions", {**ASKED, "messages": [system, *HELLO]}).json
@@ -37,7 +37,7 @@ def test_a_message_is_what_the_other_interface_answers(client: anthropic.Anthrop
     assert (message.stop_reason, message.role, message.model) == ("max_tokens", "assistant", "chat")
 
 
-def test_a_stream_adds_up_to_the_message(client: anthropic.Anthropic) -> None:
+def test_a_stream_adds_up_to_the_message(client: clients.anthropic.Anthropic) -> None:
     whole = client.messages.create(**OF_OURS, messages=HELLO)
     with client.messages.stream(**OF_OURS, messages=HELLO) as stream:
         pieces = list(stream.text_stream)
@@ -46,7 +46,7 @@ def test_a_stream_adds_up_to_the_message(client: anthropic.Anthropic) -> None:
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 8)
 
 
-def test_blocks_and_marks_for_caching_are_read(client: anthropic.Anthropic) -> None:
+def test_blocks_and_marks_for_caching_are_read(client: clients.anthropic.Anthropic) -> None:
     mark = {"type": "ephemeral"}
     system: Any = [{"type": "text", "text": "Be brief.", "cache_control": mark}]
     blocks: Any = [{"role": "user", "content": [{"type": "text", "text": HELLO[0]["content"], "cache_control": mark}]}]
@@ -54,7 +54,7 @@ def test_blocks_and_marks_for_caching_are_read(client: anthropic.Anthropic) -> N
     assert text_of(client.messages.create(**OF_OURS, messages=blocks, system=system)) == text_of(plain)
 
 
-def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_named(client: clients.anthropic.Anthropic) -> None:
     text = text_of(client.messages.create(**OF_OURS, messages=HELLO))
     stop = text[len(text) // 2 :][:3]
     message = client.messages.create(**OF_OURS, messages=HELLO, stop_sequences=["never seen", stop])
@@ -62,7 +62,7 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_all_tokens_of_the_prompt_are_counted_once(client: anthropic.Anthropic) -> None:
+def test_all_tokens_of_the_prompt_are_counted_once(client: clients.anthropic.Anthropic) -> None:
     conversation: Any = [{"role": "user", "content": f"counted {'The ship sails on. ' * 40}"}]
     (total,) = {client.messages.count_tokens(model="chat", messages=conversation).input_tokens}
     for round_ in range(2):
@@ -94,8 +94,8 @@ def test_refusals_have_the_form_of_anthropic(server: Server, body: dict[str, Any
     assert message in reply.json["error"]["message"]
 
 
-def test_errors_are_those_that_the_client_expects(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+def test_errors_are_those_that_the_client_expects(client: clients.anthropic.Anthropic) -> None:
+    with pytest.raises(clients.anthropic.NotFoundError, match="not_found_error"):
         client.messages.create(**{**OF_OURS, "model": "claude"}, messages=HELLO)
 
 

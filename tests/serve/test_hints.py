@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from cargohold import ConfigError, DiskTierConfig, OffloadConfig
 from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig, Tenant, with_shares
+from tests.serve import clients
 from tests.serve.running import Reply, call, running, wait_until
 
 TEXT = "The ship sails on. " * 40
@@ -47,7 +46,7 @@ def small(chat_model: str) -> Iterator[Server]:
 def test_what_anthropics_client_marks_stays_when_others_come(small: Server, mark: Any) -> None:
     block: Any = {"type": "text", "text": f"Marked. {TEXT}"}
     conversation: Any = [{"role": "user", "content": [block if mark is None else {**block, "cache_control": mark}]}]
-    with anthropic.Anthropic(base_url=small.url, api_key="none", max_retries=0) as client:
+    with clients.anthropic.Anthropic(base_url=small.url, api_key="none", max_retries=0) as client:
         client.messages.create(model="chat", max_tokens=2, messages=conversation)
         for number in range(6):
             other = {"model": "chat", "prompt": f"Other {number}. {TEXT}", "max_tokens": 2}
@@ -87,7 +86,7 @@ def test_impossible_marks_are_refused(server: Server, mark: Any, times: int, mes
 
 
 def test_openais_client_keeps_a_prompt_for_long(server: Server) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with clients.openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": "chat", "messages": [{"role": "user", "content": f"Kept. {TEXT}"}], "max_tokens": 1}
         answer = client.chat.completions.create(**asked, prompt_cache_retention="24h", prompt_cache_key="me")
     (told,) = (note for note in notes(server, answer.id) if "prompt_cache_retention" in note)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from cargohold import LLM, SamplingParams
 from cargohold.serve.server import Server
+from tests.serve import clients
 from tests.serve.running import call
 
 HELLO: Any = [{"role": "user", "content": "Tell me about the harbour."}]
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+def client(server: Server) -> Iterator[clients.openai.OpenAI]:
+    with clients.openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -25,15 +25,15 @@ def long_prompt(start: str) -> str:
     return f"{start} {'The ship sails on. ' * 40}"
 
 
-def test_the_model_is_listed_under_its_name(client: openai.OpenAI) -> None:
+def test_the_model_is_listed_under_its_name(client: clients.openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == "chat"
     assert client.models.retrieve("chat").id == "chat"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here, but 'chat'"):
+    with pytest.raises(clients.openai.NotFoundError, match="there is no model 'gpt-4' here, but 'chat'"):
         client.models.retrieve("gpt-4")
 
 
-def test_answers_are_those_of_the_library(client: openai.OpenAI, chat_model: str) -> None:
+def test_answers_are_those_of_the_library(client: clients.openai.OpenAI, chat_model: str) -> None:
     with LLM(chat_model, num_device_blocks=600) as llm:
         expected = llm.chat(HELLO, SamplingParams(max_tokens=12)).text
         completed = llm.generate("Once upon a time", SamplingParams(max_tokens=12))[0].text
@@ -44,7 +44,7 @@ def test_answers_are_those_of_the_library(client: openai.OpenAI, chat_model: str
     assert text.choices[0].text == completed
 
 
-def test_a_stream_has_the_same_text_piece_by_piece_and_its_usage(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_same_text_piece_by_piece_and_its_usage(client: clients.openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="chat", messages=HELLO, max_tokens=9, temperature=0)
     chunks = list(
         client.chat.completions.create(
@@ -65,7 +65,7 @@ def test_a_stream_has_the_same_text_piece_by_piece_and_its_usage(client: openai.
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, 9)
 
 
-def test_completions_of_several_prompts_keep_their_order(client: openai.OpenAI) -> None:
+def test_completions_of_several_prompts_keep_their_order(client: clients.openai.OpenAI) -> None:
     prompts = ["Once upon a time", "In the harbour"]
     alone = [client.completions.create(model="chat", prompt=prompt, temperature=0) for prompt in prompts]
     together = client.completions.create(model="chat", prompt=prompts, temperature=0)
@@ -77,7 +77,7 @@ def test_completions_of_several_prompts_keep_their_order(client: openai.OpenAI) 
     assert streamed == [one.choices[0].text for one in alone]
 
 
-def test_usage_of_several_prompts_is_the_same_in_a_stream(client: openai.OpenAI) -> None:
+def test_usage_of_several_prompts_is_the_same_in_a_stream(client: clients.openai.OpenAI) -> None:
     prompts = [f"usage {'The ship sails on. ' * times}" for times in (30, 1)]
     usages = []
     for prompt in prompts:  # so that all of it is cached from now on
@@ -92,14 +92,14 @@ def test_usage_of_several_prompts_is_the_same_in_a_stream(client: openai.OpenAI)
     assert usages[0] == usages[1] and usages[0].prompt_tokens_details.cached_tokens > 100
 
 
-def test_a_prompt_may_be_token_ids(client: openai.OpenAI, server: Server) -> None:
+def test_a_prompt_may_be_token_ids(client: clients.openai.OpenAI, server: Server) -> None:
     token_ids = server.desk.llm.tokenize("Once upon a time")
     text = client.completions.create(model="chat", prompt="Once upon a time", temperature=0).choices[0].text
     for prompt in (token_ids, [token_ids]):
         assert client.completions.create(model="chat", prompt=prompt, temperature=0).choices[0].text == text
 
 
-def test_several_answers_differ_and_repeat_with_their_seed(client: openai.OpenAI) -> None:
+def test_several_answers_differ_and_repeat_with_their_seed(client: clients.openai.OpenAI) -> None:
     def texts() -> list[str | None]:
         answer = client.chat.completions.create(model="chat", messages=HELLO, max_tokens=8, n=3, seed=7)
         assert answer.usage is not None and answer.usage.completion_tokens == 24
@@ -110,7 +110,7 @@ def test_several_answers_differ_and_repeat_with_their_seed(client: openai.OpenAI
     assert texts() == first
 
 
-def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
+def test_a_stop_string_ends_the_answer_before_it(client: clients.openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="chat", messages=HELLO, max_tokens=30, temperature=0)
     text = whole.choices[0].message.content
     assert text is not None
@@ -120,7 +120,7 @@ def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_what_came_from_the_cache_is_in_the_usage(client: openai.OpenAI) -> None:
+def test_what_came_from_the_cache_is_in_the_usage(client: clients.openai.OpenAI) -> None:
     def cached(prompt: str, **extra: Any) -> int:
         answer = client.completions.create(model="chat", prompt=prompt, max_tokens=1, extra_body=extra)
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
@@ -133,7 +133,7 @@ def test_what_came_from_the_cache_is_in_the_usage(client: openai.OpenAI) -> None
     assert cached(prompt, cache_salt="mine") >= 100
 
 
-def test_parts_of_text_and_the_role_of_developers_are_understood(client: openai.OpenAI) -> None:
+def test_parts_of_text_and_the_role_of_developers_are_understood(client: clients.openai.OpenAI) -> None:
     plain: Any = [{"role": "system", "content": "Be brief."}, *HELLO]
     parts: Any = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
@@ -148,9 +148,9 @@ def test_parts_of_text_and_the_role_of_developers_are_understood(client: openai.
     assert len(texts) == 1
 
 
-def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(client: openai.OpenAI) -> None:
+def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(client: clients.openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
-    with pytest.raises(openai.BadRequestError, match="the chat template of this model has no place for tools"):
+    with pytest.raises(clients.openai.BadRequestError, match="the chat template of this model has no place for tools"):
         client.chat.completions.create(model="chat", messages=HELLO, tools=tools)
     answer = client.chat.completions.create(model="chat", messages=HELLO, tools=tools, tool_choice="none", max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
@@ -219,13 +219,13 @@ def test_scores_are_refused_also_where_a_number_asks_for_them(server: Server) ->
     assert (reply.status, reply.json["error"]["param"]) == (400, "logprobs")
 
 
-def test_a_prompt_that_is_too_long_is_told_by_its_code(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens") as caught:
+def test_a_prompt_that_is_too_long_is_told_by_its_code(client: clients.openai.OpenAI) -> None:
+    with pytest.raises(clients.openai.BadRequestError, match="maximum context length is 8192 tokens") as caught:
         client.completions.create(model="chat", prompt="The ship sails on. " * 3000)
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
+def test_an_unknown_model_is_not_found(client: clients.openai.OpenAI) -> None:
+    with pytest.raises(clients.openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-4", messages=HELLO)
     assert caught.value.code == "model_not_found"

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.serve.server import Server
 from cargohold.serve.tools import AnswerReader, Part, ToolCall
+from tests.serve import clients
 from tests.serve.running import running
 from tests.serve.scripted_model import save_scripted_model
 
@@ -154,14 +153,14 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def of_openai(scripted: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
+def of_openai(scripted: Server) -> Iterator[clients.openai.OpenAI]:
+    with clients.openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def of_anthropic(scripted: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as client:
+def of_anthropic(scripted: Server) -> Iterator[clients.anthropic.Anthropic]:
+    with clients.anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -189,7 +188,7 @@ def asked_anthropic(script: str, **fields: Any) -> Any:
     ],
 )
 def test_openais_client_gets_calls_whole_and_in_a_stream(
-    of_openai: openai.OpenAI, script: str, text: str | None, arguments: list[str]
+    of_openai: clients.openai.OpenAI, script: str, text: str | None, arguments: list[str]
 ) -> None:
     (choice,) = of_openai.chat.completions.create(**asked(script)).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", text)
@@ -205,7 +204,7 @@ def test_openais_client_gets_calls_whole_and_in_a_stream(
     assert len({one.id for one in [*calls, *again]}) == 2 * len(arguments)
 
 
-def test_openais_client_tells_the_model_what_came_of_a_call(of_openai: openai.OpenAI) -> None:
+def test_openais_client_tells_the_model_what_came_of_a_call(of_openai: clients.openai.OpenAI) -> None:
     request = asked("tagged")
     (choice,) = of_openai.chat.completions.create(**request).choices
     (made,) = choice.message.tool_calls or []
@@ -214,7 +213,7 @@ def test_openais_client_tells_the_model_what_came_of_a_call(of_openai: openai.Op
     assert (last.message.content, last.finish_reason) == ("High water is at noon.", "stop")
 
 
-def test_openais_client_gets_text_where_nothing_is_called(of_openai: openai.OpenAI) -> None:
+def test_openais_client_gets_text_where_nothing_is_called(of_openai: clients.openai.OpenAI) -> None:
     text = "".join(SCRIPTS["unknown"])
     (choice,) = of_openai.chat.completions.create(**asked("unknown")).choices
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
@@ -224,7 +223,7 @@ def test_openais_client_gets_text_where_nothing_is_called(of_openai: openai.Open
     assert len(choice.message.tool_calls or ()) == 1
 
 
-def test_a_call_that_is_cut_off_is_text(of_openai: openai.OpenAI) -> None:
+def test_a_call_that_is_cut_off_is_text(of_openai: clients.openai.OpenAI) -> None:
     (choice,) = of_openai.chat.completions.create(**asked("tagged", max_tokens=6)).choices
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert choice.message.content == "".join(SCRIPTS["tagged"][:6])
@@ -235,7 +234,7 @@ def test_a_call_that_is_cut_off_is_text(of_openai: openai.OpenAI) -> None:
     [("tagged", ["text", "tool_use"], [{"at": "noon"}]), ("twice", ["tool_use", "tool_use"], [{"at": 1}, {"at": 2}])],
 )
 def test_anthropics_client_gets_calls_whole_and_in_a_stream(
-    of_anthropic: anthropic.Anthropic, script: str, kinds: list[str], inputs: list[Any]
+    of_anthropic: clients.anthropic.Anthropic, script: str, kinds: list[str], inputs: list[Any]
 ) -> None:
     message: Any = of_anthropic.messages.create(**asked_anthropic(script))
     with of_anthropic.messages.stream(**asked_anthropic(script)) as stream:
@@ -250,7 +249,7 @@ def test_anthropics_client_gets_calls_whole_and_in_a_stream(
         )
 
 
-def test_anthropics_client_tells_the_model_what_came_of_a_call(of_anthropic: anthropic.Anthropic) -> None:
+def test_anthropics_client_tells_the_model_what_came_of_a_call(of_anthropic: clients.anthropic.Anthropic) -> None:
     request = asked_anthropic("tagged")
     message: Any = of_anthropic.messages.create(**request)
     result = {"type": "tool_result", "tool_use_id": message.content[-1].id, "content": "noon"}
@@ -260,7 +259,7 @@ def test_anthropics_client_tells_the_model_what_came_of_a_call(of_anthropic: ant
     assert last.stop_reason == "end_turn"
 
 
-def test_anthropics_client_gets_at_most_one_call_if_it_says_so(of_anthropic: anthropic.Anthropic) -> None:
+def test_anthropics_client_gets_at_most_one_call_if_it_says_so(of_anthropic: clients.anthropic.Anthropic) -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     message = of_anthropic.messages.create(**asked_anthropic("twice", tool_choice=choice))
     assert [block.type for block in message.content] == ["tool_use"]

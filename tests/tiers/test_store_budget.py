@@ -241,7 +241,7 @@ def written_by(seed: int, *, told: bool, monkeypatch: pytest.MonkeyPatch) -> tup
     return workers, max_bytes
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 48))])
 def test_workers_of_one_engine_keep_a_limit_whoever_looks_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, max_bytes = written_by(seed, told=True, monkeypatch=monkeypatch)
     assert workers.most <= max_bytes
