@@ -55,7 +55,7 @@ class TestOffloadingLonger(TestOffloading):
     num_seeds: ClassVar[int] = 5
 
 
-@pytest.mark.long  # the simulation's quick seeds have larger chunks, too
+@pytest.mark.long
 class TestOffloadingInChunks(TestOffloading):
     num_seeds: ClassVar[int] = 5
     config: ClassVar[dict[str, Any]] = {"host_bytes": 20 * 256, "blocks_per_chunk": 2, "policy": "arc"}
@@ -66,7 +66,7 @@ class TestLazyOffloadingLonger(TestLazyOffloading):
     num_seeds: ClassVar[int] = 5
 
 
-@pytest.mark.long  # quick tests of composed connectors are in ``connector.test_multi``, and in the simulation
+@pytest.mark.long
 class TestComposed(Quick):
     num_seeds: ClassVar[int] = 5
     takes_real_time: ClassVar[bool] = True
@@ -74,3 +74,12 @@ class TestComposed(Quick):
     def factory(self) -> KVConnectorFactory:
         eager = [OffloadingFactory(OffloadConfig(host_bytes=64 * 64, policy=policy)) for policy in sorted(POLICIES)]
         return MultiConnectorFactory(tuple(eager[:2]))
+
+
+@pytest.mark.parametrize("suite", [TestOffloadingInChunks, TestComposed])
+def test_larger_chunks_and_composed_connectors_pass_its_first_test(
+    suite: type[ConnectorConformance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One workload in the quick tests, all of them in the long ones."""
+    monkeypatch.setattr(suite, "num_seeds", 1)
+    suite().test_tokens_blocks_and_endings_are_right("shared-prefix")

@@ -147,8 +147,8 @@ def test_what_is_restored_matters(
     """The control: with corrupted bytes in the tier, tokens must differ, or the test above would prove nothing."""
     memories: list[HostMemory] = []
 
-    def remember(num_rows: int, row_bytes: int) -> HostMemory:
-        memories.append(HostMemory(num_rows, row_bytes))
+    def remember(*arguments: Any) -> HostMemory:
+        memories.append(HostMemory(*arguments))
         return memories[-1]
 
     monkeypatch.setattr("cargohold.connector.offloading.factory.HostMemory", remember)
