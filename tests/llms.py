@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from cargohold import LLM, RequestOutput, SamplingParams
 from cargohold.base_llm import BaseLLM, Prompt
 from cargohold.engine.core.scheduler import Scheduler
-from cargohold.engine.engine_thread import EngineThread
+from cargohold.engine.engine_thread import Answer, EngineThread
 from cargohold.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
@@ -40,7 +41,9 @@ class SettledLLM(LLM):
 
 def in_engine(llm: BaseLLM, question: Callable[[LLMEngine], T]) -> T:
     """Ask the engine something between two of its steps."""
-    return LLM._ask(llm, question)  # type: ignore[arg-type]  # uses nothing but the engine's thread
+    answers = SimpleQueue[Answer[T]]()
+    thread_of(llm).ask(question, answers.put)
+    return answers.get().get()
 
 
 def scheduler_of(llm: BaseLLM) -> Scheduler:

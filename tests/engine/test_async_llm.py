@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import pytest
 
 from cargohold import LLM, AsyncLLM, ConfigError, EngineDeadError, OffloadConfig, RequestError, SamplingParams
+from cargohold.engine.engine_thread import Answer
 from cargohold.engine.llm_engine import LLMEngine
-from tests.llms import scheduler_of
+from tests.llms import scheduler_of, thread_of
 
 T = TypeVar("T")
 
@@ -139,19 +140,19 @@ def test_a_request_is_aborted_by_its_id(serve: Serve) -> None:
 
 def test_the_event_loop_goes_on_while_the_engine_computes(serve: Serve) -> None:
     async def use(llm: AsyncLLM) -> None:
-        gate = threading.Event()
+        gate, answers = threading.Event(), list[Answer[bool]]()
 
         def compute(_: LLMEngine) -> bool:
             return gate.wait(60)
 
-        step = asyncio.create_task(llm._ask(compute))
+        thread_of(llm).ask(compute, answers.append)
         answer = asyncio.create_task(llm.generate(PROMPT, SHORT))
         for _ in range(5):
             await asyncio.sleep(0)  # would not return if a task waited for the engine's thread
         assert not answer.done()
         gate.set()
-        assert await step
         assert (await answer)[0].finished
+        assert [computed.get() for computed in answers] == [True]
 
     serve(use)
 
