@@ -142,7 +142,11 @@ def test_if_one_worker_cannot_share_memory_all_say_why(who: int) -> None:
     def start(at: int, exchange: Exchange) -> object:
         def garbled(message: bytes) -> Sequence[bytes]:
             told = exchange(message)
-            return [b"/proc/self/fd/-1"] if message.startswith(b"/proc") and at == who else told
+            return (
+                [told[0].partition(b"/")[0] + b"/proc/self/fd/-1"]
+                if message.startswith(b"8 rows") and at == who
+                else told
+            )
 
         return HostMemory(8, 4096, garbled)
 
@@ -157,3 +161,9 @@ def test_a_worker_without_memory_to_offer_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "memfd_create", refuse)
     errors = together(2, lambda _, exchange: HostMemory(8, 4096, exchange))
     assert all(isinstance(error, OSError) and "worker 0: no memory today" in str(error) for error in errors)
+
+
+def test_workers_whose_rows_differ_do_not_share() -> None:
+    errors = together(2, lambda at, exchange: HostMemory(8, 4096, exchange) if at else HostMemory(16, 2048, exchange))
+    reason = "worker 1: it has 8 rows of 4096 bytes, and worker 0 has 16 rows of 2048 bytes"
+    assert all(isinstance(error, OSError) and reason in str(error) for error in errors)

@@ -116,7 +116,7 @@ class HostMemory:
             reason = f"that is one worker's share, and its machine allows {format_bytes(limit)} in all"
             raise ConfigError("host_bytes", num_bytes, reason)
         self.is_shared = exchange is not None
-        self._memory = _anonymous(num_bytes) if exchange is None else _shared(num_bytes, exchange)
+        self._memory = _anonymous(num_bytes) if exchange is None else _shared(num_rows, row_bytes, exchange)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # The first write to small pages would cost more than the copy itself.
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -128,24 +128,28 @@ class HostMemory:
         return int(self.rows.shape[1])
 
 
-def _shared(num_bytes: int, exchange: Exchange) -> mmap.mmap:
+def _shared(num_rows: int, row_bytes: int, exchange: Exchange) -> mmap.mmap:
     """Return memory that all callers of ``exchange`` get. It has no name in any file system, so nothing is left behind.
 
     Each worker offers some, and all take the first one's. It is reached through its owner's open files: the system lets only
     processes of the same user do that.
 
     Raises:
-        OSError: one of the callers cannot have the memory. It is raised in all of them.
+        OSError: one of the callers cannot have the memory, or has rows of another size. It is raised in all of them.
     """
     offered, memory, fault = -1, None, ""
     try:
         offered = os.memfd_create("cargohold")
-        os.ftruncate(offered, num_bytes)
+        os.ftruncate(offered, num_rows * row_bytes)
     except OSError as error:
         fault = str(error)
-    first, *_ = exchange(f"/proc/{os.getpid()}/fd/{offered}".encode())
+    shape = f"{num_rows} rows of {row_bytes} bytes"
+    first, *_ = exchange(f"{shape}: /proc/{os.getpid()}/fd/{offered}".encode())
+    expected, _, path = first.decode().partition(": ")
+    if shape != expected:
+        fault = fault or f"it has {shape}, and worker 0 has {expected}"
     try:
-        memory = _map(first, num_bytes)
+        memory = _map(path, num_rows * row_bytes)
     except (OSError, ValueError) as error:  # or the first one could not give it its size
         fault = fault or str(error)
     faults = exchange(fault.encode())  # after this, nobody needs the one that was offered
@@ -157,7 +161,7 @@ def _shared(num_bytes: int, exchange: Exchange) -> mmap.mmap:
     return memory
 
 
-def _map(path: bytes, num_bytes: int) -> mmap.mmap:
+def _map(path: str, num_bytes: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, num_bytes)
