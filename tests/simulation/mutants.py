@@ -622,7 +622,7 @@ def waits_longer_than_computing_takes(patch: Patch) -> None:
     patch.setattr(Prefetcher, "_limit_by_computing", lambda *_: None)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=3)
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=8)
 def never_counts_the_time_of_a_wait(patch: Patch) -> None:
     patch.setattr(Waiting, "waited_s", property(lambda self: 0.0, lambda self, seconds: None))
 
@@ -654,12 +654,12 @@ def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
     patch.setattr(MediumHealth, "__init__", one_for_all)
 
 
-@mutant(connector="tiered", workload="endurance", first_seed=3)
+@mutant(connector="tiered", workload="endurance", first_seed=42)
 def never_learns_how_slow_loads_are(patch: Patch) -> None:
     patch.setattr(Fetches, "_note_pace", lambda *_: None)
 
 
-@mutant(connector="tiered", workload="endurance", first_seed=3)
+@mutant(connector="tiered", workload="endurance", first_seed=58)
 def always_asks_tiers_however_slow_they_are(patch: Patch) -> None:
     patch.setattr(Prefetcher, "_skip_slow", lambda *_: False)
 
