@@ -201,6 +201,7 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
         emits_events=plan.scheduler.emit_events,
         emits_salted_events=plan.scheduler.emit_salted_events,
         give_up_loads_after_s=plan.scheduler.give_up_loads_after_s,
+        loads_in_step=True,
     )
     with ExitStack() as on_failure:
         # The connector and the address for events come first, so that a bad option is refused before the weights are loaded.

@@ -322,6 +322,9 @@ class FailingLoads(TransferWorker):
         failed, self.failed = self.failed, []
         return failed + self.inner.poll()
 
+    def finish_loads(self) -> bool:
+        return not self.failed and self.inner.finish_loads()
+
     def finish_stores(self) -> None:
         self.inner.finish_stores()
 

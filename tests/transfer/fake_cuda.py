@@ -57,6 +57,7 @@ class Stream:
         with _disable_current_modes():
             is_done = bool(self.work) and self.work[0]()
         if is_done:
+            self._cuda.num_done += 1
             self.work.popleft()
         return is_done
 
@@ -72,6 +73,7 @@ class Event:
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self._is_done = False
+        self._at = 0
 
     def record(self, stream: Stream) -> None:
         stream.add(self._happen)
@@ -84,7 +86,14 @@ class Event:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         return self._is_done
 
+    def elapsed_time(self, later: Event) -> float:
+        """In milliseconds: one for each piece of work that streams have done in between."""
+        assert self._is_done
+        assert later._is_done
+        return float(later._at - self._at)
+
     def _happen(self) -> None:
+        self._at = self._cuda.num_done
         self._is_done = True
 
 
@@ -94,6 +103,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     Attributes:
         streams: all, in the order in which they were made; the first is the model's.
         num_waits: how often a copy held its caller up.
+        num_done: pieces of work that streams have done.
         refuses_locks: whether locking of pages fails.
         fails_in: number of further changes of tensors that are accepted before one cannot be enqueued; ``None`` for no limit.
         is_broken: whether every query of the device fails.
@@ -104,6 +114,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.streams: list[Stream] = []
         self.compute = Stream(self)
         self.num_waits = 0
+        self.num_done = 0
         self.refuses_locks = False
         self.fails_in: int | None = None
         self.is_broken = False
@@ -117,7 +128,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         for name, value in {
             "Stream": lambda _device, priority=0: Stream(self),  # the test chooses the order
             "synchronize": self._synchronize,
-            "Event": lambda: Event(self),
+            "Event": lambda enable_timing=False: Event(self),
             "current_stream": lambda _device: self._current,
             "stream": self._use,
             "device": _nothing,

@@ -57,13 +57,12 @@ class Bench:
 
     def __init__(self, cuda: FakeCuda, widths: Widths) -> None:
         self.cuda = cuda
-        self.clock = VirtualClock()
         self.regions = regions_of(widths)
         self.memory = HostMemory(NUM_ROWS, sum(widths))
         self.memory.rows[:] = 7
         self.rows = torch.from_numpy(self.memory.rows)
         cuda.put(*self.regions)
-        self.worker = CudaTransferWorker(self.regions, self.memory, self.clock, buffer_bytes=3 * sum(widths))
+        self.worker = CudaTransferWorker(self.regions, self.memory, buffer_bytes=3 * sum(widths))
         for lane in self.worker._lanes.values():
             if isinstance(lane.copies, StagedCopies):
                 cuda.put(lane.copies._buffer)

@@ -54,6 +54,9 @@ class FaultyTransfers(TransferWorker):
         self._held = [entry for entry in held if entry[0] > 0]
         return [result for polls, result in held if polls <= 0]
 
+    def finish_loads(self) -> bool:
+        return self._inner.finish_loads()
+
     def finish_stores(self) -> None:
         self._inner.finish_stores()
 

@@ -273,7 +273,9 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         )
         # Blocks that one child could not load spoil stores of other children from the same step: all children learn of them.
         worker_meta = None if meta is None else meta.children[at].worker_meta
-        return KVConnectorOutput(finished=own, invalid_block_ids=output.invalid_block_ids, worker_meta=worker_meta)
+        name = f"{self._children[at].name}."
+        stats = {key.removeprefix(name): value for key, value in output.stats.items() if key.startswith(name)}
+        return KVConnectorOutput(own, output.invalid_block_ids, worker_meta, stats)
 
     def _learn_of_errors(self, meta: MultiWorkerMetadata) -> None:
         for at, report in enumerate(meta.children):

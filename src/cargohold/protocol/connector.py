@@ -377,6 +377,7 @@ class SchedulerEnvironment:
         give_up_loads_after_s: seconds after which a load may be reported as failed although its copy has not ended, if the
             connector holds its blocks by ``touch`` or locks: the engine then computes the tokens in other blocks. ``None`` if
             the engine would use the same blocks: then a load must not be reported before its copy has ended.
+        loads_in_step: whether a request with a load that is not asynchronous is computed in the very step that begins the load.
         observe: called with what the connector did for a request, once that is over; ``None`` if nobody observes. It must not
             raise.
     """
@@ -394,6 +395,7 @@ class SchedulerEnvironment:
     full_hits: bool = True
     keeps_partial_loads: bool = True
     give_up_loads_after_s: float | None = None
+    loads_in_step: bool = False
     observe: Callable[[Episode], None] | None = None
 
     @property

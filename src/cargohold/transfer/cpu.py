@@ -23,7 +23,7 @@ import torch
 from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.port import consecutive_runs
+from cargohold.transfer.port import consecutive_runs, have_succeeded
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ RUN_BYTES = 4 * 1024**2
 SHARE_S = 0.01
 """Maximum time in seconds that ``poll`` copies for; the copy under way is completed."""
 
+MAX_WAIT_S = 1.0
+"""Maximum time in seconds that ``finish_loads`` copies for."""
+
 
 @dataclass(slots=True, eq=False)
 class _Pending:
@@ -40,6 +43,7 @@ class _Pending:
     submitted: float
     runs: Iterator[tuple[int, int, int]] | None = None
     started: bool = False
+    copying_s: float = 0.0
 
 
 class CpuTransferWorker(TransferWorker):
@@ -85,7 +89,7 @@ class CpuTransferWorker(TransferWorker):
         copy that the thread is busy with may never end.
         """
         if self._queues[Direction.LOAD]:
-            self._take_part()
+            self._take_part(SHARE_S)
         with self._changed:
             if not self._thread.is_alive():
                 self._end_all(TransferOutcome.FAILED)
@@ -93,6 +97,13 @@ class CpuTransferWorker(TransferWorker):
             results = list(self._results)
             self._results.clear()
         return results
+
+    def finish_loads(self) -> bool:
+        """Copy all loads, in the caller's thread if the other one is not at it."""
+        if self._queues[Direction.LOAD]:
+            self._take_part(MAX_WAIT_S)
+        with self._changed:
+            return not self._queues[Direction.LOAD] and have_succeeded(self._results)
 
     def finish_stores(self) -> None:
         """Wait until all stores have ended, or the thread has died."""
@@ -116,10 +127,10 @@ class CpuTransferWorker(TransferWorker):
             with self._copying:
                 self._copy_next(self._queues)
 
-    def _take_part(self) -> None:
-        """Copy loads in the caller's thread, for at most ``SHARE_S``."""
-        deadline = self._clock() + SHARE_S
-        if not self._copying.acquire(timeout=SHARE_S):
+    def _take_part(self, limit_s: float) -> None:
+        """Copy loads in the caller's thread, for at most ``limit_s``."""
+        deadline = self._clock() + limit_s
+        if not self._copying.acquire(timeout=limit_s):
             return
         try:
             while self._copy_next((Direction.LOAD,)) and self._clock() < deadline:
@@ -135,11 +146,13 @@ class CpuTransferWorker(TransferWorker):
                 return False
             pending.started = True
         outcome: TransferOutcome | None = TransferOutcome.FAILED
+        began_at = self._clock()
         try:
             outcome = TransferOutcome.DONE if self._advance(pending) else None
         except Exception:
             logger.exception("copying for job %d failed", pending.job.job_id)
         finally:  # whatever interrupts a copy, the job must not go on behind it
+            pending.copying_s += self._clock() - began_at
             if outcome is not None:
                 self._finish(pending, outcome)
         return True
@@ -184,7 +197,7 @@ class CpuTransferWorker(TransferWorker):
         return next((self._queues[direction][0] for direction in directions if self._queues[direction]), None)
 
     def _end(self, pending: _Pending, outcome: TransferOutcome) -> None:
-        self._results.append(CopyResult(pending.job, outcome, frozenset(), self._clock() - pending.submitted))
+        self._results.append(CopyResult(pending.job, outcome, frozenset(), pending.copying_s))
         self._changed.notify_all()
 
     def _is_late(self, pending: _Pending) -> bool:
@@ -216,5 +229,5 @@ def make_transfer_worker(regions: Sequence[torch.Tensor], memory: HostMemory, cl
     if regions[0].is_cuda:
         from cargohold.transfer.cuda import CudaTransferWorker  # noqa: PLC0415  # needs a CUDA runtime
 
-        return CudaTransferWorker(regions, memory, clock)
+        return CudaTransferWorker(regions, memory)
     return CpuTransferWorker([region.numpy() for region in regions], memory.rows, clock)

@@ -38,10 +38,11 @@ from typing import Final
 
 import torch
 
-from cargohold.protocol import Clock, TransferOutcome
+from cargohold.protocol import TransferOutcome
 from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.links import Link, PageLocks, cuda_links, fastest_link, on_device, widest_element
+from cargohold.transfer.port import have_succeeded
 
 BUFFER_BYTES: Final = 64 * 1024**2
 """Size of the buffer for gathered blocks: copies are then long compared with what starting them costs, and the buffer is small
@@ -128,7 +129,7 @@ _PRIORITIES = {Direction.LOAD: -1, Direction.STORE: 0}
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     job: CopyJob
-    submitted: float
+    began: torch.cuda.Event
     done: torch.cuda.Event
 
 
@@ -150,14 +151,10 @@ class CudaTransferWorker(TransferWorker):
         regions: the paged KV: two-dimensional ``uint8`` tensors of ``num_blocks`` rows on one device. A block is its rows in
             all regions, one after the other.
         memory: this worker's shard of host memory; its pages are locked as they come into use.
-        clock: monotonic time in seconds.
         buffer_bytes: bytes of device memory that each direction takes for a buffer if blocks lie in several regions.
     """
 
-    def __init__(
-        self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock, buffer_bytes: int = BUFFER_BYTES
-    ) -> None:
-        self._clock = clock
+    def __init__(self, regions: Sequence[torch.Tensor], memory: HostMemory, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._device = regions[0].device
         if not memory.is_shared:  # by devices on several nodes
             place_near(memory.rows, nearest_node(self._device))  # before the first page is committed
@@ -173,21 +170,21 @@ class CudaTransferWorker(TransferWorker):
 
     def submit(self, job: CopyJob) -> None:
         """Enqueue a job's copies behind the work that the model has enqueued so far."""
-        submitted = self._clock()
         lane = self._lanes[job.direction]
         try:
             # A store reads what the forward pass before it writes; a load must not overtake the last readers of its blocks.
             lane.stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(lane.stream):
+                began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                began.record(lane.stream)
                 lane.copies.enqueue(job.direction, job.block_ids, job.rows)
-                done = torch.cuda.Event()
                 done.record(lane.stream)
         except RuntimeError:
             logger.exception("enqueueing the copies of job %d failed", job.job_id)
             self._drain(lane)
-            self._end(job, submitted, TransferOutcome.FAILED)
+            self._end(job, TransferOutcome.FAILED)
             return
-        lane.in_flight.append(_InFlight(job, submitted, done))
+        lane.in_flight.append(_InFlight(job, began, done))
 
     def poll(self) -> list[CopyResult]:
         """Return the jobs whose copies have completed since the last call. If the device has failed, all jobs are returned."""
@@ -200,6 +197,11 @@ class CudaTransferWorker(TransferWorker):
                 self._drain(lane)
         results, self._results = self._results, []
         return results
+
+    def finish_loads(self) -> bool:
+        """Make the model's stream wait for the loads; the caller does not."""
+        torch.cuda.current_stream(self._device).wait_stream(self._lanes[Direction.LOAD].stream)
+        return have_succeeded(self._results)
 
     def finish_stores(self) -> None:
         """Make the model's stream wait for the stores, so that work enqueued from now on overwrites no block that they read."""
@@ -241,10 +243,11 @@ class CudaTransferWorker(TransferWorker):
 
     def _end_first(self, lane: _Lane, outcome: TransferOutcome) -> None:
         entry = lane.in_flight.popleft()
-        self._end(entry.job, entry.submitted, outcome)
+        took_s = entry.began.elapsed_time(entry.done) / 1000 if outcome is TransferOutcome.DONE else 0.0
+        self._end(entry.job, outcome, took_s)
 
-    def _end(self, job: CopyJob, submitted: float, outcome: TransferOutcome) -> None:
-        self._results.append(CopyResult(job, outcome, frozenset(), self._clock() - submitted))
+    def _end(self, job: CopyJob, outcome: TransferOutcome, took_s: float = 0.0) -> None:
+        self._results.append(CopyResult(job, outcome, frozenset(), took_s))
 
 
 def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -46,7 +46,7 @@ class CopyResult:
         job: the job.
         outcome: how it ended.
         failed_block_ids: for a failed load, the blocks that hold garbage; empty if all of them do.
-        duration_s: seconds from submission to end.
+        duration_s: seconds that the copying took, without the wait for its turn.
     """
 
     job: CopyJob
@@ -74,12 +74,26 @@ class TransferWorker(ABC):
         """Return the jobs that ended since the last call, in the order of their ends. May copy for a few milliseconds."""
 
     @abstractmethod
+    def finish_loads(self) -> bool:
+        """Make computations from now on read what the loads submitted so far bring. May wait for the loads, but not for ever.
+
+        Returns:
+            Whether they will. If not, loads have failed, or are still under way; ``poll`` returns them when they have ended.
+        """
+
+    @abstractmethod
     def finish_stores(self) -> None:
         """Make sure that computations from now on do not overwrite blocks that a store reads. May wait for the stores."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Let running jobs end, abandon those not started, and release everything. ``poll`` still returns their results."""
+
+
+def have_succeeded(results: Iterable[CopyResult]) -> bool:
+    """Whether all loads among these have succeeded."""
+    loads = (result for result in results if result.job.direction is Direction.LOAD)
+    return all(load.outcome is TransferOutcome.DONE for load in loads)
 
 
 # --- runs of neighbouring blocks and rows -----------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class LoadJob:
         block_ids: destinations.
         rows: block-sized rows of the tier, parallel to ``block_ids``.
         timeout_s: the job is given up if it has not started after this time.
+        is_in_step: whether this very step computes the request: it waits for the load, and the load has no end of its own.
     """
 
     job_id: int
@@ -51,6 +52,7 @@ class LoadJob:
     block_ids: tuple[int, ...]
     rows: tuple[int, ...]
     timeout_s: float
+    is_in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class Load:
         block_starts: position of each destination's first token in the request, parallel to ``block_ids``.
         origins: the tiers that its tokens came from.
         is_first: whether the request had not been admitted before; only then its tokens are counted in the stats.
+        is_in_step: whether the step in which it began waits for it.
     """
 
     job_id: int
@@ -174,6 +177,7 @@ class Load:
     block_starts: Sequence[int]
     origins: Origins
     is_first: bool
+    is_in_step: bool = False
 
     @property
     def num_tokens(self) -> int:

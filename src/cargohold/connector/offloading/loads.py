@@ -19,14 +19,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, Origins, Shared
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVCacheGroup, KVConnectorOutput, TransferOutcome
+from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVCacheGroup, KVConnectorOutput, Stats, TransferOutcome
 from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted, sources_per_token
 
 
@@ -293,6 +293,11 @@ def rows_to_store(
 
 # --- loads ------------------------------------------------------------------------------------------------------------
 
+MAX_IN_STEP_S: Final = 0.01
+"""Maximum number of seconds that a step waits for loads."""
+IN_STEP_SHARE: Final = 0.25
+"""Maximum share of the time that a step takes which it waits for loads."""
+
 
 class Loads:
     """Plans loads, and handles their ends.
@@ -308,11 +313,19 @@ class Loads:
         self._tier_names = (shared.tier, *lower_names)
         self._requests = requests
         self._planned: list[LoadJob] = []
+        # Seconds that a worker has lately taken to load a block, and to store one.
+        self._block_s: dict[str, float] = {}
         # Blocks that some worker reported as bad, of loads that have not ended on all workers.
         self._invalid_block_ids: set[int] = set()
 
     def plan(
-        self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int
+        self,
+        state: RequestState,
+        blocks: BlockIds,
+        num_computed_tokens: int,
+        num_hit_tokens: int,
+        *,
+        is_in_step: bool = False,
     ) -> Counter[str]:
         """Plan the load of the tokens between the computed ones and the end of the hit into the request's ``blocks``.
 
@@ -359,12 +372,39 @@ class Loads:
             block_starts,
             origins,
             is_first=not state.was_admitted,
+            is_in_step=is_in_step,
         )
         shared.jobs.add_load(load)
-        self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), shared.config.transfer_timeout_s))
+        timeout_s = shared.config.transfer_timeout_s
+        self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), timeout_s, is_in_step))
         shared.stats["loads"] += 1
+        shared.stats["loads_in_step"] += is_in_step
         shared.stats["loaded_blocks"] += len(block_ids)
         return origins.count(len(origins.tiers))
+
+    def fits_in_step(self, num_blocks: int, step_s: float | None) -> bool:
+        """Whether a step may wait for a load of so many blocks, because that hardly makes it longer.
+
+        A load of which a later step learns that it has ended keeps its request waiting for a whole step, however short it is.
+
+        Args:
+            num_blocks: device blocks that it fills.
+            step_s: seconds that the step takes at least without it; ``None`` if that is not known.
+        """
+        block_s = self._block_s.get("load", self._block_s.get("store"))
+        in_step = [len(load.block_ids) for load in self._planned if load.is_in_step]
+        # Behind another load it would have to wait for that one, which may be long, or stuck.
+        if block_s is None or step_s is None or self._shared.jobs.num_loads > len(in_step):
+            return False
+        return block_s * (num_blocks + sum(in_step)) <= min(MAX_IN_STEP_S, IN_STEP_SHARE * step_s)
+
+    def note_copied(self, stats: Stats) -> None:
+        """Learn from workers' counters how long their copies took."""
+        for what in ("load", "store"):
+            if num_blocks := stats.get(f"{what}_blocks"):
+                block_s = stats[f"{what}_s"] / num_blocks
+                before = self._block_s.get(what, block_s)
+                self._block_s[what] = before + 0.2 * (block_s - before)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call."""
@@ -395,7 +435,7 @@ class Loads:
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
         num_restored = len(load.origins.tiers)
-        if outcome is not TransferOutcome.DONE:
+        if outcome is not TransferOutcome.DONE or bad_blocks:
             num_restored = self._num_usable_tokens(load, bad_blocks, output)
             self._note_failure(load, outcome, bad_keys, num_restored)
         self._note_restored(load, num_restored)
@@ -408,7 +448,7 @@ class Loads:
 
     def _num_usable_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
         """Return how many leading tokens of a load that failed the engine uses nevertheless."""
-        is_whole = not bad_blocks or load.request_id in output.finished.failed_recving
+        is_whole = not bad_blocks or load.is_in_step or load.request_id in output.finished.failed_recving
         if is_whole or not self._shared.keeps_partial_loads:
             return 0
         starts = zip(load.block_ids, load.block_starts, strict=True)

@@ -278,6 +278,7 @@ class RequestState:
         max_computed_tokens: number of leading tokens that are computed when the step ends, or more: what is scheduled may be
             thrown away.
         lookup: the last look-up's answer.
+        loads_in_step: whether the step that computes the rest of it is to wait for its load, as the last look-up's answer said.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
         asked_at, answered_at: when the engine asked for it first, and when the answer was not "not yet", since it was admitted
             last; noted only for traces.
@@ -300,6 +301,7 @@ class RequestState:
     hit_tokens: int = 0
     max_computed_tokens: int = field(init=False)
     lookup: Lookup | None = None
+    loads_in_step: bool = False
     waiting: Waiting | None = None
     asked_at: float | None = None
     answered_at: float | None = None

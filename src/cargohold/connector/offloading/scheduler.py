@@ -130,6 +130,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
+        self._loads_in_step = environment.loads_in_step
 
     @property
     def jobs(self) -> JobTable:
@@ -234,7 +235,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the computed ones the tier can give back; loads are asynchronous."""
+        """Return how many tokens beyond the computed ones the tier can give back; long loads are asynchronous."""
         if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
             return 0, False  # a load might get stuck, too, and take more blocks out of service
         state = self._requests[request.request_id]
@@ -243,7 +244,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         if num_tokens is None:
             return None, False
         num_external_tokens = num_tokens - num_computed_tokens
-        return num_external_tokens, num_external_tokens > 0
+        state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
+        return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
@@ -260,7 +262,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Mapping[str, int] = {}
         if num_external_tokens:
-            sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
+            sources = self._loads.plan(
+                state, blocks, lookup.num_computed_tokens, num_hit_tokens, is_in_step=state.loads_in_step
+            )
         self._measures.note_admitted(state, lookup.num_computed_tokens, sources)
         state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
@@ -303,6 +307,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
+        self._loads.note_copied(output.stats)
         self._loads.note_invalid(output.invalid_block_ids)
         if output.finished.step_failed or output.invalid_block_ids:
             self._spoil_stores(output.finished.spoiled_requests)
@@ -415,6 +420,14 @@ class OffloadingScheduler(KVConnectorScheduler):
         return () if events is None else notes
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _fits_in_step(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bool:
+        """Whether the load of a hit may be part of the step that computes the rest of the request."""
+        if not (self._loads_in_step and self.holds_outlive_requests):
+            return False
+        num_blocks = sum((num_hit_tokens - num_computed_tokens) // keys.group.block_tokens for keys in state.keys)
+        num_rest = max(1, state.request.num_tokens - num_hit_tokens)
+        return self._loads.fits_in_step(num_blocks, self._pace.predict(num_rest))
 
     def _give_up_overdue(self) -> tuple[int, ...]:
         """Stop waiting for jobs that have not ended in time; return the loads among them.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from typing import Any, Protocol
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.connector.offloading.jobs import NOTHING_TO_DO, OffloadingMetadata, TierReport
+from cargohold.connector.offloading.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata, TierReport
 from cargohold.protocol import (
     NOTHING_ENDED,
     Clock,
@@ -350,9 +351,11 @@ class OffloadingWorker(KVConnectorWorker):
         for job_id in self._metadata.given_up_loads:
             if (request_id := self._waiting.pop(job_id, None)) is not None:
                 self._given_up.add(request_id)
+        self._load_in_step([load for load in self._metadata.loads if load.is_in_step])
         for load in self._metadata.loads:
-            self._waiting[load.job_id] = load.request_id
-            self._running.submit(CopyJob(load.job_id, Direction.LOAD, load.block_ids, load.rows, load.timeout_s))
+            if not load.is_in_step:
+                self._waiting[load.job_id] = load.request_id
+                self._start(load)
         if self._tiers is not None:
             for command in self._metadata.tier_commands:
                 self._tiers.start(command)
@@ -419,6 +422,16 @@ class OffloadingWorker(KVConnectorWorker):
     def _running(self) -> TransferWorker:
         assert self._transfers is not None, "register_kv_caches comes first"
         return self._transfers
+
+    def _load_in_step(self, loads: Sequence[LoadJob]) -> None:
+        """Start loads whose requests this step computes, and make it wait for them."""
+        for load in loads:
+            self._start(load)
+        if loads and not self._running.finish_loads():
+            self._invalid_block_ids.update(chain.from_iterable(load.block_ids for load in loads))
+
+    def _start(self, load: LoadJob) -> None:
+        self._running.submit(CopyJob(load.job_id, Direction.LOAD, load.block_ids, load.rows, load.timeout_s))
 
     def _count(self, result: CopyResult) -> None:
         if result.outcome is not TransferOutcome.DONE:

@@ -31,6 +31,7 @@ from cargohold.testing.simulation.faults import Fault, FaultSource
 from cargohold.testing.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.testing.simulation.transfers import ByteRows
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.port import have_succeeded
 
 
 class SimulatedMishapError(Exception):
@@ -230,6 +231,10 @@ class TransferWrapper(TransferWorker):
         """Pass on."""
         return self._inner.poll()
 
+    def finish_loads(self) -> bool:
+        """Pass on."""
+        return self._inner.finish_loads()
+
     def finish_stores(self) -> None:
         """Pass on."""
         self._inner.finish_stores()
@@ -254,11 +259,18 @@ class ChecksummedTransfers(TransferWrapper):
         self._region = region
         self._rows = rows
         self._sums = sums
+        self._ended: list[CopyResult] = []
+
+    def finish_loads(self) -> bool:
+        """Pass on; loads that brought other bytes than were stored have failed."""
+        have_arrived = self._inner.finish_loads()
+        self._ended += map(self._checked, self._inner.poll())
+        return have_arrived and have_succeeded(self._ended)
 
     def poll(self) -> list[CopyResult]:
         """Copies that ended. Loads that brought other bytes than were stored have failed."""
-        results = self._inner.poll()
-        return [self._checked(result) for result in results] if results else results
+        ended, self._ended = self._ended, []
+        return ended + [self._checked(result) for result in self._inner.poll()]
 
     def _checked(self, result: CopyResult) -> CopyResult:
         if result.outcome is not TransferOutcome.DONE:
@@ -303,6 +315,7 @@ class FaultyTransfers(TransferWrapper):
         self._delayed: list[tuple[float, int, CopyResult]] = []
         self._num_delayed = 0
         self._lost: list[CopyResult] = []
+        self._told: list[CopyResult] = []
 
     def submit(self, job: CopyJob) -> None:
         """Pass on; before a load, a byte that it will read may be damaged."""
@@ -310,10 +323,18 @@ class FaultyTransfers(TransferWrapper):
             self._rows[self._source.random.choice(job.rows)] ^= 1
         self._inner.submit(job)
 
+    def finish_loads(self) -> bool:
+        """Pass on; what fails has failed before the step computes with it, even if that is reported later, or never."""
+        have_arrived = self._inner.finish_loads()
+        ended = [self._damaged(result) for result in self._inner.poll()]
+        self._told += [told for result in ended for told in self._delivered(result)]
+        return have_arrived and have_succeeded(ended)
+
     def poll(self) -> list[CopyResult]:
         """Results to be reported now: some are failed, held back, lost or repeated."""
-        results = self._inner.poll()
-        told = [told for result in results for told in self._distorted(result)] if results else results
+        told, self._told = self._told, []
+        for result in self._inner.poll():
+            told += self._delivered(self._damaged(result))
         now = self._source.clock()
         while self._delayed and self._delayed[0][0] <= now:
             told.append(heappop(self._delayed)[2])
@@ -323,17 +344,23 @@ class FaultyTransfers(TransferWrapper):
         """Virtual time of the next report that is held back; infinity if there is none."""
         return self._delayed[0][0] if self._delayed else float("inf")
 
-    def _distorted(self, result: CopyResult) -> list[CopyResult]:
+    def _damaged(self, result: CopyResult) -> CopyResult:
+        """Make some copies fail, and stores torn."""
         source = self._source
         # A copy that was abandoned has moved nothing: all of its blocks are bad, so it must not name some.
         if result.outcome is not TransferOutcome.ABANDONED and (source.strikes(Fault.FAILED) or self._is_gone()):
-            result = self._failed(result)
-        elif (
+            return self._failed(result)
+        if (
             result.job.direction is Direction.STORE
             and result.outcome is TransferOutcome.DONE
             and source.strikes(Fault.TORN)
         ):
             scribble(self._rows, some(result.job.rows, source.random))
+        return result
+
+    def _delivered(self, result: CopyResult) -> list[CopyResult]:
+        """What is told of a result now."""
+        source = self._source
         if source.strikes(Fault.LOST):
             self._lost.append(result)
             return []

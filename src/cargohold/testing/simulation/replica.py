@@ -365,6 +365,7 @@ class SimulatedEngine(Replica):
         applies_locks: whether the connector is told that its locks are applied.
         copies: per rank, the copies in flight, which the connector's transfers note; by default, none are noted.
         as_tensors: whether connectors get the paged KV as PyTorch tensors.
+        loads_in_step: whether connectors may load within the step that computes with it; see ``SchedulerEnvironment``.
         config: fields of ``SchedulerConfig`` that differ from small defaults.
 
     Attributes:
@@ -376,7 +377,7 @@ class SimulatedEngine(Replica):
     has_own_hashes = True
     scheduler: Scheduler
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # options that tests name
         self,
         layout: KVCacheLayout,
         factory: KVConnectorFactory = NULL_CONNECTOR,
@@ -386,6 +387,7 @@ class SimulatedEngine(Replica):
         applies_locks: bool = True,
         copies: Sequence[CopiesInFlight] | None = None,
         as_tensors: bool = False,
+        loads_in_step: bool = False,
         **config: Any,
     ) -> None:
         clock = clock or VirtualClock()
@@ -403,6 +405,7 @@ class SimulatedEngine(Replica):
             emits_events=self.config.emit_events,
             emits_salted_events=self.config.emit_salted_events,
             give_up_loads_after_s=self.config.give_up_loads_after_s,
+            loads_in_step=loads_in_step,
         )
         self.connector = factory.make_scheduler_side(environment)
         self.scheduler = Scheduler(self.config, layout, self.connector, clock, with_context=with_context)

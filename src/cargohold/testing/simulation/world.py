@@ -56,6 +56,7 @@ class Shape:
         num_replicas: workers that hold the same shard.
         scheduler: fields of ``SchedulerConfig``.
         link: how fast copies are; each worker's own random numbers make them uneven.
+        loads_in_step: see ``SchedulerEnvironment``.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -64,6 +65,7 @@ class Shape:
     scheduler: Mapping[str, Any]
     link: LinkProfile
     num_replicas: int = 1
+    loads_in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Scenario:
         return (
             f"seed {self.seed}, workload {self.workload}, {len(self.actions)} actions\n"
             f"engine: groups {groups} (kind/tokens per block), {shape.num_blocks} blocks, "
-            f"{shape.world_size} worker(s){shared}, {scheduler}\n"
+            f"{shape.world_size} worker(s){shared}, loads_in_step={shape.loads_in_step}, {scheduler}\n"
             f"link: {shape.link}\n"
             f"connector: {self.connector.describe()}\n"
             f"faults until {self.quiet_from:.2f} s: {faults}"
@@ -135,6 +137,8 @@ def draw_scenario(
     if needs_prefix_cache(connector):
         load.options["prefix_caching"] = True
     shape = _with_replicas(_draw_shape(random, load, actions), seed)
+    if Random(f"{seed}/in step").random() < 0.5:  # noqa: S311  # repeatable, on purpose
+        shape = replace(shape, loads_in_step=True)
     plan = draw_connector(random, connector, load.options, shape.scheduler["prefix_caching"])
     return Scenario(seed, workload, shape, plan, rates, end + 1.0, actions)
 
@@ -261,6 +265,7 @@ class World:
             applies_locks=connector.applies_locks,
             copies=self.copies,
             as_tensors=bool(connector.custom),
+            loads_in_step=shape.loads_in_step,
             **shape.scheduler,
         )
         engine.runner.before_forward = self._advance_links
