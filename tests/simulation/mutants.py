@@ -29,7 +29,7 @@ from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Budgets, Hints
-from cargohold.connector.offloading.jobs import JobTable, Load, OffloadingMetadata, Shared, Store, TouchHolder
+from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Shared, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import (
     BlocksToLoad,
@@ -111,6 +111,26 @@ def loads_a_chunk_twice_at_a_time(patch: Patch) -> None:
 @mutant()
 def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
     patch.setattr(JobTable, "_forget_loading", lambda self, keys: None)
+
+
+@mutant()
+def computes_before_a_load_of_the_same_step_has_arrived(patch: Patch) -> None:
+    def start_only(self: OffloadingWorker, loads: Sequence[LoadJob]) -> None:
+        for load in loads:
+            self._start(load)
+
+    patch.setattr(OffloadingWorker, "_load_in_step", start_only)
+
+
+@mutant(faults="failed")
+def takes_a_load_that_fails_within_a_step_for_a_good_one(patch: Patch) -> None:
+    def wait_for_all(self: OffloadingWorker, loads: Sequence[LoadJob]) -> None:
+        for load in loads:
+            self._start(load)
+        if loads:
+            self._running.finish_loads()
+
+    patch.setattr(OffloadingWorker, "_load_in_step", wait_for_all)
 
 
 @mutant(faults="lost")

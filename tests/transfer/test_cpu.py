@@ -280,6 +280,47 @@ def test_shutdown_ends_the_running_job_and_abandons_the_others(
     assert outcomes[2] is TransferOutcome.DONE or np.array_equal(device[2], before[2])
 
 
+def test_finish_loads_copies_loads_before_stores_that_were_submitted_earlier(
+    gate: Gate, worker: CpuTransferWorker, device: np.ndarray, host: HostMemory
+) -> None:
+    host.rows[5] = 55
+    worker.submit(job(1, Direction.STORE, [1], [1]))
+    assert gate.arrived.acquire(timeout=WAIT_S)
+    worker.submit(job(2, Direction.LOAD, [2], [5]))
+    worker.submit(job(3, Direction.STORE, [3], [3]))
+    answers: SimpleQueue[bool] = SimpleQueue()
+    waiter = threading.Thread(target=lambda: answers.put(worker.finish_loads()))
+    waiter.start()
+    gate.open()
+    assert answers.get(timeout=WAIT_S)
+    waiter.join(WAIT_S)
+    assert (device[2] == 55).all()
+
+
+def test_finish_loads_gives_up_if_another_copy_does_not_end(
+    gate: Gate, worker: CpuTransferWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.transfer.cpu.MAX_WAIT_S", 0.01)
+    worker.submit(job(1, Direction.STORE, [1], [1]))
+    assert gate.arrived.acquire(timeout=WAIT_S)
+    worker.submit(job(2, Direction.LOAD, [2], [5]))
+    assert not worker.finish_loads()
+    gate.open()
+    monkeypatch.undo()
+    assert worker.finish_loads()
+
+
+def test_finish_loads_tells_that_a_load_has_failed(gate: Gate, worker: CpuTransferWorker) -> None:
+    gate.fails = True
+    gate.open()
+    worker.submit(job(1, Direction.LOAD, [1], [1]))
+    assert not worker.finish_loads()
+    gate.fails = False
+    assert [result.outcome for result in worker.poll()] == [TransferOutcome.FAILED]
+    worker.submit(job(2, Direction.LOAD, [2], [2]))
+    assert worker.finish_loads()
+
+
 def test_finish_stores_waits_for_stores_alone(gate: Gate, worker: CpuTransferWorker) -> None:
     worker.submit(job(1, Direction.STORE, [1], [1]))
     assert gate.arrived.acquire(timeout=WAIT_S)

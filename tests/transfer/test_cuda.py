@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -223,6 +224,38 @@ def test_whatever_the_streams_do_first_every_byte_arrives(
 
 
 @pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("widths", [ONE_REGION, SEVERAL, ODD])
+def test_the_model_waits_for_the_loads_of_its_step_and_the_caller_does_not(widths: Widths, link: str) -> None:
+    with bench_of(widths, link) as bench:
+        bench.worker.submit(job(1, Direction.LOAD, [1, 2, 6], [8, 0, 15]))
+        assert bench.worker.finish_loads()
+        assert bench.worker.poll() == [], "nothing was copied yet"
+        seen: list[torch.Tensor] = []
+        bench.cuda.compute.add(lambda: seen.append(contents(bench.regions, [1, 2, 6])))
+        bench.compute(2, 99)
+        for _ in range(50):
+            bench.cuda.compute.advance()
+        assert not seen, "the model waits"
+        bench.cuda.compute.synchronize()
+        assert torch.equal(seen[0], bench.rows[[8, 0, 15]])
+        assert outcomes(bench.finish()) == [(1, DONE)]
+        assert (contents(bench.regions, [2]) == 99).all(), "and overwrites only then"
+        assert bench.cuda.num_waits == 0, "nobody was held up"
+
+
+def test_the_model_is_told_of_a_load_that_cannot_be_enqueued() -> None:
+    with bench_of(SEVERAL) as bench:
+        bench.cuda.fails_in = 1
+        bench.worker.submit(job(1, Direction.LOAD, [1, 2], [8, 0]))
+        bench.cuda.fails_in = None
+        assert not bench.worker.finish_loads()
+        assert outcomes(bench.worker.poll()) == [(1, FAILED)]
+        bench.worker.submit(job(2, Direction.LOAD, [1, 2], [8, 0]))
+        assert bench.worker.finish_loads()
+        assert outcomes(bench.finish()) == [(2, DONE)]
+
+
+@pytest.mark.parametrize("link", LINKS)
 def test_without_locked_pages_copies_hold_their_caller_up_and_arrive(
     link: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,6 +330,33 @@ def test_on_a_device_bytes_come_back(widths: Widths) -> None:
     assert torch.equal(contents(regions, [1, 2, 11, 6]), before[[3, 4, 9, 0]])
     untouched = [0, 3, 4, 5, 7, 8, 9, 10]
     assert torch.equal(contents(regions, untouched), before[untouched])
+    worker.shutdown()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("num_regions", [1, 8])
+def test_on_a_device_the_model_waits_for_the_loads_of_its_step(num_regions: int) -> None:
+    width = (1 << 20) // num_regions
+    regions = [torch.zeros((64, width), dtype=torch.uint8, device="cuda") for _ in range(num_regions)]
+    memory = HostMemory(64, width * num_regions)
+    memory.rows[:] = np.arange(1, 65, dtype=np.uint8)[:, None]
+    worker = make_transfer_worker(regions, memory, VirtualClock())
+    for value in range(1, 6):
+        for region in regions:
+            region.fill_(0)
+        worker.submit(job(value, Direction.LOAD, list(range(64)), list(range(64))))
+        assert worker.finish_loads()
+        seen = [region.clone() for region in regions]
+        for region in regions:
+            region.fill_(99)
+        torch.cuda.synchronize()
+        (result,) = worker.poll()
+        assert result.outcome is DONE
+        assert 0 < result.duration_s < 1
+        for there, region in zip(seen, regions, strict=True):
+            assert (there.cpu() == torch.arange(1, 65, dtype=torch.uint8)[:, None]).all()
+            assert (region == 99).all()
     worker.shutdown()
 
 
