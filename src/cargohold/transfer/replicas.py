@@ -49,6 +49,10 @@ class SharedStores(TransferWorker):
         ended, self._ended = self._ended, []
         return ended + self._inner.poll()
 
+    def finish_loads(self) -> bool:
+        """Pass on: each worker loads all blocks itself."""
+        return self._inner.finish_loads()
+
     def finish_stores(self) -> None:
         """Pass on: of blocks that other workers copy, nothing is read here."""
         self._inner.finish_stores()

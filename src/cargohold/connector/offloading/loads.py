@@ -293,7 +293,7 @@ def rows_to_store(
 
 # --- loads ------------------------------------------------------------------------------------------------------------
 
-MAX_IN_STEP_S: Final = 0.01
+MAX_IN_STEP_S: Final = 0.02
 """Maximum number of seconds that a step waits for loads."""
 IN_STEP_SHARE: Final = 0.25
 """Maximum share of the time that a step takes which it waits for loads."""
