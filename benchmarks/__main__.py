@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 NAMES = (
     "engine",
     "restore",
+    "in_step",
     "serve",
     "soak",
     "transfers",

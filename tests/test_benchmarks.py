@@ -15,6 +15,7 @@ from benchmarks import (
     handoff,
     hints,
     holes,
+    in_step,
     paths,
     policies,
     serve,
@@ -41,6 +42,12 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] <= row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+def test_loads_within_a_step_change_no_token() -> None:
+    result = in_step.run(quick=True)
+    assert result["identical"]
+    assert result["loads_within_a_step"]["beside"] == 0 < result["loads_within_a_step"]["within"]
 
 
 def test_hints() -> None:

@@ -46,7 +46,7 @@ class CopyResult:
         job: the job.
         outcome: how it ended.
         failed_block_ids: for a failed load, the blocks that hold garbage; empty if all of them do.
-        duration_s: seconds that the copying took, without the wait for its turn.
+        duration_s: seconds that the copying took, without any wait.
     """
 
     job: CopyJob
