@@ -92,6 +92,8 @@ def test_requests_come_back_under_the_ids_of_aborted_ones(seeds: range) -> None:
     num_attempts, tallies = 0, Counter[str]()
     for seed in seeds:
         scenario = draw_scenario(seed, "retries", "eager", [])
+        # After a load within a step, nothing is being copied any more.
+        scenario = replace(scenario, shape=replace(scenario.shape, loads_in_step=False))
         asks = [action for action in scenario.actions if isinstance(action, Ask)]
         num_attempts += len(asks) - len({ask.request_id for ask in asks})
         result = Run(scenario).play()
