@@ -334,7 +334,7 @@ class ConnectorConformance(ABC):
             # Every fault is there, with a fixed rate: a few seeds cannot leave that to chance as a long simulation does.
             rates = {Fault.RAISES: 0.01, Fault.RESTART: 1.0}
             scenario = replace(scenario, rates={fault: rates.get(fault, 0.2) for fault in faults})
-        shape = scenario.shape
+        shape = replace(scenario.shape, num_replicas=1)  # with more, workers would share memory between processes
         if self.needs_prefix_caching:
             shape = replace(shape, scheduler={**shape.scheduler, "prefix_caching": True})
         with_context = self.needs_context or Random(seed).random() < 0.6  # noqa: S311  # repeatable, on purpose

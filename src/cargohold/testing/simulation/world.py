@@ -136,10 +136,12 @@ def draw_scenario(
         actions = tuple(sorted([*actions, Restart(random.random() * (end + 0.5))], key=lambda action: action.at))
     if needs_prefix_cache(connector):
         load.options["prefix_caching"] = True
-    shape = _with_replicas(_draw_shape(random, load, actions), seed)
+    shape = _draw_shape(random, load, actions)
     if Random(f"{seed}/in step").random() < 0.5:  # noqa: S311  # repeatable, on purpose
         shape = replace(shape, loads_in_step=True)
     plan = draw_connector(random, connector, load.options, shape.scheduler["prefix_caching"])
+    if not plan.custom:  # which would share memory between processes
+        shape = _with_replicas(shape, seed)
     return Scenario(seed, workload, shape, plan, rates, end + 1.0, actions)
 
 
