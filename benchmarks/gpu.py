@@ -339,8 +339,8 @@ def _random_model(name: str, device: str, max_positions: int, *, is_tiny: bool) 
                     weights.normal_(0, 1.0 if "embed" in parameter_name else 1.2 / weights.shape[1] ** 0.5)
         return model, {"missing_keys": []}
 
-    def remembered(num_rows: int, row_bytes: int) -> HostMemory:
-        HOSTS[:] = [HostMemory(num_rows, row_bytes)]
+    def remembered(*arguments: Any) -> HostMemory:
+        HOSTS[:] = [HostMemory(*arguments)]
         return HOSTS[0]
 
     with tempfile.TemporaryDirectory() as directory:
