@@ -13,10 +13,11 @@ from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies import POLICIES, ReplacementPolicy, find_policy
 from cargohold.cache.shares import HELD, NORMAL, OTHERS, Limits
 from cargohold.errors import ConfigError
-from tests.cache.common import DEPTH, EVERY_KEY, chain, numbered
+from tests.cache.common import DEPTH, EVERY_KEY, EVERY_PATH, chain, numbered
 from tests.effort import examples
 
 TENANTS = ("ann", "bob", None)
+PATH_OF = dict(zip(EVERY_KEY, EVERY_PATH, strict=True))
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
 
 
@@ -80,7 +81,7 @@ class SharesMachine(RuleBasedStateMachine):
         }
         levels = dict(self.levels)
         parent = keys[first - 1] if first else None
-        idle = [key for key in self.idle() if key != parent]
+        idle = [key for key in self.idle() if key not in keys]  # what is on offer stays, and what it continues
         handle = self.manager.prepare_stores([StoreOffer(keys[first:], parent, tenant, 80 if wanted else NORMAL)])
         self.owners.update(dict.fromkeys(handle.keys, share))
         self.writing.append((handle, share))
@@ -93,14 +94,15 @@ class SharesMachine(RuleBasedStateMachine):
             self.commit()
 
     def idle(self) -> list[bytes]:
-        """Chunks that could be evicted."""
+        """Chunks that could be evicted: nobody uses them, and none is behind them."""
         table: ChunkTable = self.manager.table
+        before = {PATH_OF[key][:end] for key in self.owners for end in range(len(PATH_OF[key]))}
         return [
             key
             for key in self.owners
             if (slot := table.find(key)) >= 0
             and table.states[slot] == READY
-            and not table.children[slot]
+            and PATH_OF[key] not in before
             and not table.pins[slot]
         ]
 
@@ -179,6 +181,20 @@ class SharesMachine(RuleBasedStateMachine):
 def test_levels_and_quotas_hold_under_any_operations(policy: str, with_quotas: bool) -> None:
     machine = type("Machine", (SharesMachine,), {"policy": policy, "with_quotas": with_quotas})
     run_state_machine_as_test(machine, settings=examples(5, stateful_step_count=25))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_branch_that_is_written_keeps_no_other_one_from_being_evicted(policy: str) -> None:
+    manager = TierManager(3, find_policy(policy))
+    manager.admit_all()
+    assert stored(manager, chain((0, 0))) == 2
+    branch = manager.prepare_stores([StoreOffer(chain((0, 1))[1:], chain((0,))[0])])
+    other = manager.prepare_stores([StoreOffer(numbered(1), None)])
+    assert other.keys == numbered(1), "it found a slot"
+    assert manager.lookup(chain((0, 0))) == bytes([1, 0])
+    branch.commit()
+    other.commit()
+    manager.check()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

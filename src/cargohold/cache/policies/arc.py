@@ -151,11 +151,13 @@ class ARCPolicy(RunsPolicy):
 
     def _enter(self, slots: Sequence[int], parent: int, which: int) -> None:
         """Put new chunks into a list, behind their parent if that is in it."""
+        if not slots:
+            return
         self._sizes[which] += len(slots)
         before = None if parent == NO_SLOT else self.runs.run_of[parent]
         if before is not None and before.order is self._orders[which]:
             self.runs.extend(before, slots)
-        elif slots:
+        else:
             self._now += len(slots)
             self.runs.add(slots, self._orders[which], self._now, which)
 

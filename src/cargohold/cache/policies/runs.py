@@ -99,7 +99,7 @@ class Order(Generic[Entry]):
             if place is self.end or place.time >= run.time or place.newer is None:
                 break
             place = place.newer
-        self._link(run, place)
+        self.link(run, place)
 
     def take_out(self, run: Run[Entry]) -> None:
         """Remove a run."""
@@ -122,7 +122,8 @@ class Order(Generic[Entry]):
         before.newer, first.older = first, before
         last.newer, other.end.older = other.end, last
 
-    def _link(self, run: Run[Entry], newer: Run[Entry]) -> None:
+    def link(self, run: Run[Entry], newer: Run[Entry]) -> None:
+        """Add a run as the next older one of another."""
         older = newer.older
         assert older is not None
         run.order, run.older, run.newer = self, older, newer
@@ -171,13 +172,30 @@ class Runs:
         order.append(run)
 
     def extend(self, run: Run[int], slots: Sequence[int]) -> None:
-        """Append chunks, which are in no run, to a run in which their parent is."""
+        """Append chunks, which are in no run, to a run in which their parent is.
+
+        If that is not the last one, they are a branch. As part of the run, a branch in use would keep what is in front of it
+        from being evicted, so it becomes a run of its own, next to it, which is given up first.
+        """
+        if self._table.parents[slots[0]] != run.entries[-1]:
+            self._branch(run, slots)
+            return
         run.entries += slots
         run.num_live += len(slots)
         run_of = self.run_of
         for slot in slots:
             run_of[slot] = run
         self._put_back(run)
+
+    def _branch(self, run: Run[int], slots: Sequence[int]) -> None:
+        branch = Run(list(slots), run.time, run.kind)
+        for slot in slots:
+            self.run_of[slot] = branch
+        assert run.order is not None
+        if run.older is None:
+            run.order.put_back(branch)
+        else:
+            run.order.link(branch, run)
 
     def move(self, slots: Sequence[int], order: Order[int], time: int, kind: int = 0) -> None:
         """Make chunks that are in runs the newest run of an order."""
