@@ -36,7 +36,7 @@ from cargohold.protocol import (
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
-from cargohold.transfer.replicas import SharedStores
+from cargohold.transfer.port import SharedStores
 
 
 @dataclass(frozen=True)

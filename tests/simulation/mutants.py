@@ -70,7 +70,7 @@ from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.writing import Writes
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.replicas import SharedStores
+from cargohold.transfer.port import SharedStores
 from tests.simulation.mutation import Mutant, Patch, registrar
 
 MUTANTS: Final[list[Mutant]] = []

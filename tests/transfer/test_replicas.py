@@ -19,7 +19,7 @@ from cargohold.testing.simulation.faults import VirtualClock
 from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, Direction, TransferWorker
-from cargohold.transfer.replicas import share_stores
+from cargohold.transfer.port import share_stores
 
 NUM_BLOCKS, NUM_ROWS, ROW_BYTES = 12, 24, 16
 

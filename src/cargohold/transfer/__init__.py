@@ -1,6 +1,6 @@
 """Workers' copies between paged KV and a tier.
 
-``factory`` picks the implementation for a device. It is not imported here, because it imports torch.
+``cpu.make_transfer_worker`` picks the implementation for a device. It is not imported here, because it imports torch.
 """
 
 from cargohold.transfer.port import CopyJob, CopyResult, Direction, TransferWorker

@@ -29,7 +29,7 @@ from cargohold.tiers.scheduler_side import (
     random_epoch,
 )
 from cargohold.transfer import TransferWorker
-from cargohold.transfer.replicas import share_stores
+from cargohold.transfer.port import share_stores
 
 
 def served_model(layout: KVCacheLayout) -> ServedModel:

@@ -18,7 +18,6 @@ from typing import Final
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.cache.shares import HELD, NORMAL
-from cargohold.connector.offloading.ahead import Ahead, Prefetches
 from cargohold.connector.offloading.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig
 from cargohold.connector.offloading.requests import Budget, Grant, RequestState
 from cargohold.protocol import (
@@ -35,6 +34,7 @@ from cargohold.protocol import (
     RequestView,
 )
 from cargohold.tiers.chunk_format import NO_CLAIM, Claim
+from cargohold.tiers.scheduler_side import Ahead, Prefetches
 
 MAX_GRANTS: Final = 4096
 """Maximum number of grants in force; one tenant may have half of them."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.connector.offloading.ahead import Prefetches
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
 from cargohold.connector.offloading.hints import Hints
@@ -53,7 +52,7 @@ from cargohold.protocol import (
     TierContents,
 )
 from cargohold.tiers.chunk_format import NO_NOTE, Note
-from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, StepPace
+from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Prefetches, StepPace
 
 logger = logging.getLogger(__name__)
 

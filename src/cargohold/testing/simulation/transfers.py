@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cargohold.protocol import Clock, TransferOutcome, WorkerEnvironment
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.replicas import share_stores
+from cargohold.transfer.port import share_stores
 
 ByteRows = npt.NDArray[np.uint8]
 

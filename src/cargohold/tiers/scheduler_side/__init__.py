@@ -1,6 +1,7 @@
 """The scheduler side of the tiers below host memory: their known contents, and which chunks to fetch and to write down."""
 
 from cargohold.tiers.config import Admission, WriteMode
+from cargohold.tiers.scheduler_side.ahead import Ahead, Prefetches
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.manager import TieringManager
@@ -23,6 +24,7 @@ __all__ = [
     "MAX_ANNOUNCED",
     "UNKNOWN",
     "Admission",
+    "Ahead",
     "AllChunksRemoved",
     "Chain",
     "ChunksFound",
@@ -31,6 +33,7 @@ __all__ = [
     "LowerTiers",
     "Pace",
     "Prefetcher",
+    "Prefetches",
     "Promises",
     "StepPace",
     "TierCommand",
