@@ -6,7 +6,8 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Final
 
@@ -34,6 +35,7 @@ class _WatchedSide:
         is_alone: whether there are no tiers below host memory. Chunks on their way from and to lower tiers are pinned and
             reserved, too; then the manager's own check counts them.
         counts_tokens: whether it counts the tokens that its requests compute.
+        lengths: by load, number of tokens of its request when it was planned: a step that waits for a load adds some.
     """
 
     side: OffloadingScheduler
@@ -42,6 +44,7 @@ class _WatchedSide:
     jobs: JobTable
     is_alone: bool
     counts_tokens: bool
+    lengths: dict[int, int] = field(default_factory=dict)
 
     def is_live(self) -> bool:
         """Whether it is not turned off."""
@@ -75,6 +78,8 @@ class TierOracle(Oracle):
             )
             for side, guards in offloading_sides(engine.scheduler.connector)
         ]
+        for watched in self._sides:
+            vars(watched.jobs)["add_load"] = partial(self._add_load, watched, watched.jobs.add_load)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Check pins, slots and limits."""
@@ -82,7 +87,7 @@ class TierOracle(Oracle):
             if watched.is_live():
                 self._check_counts(watched)
                 if watched.jobs.num_loads > 1:
-                    self._check_loads(watched.side)
+                    self._check_loads(watched)
                 if watched.counts_tokens:
                     self._check_tokens(watched.side, step)
 
@@ -143,24 +148,28 @@ class TierOracle(Oracle):
     def _is_remote(self, request_id: str) -> bool:
         return bool((self._engine.requests[request_id].kv_transfer_params or {}).get("do_remote_decode"))
 
-    def _check_loads(self, side: OffloadingScheduler) -> None:
-        loads = [load for load in side.jobs.loads() if not side.jobs.is_stuck(load.job_id)]
+    def _add_load(self, watched: _WatchedSide, add: Callable[[Load], None], load: Load) -> None:
+        watched.lengths[load.job_id] = self._engine.requests[load.request_id].num_tokens
+        add(load)
+
+    def _check_loads(self, watched: _WatchedSide) -> None:
+        jobs, lengths = watched.jobs, watched.lengths
+        loads = [load for load in jobs.loads() if not jobs.is_stuck(load.job_id)]
         if self._engine.shares_loads:
-            loading = Counter(key for load in loads for key in set(load.handle.keys) - self._own_keys(load))
+            loading = Counter(
+                key for load in loads for key in set(load.handle.keys) - self._own_keys(load, lengths[load.job_id])
+            )
         elif self._engine.shares_load_ends:
-            loading = Counter(key for load in loads if not self._is_whole(load) for key in _last_keys(load))
+            # The prefix cache gives back a block less than all tokens of a request.
+            parts = [load for load in loads if load.num_tokens < lengths[load.job_id]]
+            loading = Counter(key for load in parts for key in _last_keys(load))
         else:
             return
         twice = [key.hex()[:8] for key, count in loading.items() if count > 1]
         self.require(not twice, f"chunks {twice} are being loaded more than once at a time")
 
-    def _is_whole(self, load: Load) -> bool:
-        """Whether it brings back all tokens of its request: the prefix cache gives back a block less."""
-        return load.num_tokens == self._engine.requests[load.request_id].num_tokens
-
-    def _own_keys(self, load: Load) -> set[OffloadKey]:
+    def _own_keys(self, load: Load, num_tokens: int) -> set[OffloadKey]:
         """The chunks with a request's last token: the prefix cache never gives back their blocks, so nobody shares them."""
-        num_tokens = self._engine.requests[load.request_id].num_tokens
         last_starts = {num_tokens - group.block_tokens for group in self._engine.layout.groups}
         return {key for key, start in zip(load.block_keys, load.block_starts, strict=True) if start in last_starts}
 
