@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ from cargohold.protocol import (
     WorkerMetadata,
 )
 from cargohold.tiers import HostMemory
-from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
 from cargohold.transfer.port import SharedStores
 
@@ -270,11 +270,12 @@ class Undeclared:
 
 
 @dataclass(frozen=True)
-class LoadsFailOnRank:
-    """An offloading connector whose loads all fail on one rank."""
+class WrapsTransfersOnRank:
+    """An offloading connector whose transfers are wrapped on one rank."""
 
     inner: OffloadingFactory
     rank: int
+    wrap: Callable[[TransferWorker], TransferWorker]
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         return self.inner.make_scheduler_side(environment)
@@ -283,50 +284,32 @@ class LoadsFailOnRank:
         if environment.rank != self.rank:
             return self.inner.make_worker_side(environment)
         layout = environment.layout
-        memory = HostMemory(self.inner.num_slots(layout) * self.inner.config.blocks_per_chunk, layout.block_bytes)
-        return OffloadingWorker(lambda regions: FailingLoads(make_transfer_worker(regions, memory, environment.clock)))
+        num_rows = self.inner.num_slots(layout) * self.inner.config.blocks_per_chunk
+        memory = HostMemory(num_rows, layout.block_bytes, environment.exchange)
+        return OffloadingWorker(lambda regions: self.wrap(make_transfer_worker(regions, memory, environment.clock)))
 
 
-@dataclass(frozen=True)
-class StoresNothingOnRank:
-    """An offloading connector of which one rank says that it has stored its part, and has not."""
-
-    inner: OffloadingFactory
-    rank: int
-
-    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
-        return self.inner.make_scheduler_side(environment)
-
-    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
-        side = self.inner.make_worker_side(environment)
-        make_transfers = side._make_transfers
-        if environment.rank == self.rank:
-            side._make_transfers = lambda regions: SharedStores(make_transfers(regions), lambda _row: False)
-        return side
+def stores_nothing(inner: TransferWorker) -> TransferWorker:
+    """Say of every store that it was carried out, and carry out none."""
+    return SharedStores(inner, lambda _row: False)
 
 
-class FailingLoads(TransferWorker):
+class FailingLoads(ForwardingTransfers):
     """Carries out stores, and lets every load fail."""
 
     def __init__(self, inner: TransferWorker) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.failed: list[CopyResult] = []
 
     def submit(self, job: CopyJob) -> None:
         if job.direction is Direction.LOAD:
             self.failed.append(CopyResult(job, TransferOutcome.FAILED, frozenset(job.block_ids), 0.0))
         else:
-            self.inner.submit(job)
+            super().submit(job)
 
     def poll(self) -> list[CopyResult]:
         failed, self.failed = self.failed, []
-        return failed + self.inner.poll()
+        return failed + super().poll()
 
     def finish_loads(self) -> bool:
-        return not self.failed and self.inner.finish_loads()
-
-    def finish_stores(self) -> None:
-        self.inner.finish_stores()
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
+        return not self.failed and super().finish_loads()

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from cargohold import LLM, ConfigError, DiskTierConfig, EngineDeadError, OffloadConfig, UnsupportedModelError
 from cargohold.connector.offloading.factory import OffloadingFactory
-from tests.executor.ranks import LoadsFailOnRank, StoresNothingOnRank
+from tests.executor.ranks import FailingLoads, WrapsTransfersOnRank, stores_nothing
 from tests.executor.split import OFFLOAD, OPTIONS, SAMPLING, MakeModel, prompts, serve
 
 
@@ -88,7 +88,7 @@ def test_what_both_workers_hold_is_kept_once(
             assert stats["disk_stored_bytes"] == stats["stored_chunks"] * layout.block_bytes
             assert stats["load_blocks"] == 2 * stats["loaded_blocks"], "each worker loads all"
 
-    forgetful = StoresNothingOnRank(OffloadingFactory(OFFLOAD), rank=1)
+    forgetful = WrapsTransfersOnRank(OffloadingFactory(OFFLOAD), rank=1, wrap=stores_nothing)
     tokens, _ = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=forgetful))
     assert tokens != alone, "both read what either is to write"
 
@@ -107,7 +107,7 @@ def test_a_rank_whose_tier_fails_every_load_costs_no_token(
 ) -> None:
     model = model_with_heads("llama", 2)
     alone, _ = serve(make_llm(model, **OPTIONS))
-    broken = LoadsFailOnRank(OffloadingFactory(OFFLOAD), rank=1)
+    broken = WrapsTransfersOnRank(OffloadingFactory(OFFLOAD), rank=1, wrap=FailingLoads)
     tokens, restored = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=broken))
     assert tokens == alone
     assert restored == 0

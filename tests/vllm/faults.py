@@ -9,7 +9,7 @@ import torch
 
 from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers import HostMemory
-from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
 
 
@@ -36,32 +36,23 @@ class Faults:
         return FaultyTransfers(make_transfer_worker(regions, memory, clock), regions, self)
 
 
-class FaultyTransfers(TransferWorker):
+class FaultyTransfers(ForwardingTransfers):
     """Carries out copies, and then changes their outcome, spoils loaded bytes, or reports late."""
 
     def __init__(self, inner: TransferWorker, regions: Sequence[torch.Tensor], faults: Faults) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._regions = regions
         self._faults = faults
         self._held: list[tuple[int, CopyResult]] = []
 
-    def submit(self, job: CopyJob) -> None:
-        self._inner.submit(job)
-
     def poll(self) -> list[CopyResult]:
         held = [(min(polls - 1, self._faults.hold_polls), result) for polls, result in self._held]
-        held += [(self._faults.hold_polls, self._spoil(result)) for result in self._inner.poll()]
+        held += [(self._faults.hold_polls, self._spoil(result)) for result in self.inner.poll()]
         self._held = [entry for entry in held if entry[0] > 0]
         return [result for polls, result in held if polls <= 0]
 
-    def finish_loads(self) -> bool:
-        return self._inner.finish_loads()
-
-    def finish_stores(self) -> None:
-        self._inner.finish_stores()
-
     def shutdown(self) -> None:
-        self._inner.shutdown()
+        super().shutdown()
         self._held = [(0, result) for _, result in self._held]
 
     def _spoil(self, result: CopyResult) -> CopyResult:

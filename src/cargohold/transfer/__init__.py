@@ -3,6 +3,6 @@
 ``cpu.make_transfer_worker`` picks the implementation for a device. It is not imported here, because it imports torch.
 """
 
-from cargohold.transfer.port import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer.port import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 
-__all__ = ["CopyJob", "CopyResult", "Direction", "TransferWorker"]
+__all__ = ["CopyJob", "CopyResult", "Direction", "ForwardingTransfers", "TransferWorker"]

@@ -90,6 +90,32 @@ class TransferWorker(ABC):
         """Let running jobs end, abandon those not started, and release everything. ``poll`` still returns their results."""
 
 
+class ForwardingTransfers(TransferWorker):
+    """Passes every call on to another transfer worker. Subclasses override the methods that they change.
+
+    Args:
+        inner: carries out the copies.
+    """
+
+    def __init__(self, inner: TransferWorker) -> None:
+        self.inner = inner
+
+    def submit(self, job: CopyJob) -> None:  # noqa: D102
+        self.inner.submit(job)
+
+    def poll(self) -> list[CopyResult]:  # noqa: D102
+        return self.inner.poll()
+
+    def finish_loads(self) -> bool:  # noqa: D102
+        return self.inner.finish_loads()
+
+    def finish_stores(self) -> None:  # noqa: D102
+        self.inner.finish_stores()
+
+    def shutdown(self) -> None:  # noqa: D102
+        self.inner.shutdown()
+
+
 def have_succeeded(results: Iterable[CopyResult]) -> bool:
     """Whether all loads among these have succeeded."""
     loads = (result for result in results if result.job.direction is Direction.LOAD)
@@ -120,7 +146,7 @@ def consecutive_runs(block_ids: Sequence[int], rows: Sequence[int], max_length: 
 # --- stores that several workers with the same bytes share ------------------------------------------------------------
 
 
-class SharedStores(TransferWorker):
+class SharedStores(ForwardingTransfers):
     """One of several workers that hold the same bytes: of stores, it copies its share alone, into memory that all of them map.
 
     ::
@@ -140,7 +166,7 @@ class SharedStores(TransferWorker):
     """
 
     def __init__(self, inner: TransferWorker, is_own: Callable[[int], bool]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._is_own = is_own
         self._ended: list[CopyResult] = []
 
@@ -150,26 +176,14 @@ class SharedStores(TransferWorker):
             own = [(block_id, row) for block_id, row in zip(job.block_ids, job.rows, strict=True) if self._is_own(row)]
             job = replace(job, block_ids=tuple(block_id for block_id, _ in own), rows=tuple(row for _, row in own))
         if job.rows:
-            self._inner.submit(job)
+            super().submit(job)
         else:
             self._ended.append(CopyResult(job, TransferOutcome.DONE, frozenset(), 0.0))
 
     def poll(self) -> list[CopyResult]:
         """Pass on, behind the jobs in which there was nothing to copy."""
         ended, self._ended = self._ended, []
-        return ended + self._inner.poll()
-
-    def finish_loads(self) -> bool:
-        """Pass on: each worker loads all blocks itself."""
-        return self._inner.finish_loads()
-
-    def finish_stores(self) -> None:
-        """Pass on: of blocks that other workers copy, nothing is read here."""
-        self._inner.finish_stores()
-
-    def shutdown(self) -> None:
-        """Pass on."""
-        self._inner.shutdown()
+        return ended + super().poll()
 
 
 def share_stores(inner: TransferWorker, at: int, num_workers: int, rows_per_slot: int) -> TransferWorker:

@@ -30,7 +30,7 @@ from cargohold.protocol import (
 from cargohold.testing.simulation.faults import Fault, FaultSource
 from cargohold.testing.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.testing.simulation.transfers import ByteRows
-from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.port import have_succeeded
 
 
@@ -213,38 +213,7 @@ class FaultyFactory:
         return FaultyWorker(inner, self._source) if self._source.is_possible(faults) else inner
 
 
-class TransferWrapper(TransferWorker):
-    """A transfer worker that passes all calls on to another one.
-
-    Args:
-        inner: the other one.
-    """
-
-    def __init__(self, inner: TransferWorker) -> None:
-        self._inner = inner
-
-    def submit(self, job: CopyJob) -> None:
-        """Pass on."""
-        self._inner.submit(job)
-
-    def poll(self) -> list[CopyResult]:
-        """Pass on."""
-        return self._inner.poll()
-
-    def finish_loads(self) -> bool:
-        """Pass on."""
-        return self._inner.finish_loads()
-
-    def finish_stores(self) -> None:
-        """Pass on."""
-        self._inner.finish_stores()
-
-    def shutdown(self) -> None:
-        """Pass on."""
-        self._inner.shutdown()
-
-
-class ChecksummedTransfers(TransferWrapper):
+class ChecksummedTransfers(ForwardingTransfers):
     """Compares the bytes of loads with what was stored. A load with a difference fails, and names the blocks that differ.
 
     Args:
@@ -263,14 +232,14 @@ class ChecksummedTransfers(TransferWrapper):
 
     def finish_loads(self) -> bool:
         """Pass on; loads that brought other bytes than were stored have failed."""
-        have_arrived = self._inner.finish_loads()
-        self._ended += map(self._checked, self._inner.poll())
+        have_arrived = self.inner.finish_loads()
+        self._ended += map(self._checked, self.inner.poll())
         return have_arrived and have_succeeded(self._ended)
 
     def poll(self) -> list[CopyResult]:
         """Copies that ended. Loads that brought other bytes than were stored have failed."""
         ended, self._ended = self._ended, []
-        return ended + [self._checked(result) for result in self._inner.poll()]
+        return ended + [self._checked(result) for result in self.inner.poll()]
 
     def _checked(self, result: CopyResult) -> CopyResult:
         if result.outcome is not TransferOutcome.DONE:
@@ -287,7 +256,7 @@ class ChecksummedTransfers(TransferWrapper):
         return replace(result, outcome=TransferOutcome.FAILED, failed_block_ids=bad) if bad else result
 
 
-class FaultyTransfers(TransferWrapper):
+class FaultyTransfers(ForwardingTransfers):
     """Makes copies fail, stores torn, and reports of copies late, lost or doubled; damages bytes before loads.
 
     Args:
@@ -321,19 +290,19 @@ class FaultyTransfers(TransferWrapper):
         """Pass on; before a load, a byte that it will read may be damaged."""
         if job.rows and job.direction is Direction.LOAD and self._source.strikes(Fault.CORRUPT):
             self._rows[self._source.random.choice(job.rows)] ^= 1
-        self._inner.submit(job)
+        self.inner.submit(job)
 
     def finish_loads(self) -> bool:
         """Pass on; what fails has failed before the step computes with it, even if that is reported later, or never."""
-        have_arrived = self._inner.finish_loads()
-        ended = [self._damaged(result) for result in self._inner.poll()]
+        have_arrived = self.inner.finish_loads()
+        ended = [self._damaged(result) for result in self.inner.poll()]
         self._told += [told for result in ended for told in self._delivered(result)]
         return have_arrived and have_succeeded(ended)
 
     def poll(self) -> list[CopyResult]:
         """Results to be reported now: some are failed, held back, lost or repeated."""
         told, self._told = self._told, []
-        for result in self._inner.poll():
+        for result in self.inner.poll():
             told += self._delivered(self._damaged(result))
         now = self._source.clock()
         while self._delayed and self._delayed[0][0] <= now:
