@@ -81,13 +81,7 @@ class TierHealth:
 
     def of(self, access: Access) -> BreakerState:
         """The state of one way of access."""
-        match access:
-            case Access.LOOK_UP:
-                return self.look_up
-            case Access.LOAD:
-                return self.load
-            case Access.WRITE:
-                return self.write
+        return {Access.LOOK_UP: self.look_up, Access.LOAD: self.load, Access.WRITE: self.write}[access]
 
     @property
     def worst(self) -> BreakerState:

@@ -165,11 +165,15 @@ class Runs:
             self._add(list(slots), order, time, kind)
 
     def _add(self, slots: list[int], order: Order[int], time: int, kind: int) -> None:
+        order.append(self._run_with(slots, time, kind))
+
+    def _run_with(self, slots: list[int], time: int, kind: int) -> Run[int]:
+        """Return a new run of chunks, which are in it from now on; it is in no order."""
         run = Run(slots, time, kind)
         run_of = self.run_of
         for slot in slots:
             run_of[slot] = run
-        order.append(run)
+        return run
 
     def extend(self, run: Run[int], slots: Sequence[int]) -> None:
         """Append chunks, which are in no run, to a run in which their parent is.
@@ -188,9 +192,7 @@ class Runs:
         self._put_back(run)
 
     def _branch(self, run: Run[int], slots: Sequence[int]) -> None:
-        branch = Run(list(slots), run.time, run.kind)
-        for slot in slots:
-            self.run_of[slot] = branch
+        branch = self._run_with(list(slots), run.time, run.kind)
         assert run.order is not None
         if run.older is None:
             run.order.put_back(branch)
@@ -243,9 +245,7 @@ class Runs:
         for run, same in groupby(back, key=self.run_of.__getitem__):
             assert run is not None
             chunks = list(same)
-            returned = Run(chunks, run.time, run.kind)
-            for slot in chunks:
-                self.run_of[slot] = returned
+            returned = self._run_with(chunks, run.time, run.kind)
             lose(run, len(chunks), self._is_in)
             self._put_back(run)
             returned.order = home(returned)

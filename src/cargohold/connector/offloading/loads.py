@@ -319,13 +319,7 @@ class Loads:
         self._invalid_block_ids: set[int] = set()
 
     def plan(
-        self,
-        state: RequestState,
-        blocks: BlockIds,
-        num_computed_tokens: int,
-        num_hit_tokens: int,
-        *,
-        is_in_step: bool = False,
+        self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int
     ) -> Counter[str]:
         """Plan the load of the tokens between the computed ones and the end of the hit into the request's ``blocks``.
 
@@ -372,13 +366,13 @@ class Loads:
             block_starts,
             origins,
             is_first=not state.was_admitted,
-            is_in_step=is_in_step,
+            is_in_step=state.loads_in_step,
         )
         shared.jobs.add_load(load)
         timeout_s = shared.config.transfer_timeout_s
-        self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), timeout_s, is_in_step))
+        self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), timeout_s, load.is_in_step))
         shared.stats["loads"] += 1
-        shared.stats["loads_in_step"] += is_in_step
+        shared.stats["loads_in_step"] += load.is_in_step
         shared.stats["loaded_blocks"] += len(block_ids)
         return origins.count(len(origins.tiers))
 

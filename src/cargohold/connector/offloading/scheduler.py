@@ -261,9 +261,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Mapping[str, int] = {}
         if num_external_tokens:
-            sources = self._loads.plan(
-                state, blocks, lookup.num_computed_tokens, num_hit_tokens, is_in_step=state.loads_in_step
-            )
+            sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
         self._measures.note_admitted(state, lookup.num_computed_tokens, sources)
         state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
