@@ -2,19 +2,74 @@
 
 from __future__ import annotations
 
-from inspect import isfunction
+from inspect import isfunction, signature
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from cargohold.cache import ForwardingManager, OffloadManager
-from cargohold.protocol import ForwardingScheduler, KVConnectorScheduler
+from cargohold.connector.multi import MultiConnectorScheduler
+from cargohold.protocol import (
+    ConnectorGuard,
+    ForwardingScheduler,
+    HookDispatcher,
+    KVConnectorScheduler,
+    NullConnectorScheduler,
+)
+from cargohold.protocol.hooks import HOOKS
+
+SAY_THAT_IT_IS_OFF = ("on_hints", "explain", "get_stats", "get_outages")
+"""Hooks whose answer says so: ``test_guard.py`` looks at each."""
+
+
+def members(port: type) -> list[str]:
+    """The methods and properties of a port that others may answer."""
+    own = {name: value for name, value in vars(port).items() if isfunction(value) or isinstance(value, property)}
+    return [name for name, value in own.items() if not getattr(value, "__final__", False)]  # which call the others
 
 
 @pytest.mark.parametrize(
-    ("port", "wrapper"), [(KVConnectorScheduler, ForwardingScheduler), (OffloadManager, ForwardingManager)]
+    ("port", "wrapper"), [(KVConnectorScheduler, HookDispatcher), (OffloadManager, ForwardingManager)]
 )
 def test_nothing_is_left_to_the_ports_defaults(port: type, wrapper: type) -> None:
-    members = {name for name, value in vars(port).items() if isfunction(value) or isinstance(value, property)}
-    members = {name for name in members if not getattr(vars(port)[name], "__final__", False)}  # which call the others
-    assert len(members) > 10
-    assert members <= vars(wrapper).keys()
+    assert len(members(port)) > 10
+    assert set(members(port)) <= vars(wrapper).keys()
+
+
+def test_the_table_has_every_hook_in_the_ports_order() -> None:
+    assert list(HOOKS) == members(KVConnectorScheduler)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_forwarder_passes_every_hook_on_with_its_arguments(name: str) -> None:
+    inner: Any = MagicMock(spec=KVConnectorScheduler)
+    inner.name, inner.worker_metadata_type = "inner", dict
+    parameters = [
+        parameter for parameter in signature(getattr(KVConnectorScheduler, name)).parameters if parameter != "self"
+    ]
+    given = dict.fromkeys(parameters, "given")
+    assert getattr(ForwardingScheduler(inner), name)(**given) is getattr(inner, name).return_value
+    getattr(inner, name).assert_called_once_with(*given.values())
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name not in SAY_THAT_IT_IS_OFF])
+def test_what_is_off_answers_what_keeps_nothing_answers(name: str) -> None:
+    """The caller of a guard must be able to go on with every answer: nothing is found, nothing pends, nothing is owed."""
+    request = MagicMock(num_tokens=8)
+    values = {"request": request, "num_computed_tokens": 0, "num_external_tokens": 0, "request_id": "r"}
+    parameters = list(signature(getattr(KVConnectorScheduler, name)).parameters)[1:]
+    args = [values.get(parameter, ()) for parameter in parameters]
+    guard, healthy = (ConnectorGuard(NullConnectorScheduler(), num_blocks=4) for _ in range(2))
+    guard.break_off("a rule")
+    guard.stop_workers()
+    guard.release()
+    off, on = getattr(guard, name)(*args), getattr(healthy, name)(*args)
+    assert off == on or (list(off), list(on)) == ([], [])
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_composition_has_an_answer_of_its_own_or_merges(name: str) -> None:
+    with_method = name in vars(MultiConnectorScheduler)
+    merges = HOOKS[name].merge is not HOOKS["explain"].merge
+    assert with_method or merges, f"nothing says what several connectors answer to {name}"

@@ -22,30 +22,24 @@ from cargohold.protocol import (
     ConnectorGuard,
     ConnectorMetadata,
     FinishedTransfers,
-    Hint,
-    HintEvent,
-    HintOutcome,
+    Hook,
+    HookDispatcher,
     KVConnectorFactory,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVConnectorWorker,
-    KVEvent,
-    Outage,
     RequestView,
-    SchedulerContext,
     SchedulerEnvironment,
     Stats,
     StepView,
-    TierContents,
     TransferOutcome,
     WorkerEnvironment,
     add_stats,
-    best_outcome,
 )
 
 
-class MultiConnectorScheduler(KVConnectorScheduler):
+class MultiConnectorScheduler(HookDispatcher):
     """Composes any number of connectors; a child may itself be composed.
 
     * A request is loaded by the first child that has something for it. "Not yet" from a child counts as an answer: children
@@ -86,11 +80,6 @@ class MultiConnectorScheduler(KVConnectorScheduler):
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 
-    def bind_scheduler_context(self, context: SchedulerContext) -> None:
-        """Pass the context to all children; each can give back only references that it took itself."""
-        for child in self._children:
-            child.bind_scheduler_context(context)
-
     def on_new_request(self, request: RequestView) -> None:
         """Tell all children of the request. If one refuses it, the children told before are told that it ended."""
         for at, child in enumerate(self._children):
@@ -101,15 +90,6 @@ class MultiConnectorScheduler(KVConnectorScheduler):
                     told.request_finished(request, ())
                     told.explain(request.request_id)
                 raise
-
-    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
-        """Give the hints to all children; of their outcomes for a hint the best counts."""
-        answers = [child.on_hints(request, hints) for child in self._children]
-        return [best_outcome(of_hint) for of_hint in zip(*answers, strict=True)]
-
-    def take_hint_events(self) -> Iterable[HintEvent]:
-        """Return the ends of hints in all children: one per child that has carried it out."""
-        return [event for child in self._children for event in child.take_hint_events()]
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Tell all children. If their parameters have equal names, those of more preferred children win."""
@@ -207,22 +187,9 @@ class MultiConnectorScheduler(KVConnectorScheduler):
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
-    def take_events(self) -> Iterable[KVEvent]:
-        """Return all children's events; in order per child, and so per medium."""
-        return [event for child in self._children for event in child.take_events()]
-
     def has_pending_work(self) -> bool:
         """Whether any child has pending work, or keeps blocks of which the workers do not know yet."""
-        return bool(self._new_sends) or any(child.has_pending_work() for child in self._children)
-
-    def num_stuck_references(self) -> int:
-        """Return the references that all children hold for copies that did not end in time."""
-        return sum(child.num_stuck_references() for child in self._children)
-
-    def reset_cache(self) -> bool:
-        """Reset every child, whatever the others answer; return whether all could."""
-        answers = [child.reset_cache() for child in self._children]
-        return all(answers)
+        return bool(self._new_sends) or super().has_pending_work()
 
     def get_stats(self) -> Stats:
         """Return all children's counters, with the child's name in front; counters of equal names are summed."""
@@ -230,14 +197,6 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         for child in self._children:
             stats = add_stats(stats, {f"{child.name}.{name}": value for name, value in child.get_stats().items()})
         return stats
-
-    def get_outages(self) -> Sequence[Outage]:
-        """Return what is out of use of all children."""
-        return [outage for child in self._children for outage in child.get_outages()]
-
-    def get_contents(self) -> Sequence[TierContents]:
-        """Return what all children keep; two of them may have tiers of the same name."""
-        return [of_tier for child in self._children for of_tier in child.get_contents()]
 
     def get_finished_count(self) -> int | None:
         """Return the count on which the children agree. Raises ``ConfigError`` if they do not agree."""
@@ -248,12 +207,11 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             )
         return counts.pop()
 
-    def shutdown(self) -> None:
-        """Shut all children down."""
-        for child in self._children:
-            child.shutdown()
-
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Ask every child, whatever the others answer, and merge the answers as the table of hooks says."""
+        return hook.merge([getattr(child, hook.name)(*args) for child in self._children])
 
     def _own_output(self, at: int, output: KVConnectorOutput, meta: MultiWorkerMetadata | None) -> KVConnectorOutput:
         """Return the part of the workers' output that concerns child ``at``."""

@@ -6,7 +6,6 @@ from cargohold.protocol.connector import (
     ClassFactory,
     Clock,
     Exchange,
-    ForwardingScheduler,
     KVConnectorFactory,
     KVConnectorScheduler,
     KVConnectorWorker,
@@ -48,6 +47,7 @@ from cargohold.protocol.hints import (
     hints_in,
     parse_hints,
 )
+from cargohold.protocol.hooks import ForwardingScheduler, Hook, HookDispatcher
 from cargohold.protocol.messages import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
@@ -129,6 +129,8 @@ __all__ = [
     "HintKind",
     "HintOutcome",
     "HintStatus",
+    "Hook",
+    "HookDispatcher",
     "KVCacheBlockView",
     "KVCacheGroup",
     "KVCacheLayout",

@@ -14,7 +14,7 @@ from typing import Any, Final, get_type_hints
 
 from cargohold.errors import BlockNotHeldError
 from cargohold.protocol.connector import Clock
-from cargohold.protocol.engine_view import Adapter
+from cargohold.protocol.engine_view import Adapter, RequestView
 from cargohold.protocol.hints import Hint, HintEvent, HintOutcome
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
@@ -117,6 +117,16 @@ def checked_number(number: Any, of: str) -> int | None:
     if number is None or isinstance(number, int):
         return number
     raise TypeError(f"{number!r} is no number of {of}")
+
+
+def checked_matched(answer: Any, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+    """Check the answer of ``get_num_new_matched_tokens``, and return it: at most the tokens that the request has left."""
+    promised, is_async = answer
+    num_tokens = checked_number(promised, "tokens")
+    num_left = request.num_tokens - num_computed_tokens
+    if num_tokens is not None and not 0 <= num_tokens <= num_left:
+        raise ValueError(f"promised {num_tokens} tokens for request {request.request_id}, which has {num_left} left")
+    return num_tokens, bool(is_async and num_tokens)
 
 
 def checked_params(params: Any) -> Mapping[str, Any] | None:

@@ -23,40 +23,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError, RequestError
+from cargohold.errors import BlockNotHeldError, ContractError, NullBlockError
 from cargohold.protocol.checks import (
     AnnouncedBlocks,
     BlockLedger,
-    checked_contents,
     checked_events,
-    checked_hint_events,
-    checked_locks,
-    checked_number,
-    checked_outages,
-    checked_outcomes,
-    checked_params,
-    checked_report,
-    checked_stats,
 )
 from cargohold.protocol.connector import KVConnectorScheduler
 from cargohold.protocol.engine_view import (
     NULL_BLOCK_ID,
-    BlockIds,
     KVCacheBlockView,
     RequestView,
     SchedulerContext,
-    StepView,
 )
-from cargohold.protocol.hints import Hint, HintEvent, HintOutcome, answers_to
+from cargohold.protocol.hints import Hint, HintOutcome
+from cargohold.protocol.hooks import Hook, HookDispatcher
 from cargohold.protocol.messages import (
-    CacheReport,
     ConnectorMetadata,
     EmptyMetadata,
-    KVConnectorOutput,
     KVConnectorSchedulerOutput,
     KVEvent,
 )
-from cargohold.protocol.stats import Outage, Stats, TierContents, is_level
+from cargohold.protocol.stats import Outage, Stats, is_level
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +129,7 @@ class GuardedContext:
         return self._context.waiting_requests()
 
 
-class ConnectorGuard(KVConnectorScheduler):
+class ConnectorGuard(HookDispatcher):
     """Wraps one scheduler side: passes calls on, checks the answers, and turns the connector off when it misbehaves.
 
     Args:
@@ -177,6 +165,17 @@ class ConnectorGuard(KVConnectorScheduler):
         self.worker_metadata_type = inner.worker_metadata_type
         self.broken: ContractError | None = None
         self._workers = _Workers.RUNNING
+        # What is noted of answers while it is on, and what is answered from that when it is off, by hook.
+        self._keep: Mapping[str, Callable[[Any], Any]] = {
+            "report_to_scheduler": self._keep_locks,
+            "take_events": self._keep_announced,
+            "get_stats": self._keep_levels,
+        }
+        self._withdraw: Mapping[str, Callable[[ContractError], Any]] = {
+            "take_events": self._withdraw_announced,
+            "get_stats": self._withdraw_levels,
+            "get_outages": self._outage,
+        }
 
     @property
     def inner(self) -> KVConnectorScheduler:
@@ -232,70 +231,16 @@ class ConnectorGuard(KVConnectorScheduler):
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         """Pass the context on, wrapped so that the connector can give back only references that it took."""
         self._context = context
-        guarded = GuardedContext(context, self._touched)
-        self._call("bind_scheduler_context", None, self._inner.bind_scheduler_context, guarded)
-
-    def on_new_request(self, request: RequestView) -> None:
-        """Pass the call on. A ``RequestError`` reaches the caller: it is the request's fault, not the connector's."""
-        refusal = self._call("on_new_request", None, self._refusal_of, request)
-        if refusal is not None:
-            raise refusal
+        super().bind_scheduler_context(GuardedContext(context, self._touched))
 
     def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
-        """Pass the call on; there must be one outcome for each hint. Once the connector is off, it rejects all of them."""
-        nothing: Sequence[HintOutcome] = ()
-        outcomes = self._call("on_hints", nothing, self._hinted, request, hints) if hints else nothing
-        return outcomes if self.broken is None else answers_to(hints, reason=f"the connector {self.name} is off")
-
-    def take_hint_events(self) -> Iterable[HintEvent]:
-        """Pass the call on."""
-        nothing: Iterable[HintEvent] = ()
-        return self._call("take_hint_events", nothing, self._hint_events)
-
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Pass the call on; the number of tokens must be ``None``, or at most those that the request has left."""
-        nothing: tuple[int | None, bool] = (0, False)
-        return self._call("get_num_new_matched_tokens", nothing, self._matched, request, num_computed_tokens)
-
-    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Pass the call on."""
-        self._call(
-            "update_state_after_alloc", None, self._inner.update_state_after_alloc, request, blocks, num_external_tokens
-        )
-
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        """Pass the call on."""
-        return self._call("build_connector_meta", _NO_METADATA, self._inner.build_connector_meta, step)
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Pass the call on."""
-        self._call("update_connector_output", None, self._inner.update_connector_output, output)
-
-    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
-        """Pass the call on; locks must name blocks that exist, unlocks must name blocks that this connector has locked."""
-        nothing: KVConnectorSchedulerOutput | None = None
-        return self._call("report_to_scheduler", nothing, self._report)
-
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """Pass the call on."""
-        nothing: tuple[bool, Mapping[str, Any] | None] = (False, None)
-        return self._call("request_finished", nothing, self._finished, request, block_ids)
-
-    def explain(self, request_id: str) -> CacheReport:
-        """Pass the call on; once the connector is off, add a note that says why."""
-        report = self._call("explain", CacheReport(), self._explained, request_id)
-        return report if self.broken is None else CacheReport(report.restored_tokens, (*report.notes, str(self.broken)))
-
-    def take_events(self) -> Iterable[KVEvent]:
-        """Pass the call on; once the connector is off, withdraw all blocks that it announced: nobody can load them."""
-        nothing: Sequence[KVEvent] = ()
-        events = self._call("take_events", nothing, self._events)
-        return events if self.broken is None else self._announced.withdraw()
+        """Pass the call on, if there is any hint."""
+        return super().on_hints(request, hints) if hints else ()
 
     def has_pending_work(self) -> bool:
         """Pass the call on; also true while the connector expects to give references back, or its workers have to stop."""
         return (
-            bool(self._call("has_pending_work", False, self._inner.has_pending_work))
+            super().has_pending_work()
             or self.expects_blocks
             or self.is_winding_up  # maybe for how it has just answered
         )
@@ -306,40 +251,6 @@ class ConnectorGuard(KVConnectorScheduler):
         num_held = self.num_held_references
         return num_held > 0 and (self.broken is not None or num_held > self.num_stuck_references())
 
-    def num_stuck_references(self) -> int:
-        """Pass the call on; 0 once the connector is off, because its references are given back when its workers stop."""
-        return self._call("num_stuck_references", 0, self._stuck_references)
-
-    def reset_cache(self) -> bool:
-        """Pass the call on; ``True`` once the connector is off, because none of its chunks can be found."""
-        return bool(self._call("reset_cache", True, self._inner.reset_cache))
-
-    def get_stats(self) -> Stats:
-        """Pass the call on; once the connector is off, count that and set its levels back to 0: its chunks cannot be found."""
-        nothing: Stats = {}
-        stats = self._call("get_stats", nothing, self._stats)
-        if self.broken is None or self._is_off_counted:
-            return stats
-        self._is_off_counted = True
-        return {"connectors_off": 1, **{counter: -level for counter, level in self._levels.items() if level}}
-
-    def get_outages(self) -> Sequence[Outage]:
-        """Pass the call on; once the connector is off, that is what is out of use."""
-        nothing: Sequence[Outage] = ()
-        outages = self._call("get_outages", nothing, self._outages)
-        if self.broken is None:
-            return outages
-        return (Outage(self.name, "everything", self.broken.rule, self._broken_at),)
-
-    def get_contents(self) -> Sequence[TierContents]:
-        """Pass the call on; nothing once the connector is off, because none of its chunks can be found."""
-        nothing: Sequence[TierContents] = ()
-        return self._call("get_contents", nothing, self._contents)
-
-    def get_finished_count(self) -> int | None:
-        """Pass the call on."""
-        return self._call("get_finished_count", None, self._finished_count)
-
     def shutdown(self) -> None:
         """Pass the call on, even when the connector is off: it may hold memory or files."""
         try:
@@ -349,47 +260,31 @@ class ConnectorGuard(KVConnectorScheduler):
         except BaseException as error:  # noqa: BLE001  # a third party's code: its failure must not stop the engine from stopping
             self.break_off(f"shutdown raised {describe_raised(error)}", error)
 
-    def _refusal_of(self, request: RequestView) -> RequestError | None:
-        try:
-            self._inner.on_new_request(request)
-        except RequestError as error:
-            return error
-        return None
+    # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _hinted(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
-        return checked_outcomes(self._inner.on_hints(request, hints), hints)
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Return the connector's answer, checked; what the table of hooks says once the connector is off."""
+        if self.broken is None:
+            try:
+                answer = hook.check(getattr(self._inner, hook.name)(*args), *args)
+                keep = self._keep.get(hook.name)
+                return answer if keep is None else keep(answer)
+            except hook.passes:
+                raise
+            except ContractError as error:
+                self.break_off(error.rule, error)
+            except NOT_CONTAINED:
+                raise
+            except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the engine
+                self.break_off(f"{hook.name} raised {describe_raised(error)}", error)
+        assert self.broken is not None, "it was off, or is now"
+        withdraw = self._withdraw.get(hook.name)
+        return hook.off(self.broken, *args) if withdraw is None else withdraw(self.broken)
 
-    def _hint_events(self) -> Iterable[HintEvent]:
-        return checked_hint_events(self._inner.take_hint_events())
-
-    def _matched(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        promised, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
-        num_tokens = checked_number(promised, "tokens")
-        num_left = request.num_tokens - num_computed_tokens
-        if num_tokens is not None and not 0 <= num_tokens <= num_left:
-            raise ContractError(
-                self.name, f"promised {num_tokens} tokens for request {request.request_id}, which has {num_left} left"
-            )
-        return num_tokens, bool(is_async and num_tokens)
-
-    def _finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        keeps_blocks, params = self._inner.request_finished(request, block_ids)
-        return bool(keeps_blocks), checked_params(params)
-
-    def _explained(self, request_id: str) -> CacheReport:
-        return checked_report(self._inner.explain(request_id))
-
-    def _finished_count(self) -> int | None:
-        return checked_number(self._inner.get_finished_count(), "reports")
-
-    def _stuck_references(self) -> int:
-        return checked_number(self._inner.num_stuck_references(), "references") or 0
-
-    def _report(self) -> KVConnectorSchedulerOutput | None:
-        report = self._inner.report_to_scheduler()
+    def _keep_locks(self, report: KVConnectorSchedulerOutput | None) -> KVConnectorSchedulerOutput | None:
+        """Note locks, which must name blocks that exist, and unlocks, which must name blocks that it has locked."""
         if report is None:
             return None
-        report = checked_locks(report)
         for block_id in report.lock_block_ids:
             if block_id == NULL_BLOCK_ID:
                 raise NullBlockError("lock")
@@ -403,34 +298,28 @@ class ConnectorGuard(KVConnectorScheduler):
             raise
         return report
 
-    def _stats(self) -> Stats:
-        stats = checked_stats(self._inner.get_stats())
+    def _keep_levels(self, stats: Stats) -> Stats:
+        """Note levels, to set them back to 0 when it is off: its chunks cannot be found then."""
         for counter, value in stats.items():
             if is_level(counter):
                 self._levels[counter] += value
         return stats
 
-    def _outages(self) -> Sequence[Outage]:
-        return checked_outages(self._inner.get_outages())
+    def _withdraw_levels(self, _: ContractError) -> Stats:
+        levels, self._levels = self._levels, defaultdict(float)
+        count = {} if self._is_off_counted else {"connectors_off": 1}
+        self._is_off_counted = True
+        return {**count, **{counter: -level for counter, level in levels.items() if level}}
 
-    def _contents(self) -> Sequence[TierContents]:
-        return checked_contents(self._inner.get_contents())
+    def _keep_announced(self, events: Iterable[KVEvent]) -> Sequence[KVEvent]:
+        """Note what it announces, to take that back when it is off: nobody can load it then."""
+        checked = checked_events(events, self._num_groups)
+        if checked:
+            self._announced.follow(checked)
+        return checked
 
-    def _events(self) -> Sequence[KVEvent]:
-        events = checked_events(self._inner.take_events(), self._num_groups)
-        if events:
-            self._announced.follow(events)
-        return events
+    def _withdraw_announced(self, _: ContractError) -> Sequence[KVEvent]:
+        return self._announced.withdraw()
 
-    def _call(self, method: str, otherwise: T, call: Callable[..., T], *args: object) -> T:
-        if self.broken is not None:
-            return otherwise
-        try:
-            return call(*args)
-        except ContractError as error:
-            self.break_off(error.rule, error)
-        except NOT_CONTAINED:
-            raise
-        except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the engine
-            self.break_off(f"{method} raised {describe_raised(error)}", error)
-        return otherwise
+    def _outage(self, broken: ContractError) -> Sequence[Outage]:
+        return (Outage(self.name, "everything", broken.rule, self._broken_at),)

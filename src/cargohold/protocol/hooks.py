@@ -1,0 +1,184 @@
+"""The scheduler side's hooks as one table, from which guard, forwarder and composition are made.
+
+For each method of ``KVConnectorScheduler`` the table says how its answer is checked, what a connector answers that is turned
+off, and what several connectors answer together. A class that treats all hooks alike derives from ``HookDispatcher`` and says
+that once; a hook that it treats otherwise it overrides::
+
+    forwarder      the inner connector's answer
+    guard          the inner connector's answer, checked; what is answered when off, once it has broken a rule
+    composition    the children's answers, merged
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
+from inspect import signature
+from itertools import chain
+from typing import Any, Final, TypeVar, cast
+
+from cargohold.errors import ContractError, RequestError
+from cargohold.protocol.checks import (
+    checked_contents,
+    checked_hint_events,
+    checked_locks,
+    checked_matched,
+    checked_number,
+    checked_outages,
+    checked_outcomes,
+    checked_params,
+    checked_report,
+    checked_stats,
+)
+from cargohold.protocol.connector import KVConnectorScheduler
+from cargohold.protocol.hints import Hint, HintOutcome, answers_to, best_outcome
+from cargohold.protocol.messages import CacheReport, EmptyMetadata
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _unchecked(answer: Any, *_: Any) -> Any:
+    return answer
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_: answer
+
+
+def _none(*_: Any) -> None:
+    return None
+
+
+def _own(_: Sequence[Any]) -> Any:
+    raise NotImplementedError("a composed connector answers this hook with a method of its own")
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One method of the scheduler side.
+
+    Attributes:
+        name: its name.
+        check: called with the answer and the call's arguments; returns the answer, or raises as if the connector had.
+        off: called with the broken rule and the call's arguments; returns the answer of a connector that is turned off.
+        merge: called with the answers of several connectors, the most preferred first; returns what they answer together.
+        passes: what it may raise about its arguments: the caller's fault, not the connector's.
+    """
+
+    name: str
+    check: Callable[..., Any] = _unchecked
+    off: Callable[..., Any] = _none
+    merge: Callable[[Sequence[Any]], Any] = _own
+    passes: tuple[type[Exception], ...] = ()
+
+
+def _no_hints(broken: ContractError, _: object, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+    return answers_to(hints, reason=f"the connector {broken.connector} is off")
+
+
+def _why_off(broken: ContractError, _: str) -> CacheReport:
+    return CacheReport(notes=(str(broken),))
+
+
+def _checked_finished(answer: Any, *_: object) -> tuple[bool, Mapping[str, Any] | None]:
+    keeps_blocks, params = answer
+    return bool(keeps_blocks), checked_params(params)
+
+
+def _best_outcomes(answers: Sequence[Sequence[HintOutcome]]) -> list[HintOutcome]:
+    return [best_outcome(of_hint) for of_hint in zip(*answers, strict=True)]
+
+
+def _united(answers: Sequence[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(answers))
+
+
+HOOKS: Final[Mapping[str, Hook]] = {
+    hook.name: hook
+    for hook in (
+        Hook("bind_scheduler_context", merge=_none),
+        Hook("on_new_request", passes=(RequestError,)),
+        Hook("on_hints", lambda answer, _, hints: checked_outcomes(answer, hints), _no_hints, _best_outcomes),
+        Hook("take_hint_events", checked_hint_events, _always(()), _united),
+        Hook("get_num_new_matched_tokens", checked_matched, _always((0, False))),
+        Hook("update_state_after_alloc"),
+        Hook("build_connector_meta", off=_always(EmptyMetadata())),
+        Hook("update_connector_output"),
+        Hook("report_to_scheduler", lambda answer: None if answer is None else checked_locks(answer)),
+        Hook("request_finished", _checked_finished, _always((False, None))),
+        Hook("explain", lambda answer, _: checked_report(answer), _why_off),
+        Hook("take_events", off=_always(()), merge=_united),  # the guard knows the number of groups, and checks it
+        Hook("has_pending_work", bool, _always(False), any),  # the answer
+        Hook("num_stuck_references", lambda answer: checked_number(answer, "references") or 0, _always(0), sum),
+        Hook("reset_cache", bool, _always(True), all),  # the answer
+        Hook("get_stats", checked_stats, lambda _: {}),
+        Hook("get_outages", checked_outages, _always(()), _united),
+        Hook("get_contents", checked_contents, _always(()), _united),
+        Hook("get_finished_count", lambda answer: checked_number(answer, "reports")),
+        Hook("shutdown", merge=_none),
+    )
+}
+"""The hooks by name, in the order in which ``KVConnectorScheduler`` has them."""
+
+
+def _dispatched(method: Method) -> Method:
+    """Return a method that leaves the hook of this name to ``HookDispatcher.dispatch``."""
+    hook, arguments = HOOKS[method.__name__], signature(method)
+
+    def call(self: HookDispatcher, *args: Any, **named: Any) -> Any:
+        return self.dispatch(hook, arguments.bind(self, *args, **named).args[1:] if named else args)
+
+    return cast("Method", update_wrapper(call, method, updated=()))  # its ``__dict__`` says that it is abstract
+
+
+class HookDispatcher(KVConnectorScheduler):
+    """A scheduler side whose hooks all do the same; see ``dispatch``."""
+
+    @abstractmethod
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Answer a hook.
+
+        Args:
+            hook: which one.
+            args: the arguments of the call, in the contract's order.
+        """
+
+    bind_scheduler_context = _dispatched(KVConnectorScheduler.bind_scheduler_context)
+    on_new_request = _dispatched(KVConnectorScheduler.on_new_request)
+    on_hints = _dispatched(KVConnectorScheduler.on_hints)
+    take_hint_events = _dispatched(KVConnectorScheduler.take_hint_events)
+    get_num_new_matched_tokens = _dispatched(KVConnectorScheduler.get_num_new_matched_tokens)
+    update_state_after_alloc = _dispatched(KVConnectorScheduler.update_state_after_alloc)
+    build_connector_meta = _dispatched(KVConnectorScheduler.build_connector_meta)
+    update_connector_output = _dispatched(KVConnectorScheduler.update_connector_output)
+    report_to_scheduler = _dispatched(KVConnectorScheduler.report_to_scheduler)
+    request_finished = _dispatched(KVConnectorScheduler.request_finished)
+    explain = _dispatched(KVConnectorScheduler.explain)
+    take_events = _dispatched(KVConnectorScheduler.take_events)
+    has_pending_work = _dispatched(KVConnectorScheduler.has_pending_work)
+    num_stuck_references = _dispatched(KVConnectorScheduler.num_stuck_references)
+    reset_cache = _dispatched(KVConnectorScheduler.reset_cache)
+    get_stats = _dispatched(KVConnectorScheduler.get_stats)
+    get_outages = _dispatched(KVConnectorScheduler.get_outages)
+    get_contents = _dispatched(KVConnectorScheduler.get_contents)
+    get_finished_count = _dispatched(KVConnectorScheduler.get_finished_count)
+    shutdown = _dispatched(KVConnectorScheduler.shutdown)
+
+
+class ForwardingScheduler(HookDispatcher):
+    """Passes every call on to an inner connector. Subclasses override the methods that they change.
+
+    Args:
+        inner: the connector that answers.
+    """
+
+    def __init__(self, inner: KVConnectorScheduler) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.worker_metadata_type = inner.worker_metadata_type
+
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Return the inner connector's answer."""
+        return getattr(self.inner, hook.name)(*args)
