@@ -86,6 +86,7 @@ def test_it_serves_until_it_is_told_to_end(
         (["--max-queue", "-1"], "cargohold: --max-queue=-1 is not possible: it must be an integer from 0"),
         (["--max-body-bytes", "much"], "cargohold: --max-body-bytes='much' is not possible"),
         (["--api-key", "a", "--admin-key", "a"], "cargohold: --admin-key='***' is not possible"),
+        (["--admin-key", "a", "--metrics-key", "a"], "cargohold: --metrics-key='***' is not possible"),
         (["--api-key", "ä"], "cargohold: --api-key='***' is not possible"),
         (["--disk-dir", "x", "--host-bytes", "lots"], "cargohold: --host-bytes='lots' is not possible"),
     ],

@@ -192,7 +192,7 @@ def test_tenants_have_their_shares_and_hints(chat_model: str, tmp_path: Path) ->
         ({"acme": {"key": "a", "hard": "200%"}}, "from 0% to 100%"),
         ({"acme": {"key": "a", "hints": "some"}}, "one of all, retain, off"),
         ({"acme": {"key": "a"}, "zebra": {"key": "a"}}, "must not be given twice"),
-        ({"acme": {"key": "all"}}, "must not be an API key"),
+        ({"acme": {"key": "all"}}, "must not be another key"),
     ],
     ids=str,
 )

@@ -15,8 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from cargohold import DiskTierConfig, OffloadConfig, SharedTierConfig, TenantQuota
 from cargohold.connector.metrics import FAMILIES, Kind
 from cargohold.serve.server import Server
+from cargohold.serve.settings import ServeConfig
 from tests.serve.running import call, running, wait_until
 
+KEY = "for metrics"
 PROMPT = "The ship sails on. " * 40
 MANUAL = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
 
@@ -37,7 +39,8 @@ def complete(server: Server, prompt: str) -> None:
 
 
 def scrape(server: Server) -> dict[str, Metric]:
-    families = text_string_to_metric_families(call(server, "/metrics").body.decode())
+    reply = call(server, "/metrics", headers={"authorization": f"Bearer {KEY}"})
+    families = text_string_to_metric_families(reply.body.decode())
     return {family.name + "_total" * (family.type == "counter"): family for family in families}
 
 
@@ -98,9 +101,10 @@ def test_capacity_and_use_are_told_in_bytes_and_in_tokens(server: Server) -> Non
 
 
 def test_quotas_and_what_tenants_have_are_told_by_tenant(chat_model: str) -> None:
-    quotas = (TenantQuota(tenant="acme", reserved="25%", hard="50%"),)
-    with running(chat_model, offload=OffloadConfig(host_bytes="1MiB", quotas=quotas), num_device_blocks=60) as server:
-        body = {"model": "chat", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "acme"}
+    quotas = (TenantQuota(tenant="a salt", reserved="25%", hard="50%", label="acme"),)
+    offload = OffloadConfig(host_bytes="1MiB", quotas=quotas)
+    with running(chat_model, ServeConfig(port=0, metrics_key=KEY), offload=offload, num_device_blocks=60) as server:
+        body = {"model": "chat", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "a salt"}
         assert call(server, "/v1/completions", body).status == 200
         wait_until(lambda: value(server, "cargohold_tenant_tokens", tier="host", tenant="acme"))
         assert value(server, "cargohold_tenant_bytes", tier="host", tenant="others") == 0

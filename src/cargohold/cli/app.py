@@ -121,6 +121,12 @@ def describe_reuse(metrics: RequestMetrics) -> str:
 
 DEFAULT_DISK_BYTES: Final = "20GiB"
 
+MetricsKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The key that the engines' /metrics need, if they do.", envvar="CARGOHOLD_METRICS_KEY", show_envvar=True
+    ),
+]
 ModelArgument = Annotated[
     str, typer.Argument(help="A directory, a GGUF file, a Hugging Face hub id, or smollm2.", metavar="MODEL")
 ]

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from cargohold.cli.app import (
     EXIT_FAILED,
     EXIT_USAGE,
     EngineOptions,
+    MetricsKeyOption,
     ModelArgument,
     SamplingOptions,
     app,
@@ -272,6 +274,14 @@ class ServeOptions:
             show_envvar=True,
         ),
     ] = None
+    metrics_key: Annotated[
+        str | None,
+        typer.Option(
+            help="/metrics needs this key, which opens nothing else; then it tells of tenants, too.",
+            envvar="CARGOHOLD_METRICS_KEY",
+            show_envvar=True,
+        ),
+    ] = None
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; may be given several times.", metavar="NAME")
     ] = None
@@ -288,6 +298,7 @@ class ServeOptions:
             api_keys=tuple(self.api_key or ()),
             tenants=() if self.tenants is None else Tenant.read(self.tenants),
             admin_key=self.admin_key,
+            metrics_key=self.metrics_key,
             served_names=tuple(self.served_model_name or ()),
             max_queue=self.max_queue,
             max_body_bytes=parse_bytes("max_body_bytes", self.max_body_bytes),
@@ -326,14 +337,15 @@ def dashboard(
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen at; 0 takes any free one.")] = 8080,
     interval: Annotated[float, typer.Option(help="Seconds between two looks at an engine.", min=0.5)] = 2.0,
+    metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show the page for engines that run elsewhere: cargohold serve, or vLLM with the connector. Ctrl-C ends it."""
     _check_packages("dashboard")
     from cargohold.serve.dashboard import Engine, serve_dashboard  # noqa: PLC0415  # needs packages that may be absent
-    from cargohold.serve.records import metrics_url  # noqa: PLC0415  # as above
+    from cargohold.serve.records import metrics_url, scrape  # noqa: PLC0415  # as above
     from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # as above
 
-    engines = [Engine(url, metrics_url(url)) for url in urls]
+    engines = [Engine(url, metrics_url(url), partial(scrape, key=metrics_key)) for url in urls]
     config = ServeConfig(host=host, port=port)
     serve_dashboard(engines, config, interval, lambda address: remark(f"a page for people at {address}", style=""))
 

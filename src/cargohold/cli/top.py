@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Final
 
@@ -16,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, Answers, app
+from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, Answers, MetricsKeyOption, app
 from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
 from cargohold.serve.records import Scrape, metrics_url, scrape, tiers_of
@@ -190,6 +191,7 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Look once, and print it; so does a terminal that is none.")
     ] = False,
+    metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show what the caches of engines do: ``cargohold serve``, or vLLM with the connector. Ctrl-C ends it."""
     if find_spec("prometheus_client") is None:
@@ -201,7 +203,7 @@ def top(
     with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(of))) as pool:
 
         def look() -> list[Scrape]:
-            return list(pool.map(scrape, of.values()))
+            return list(pool.map(partial(scrape, key=metrics_key), of.values()))
 
         now = look()
         if once or not screen.is_terminal or screen.is_dumb_terminal:

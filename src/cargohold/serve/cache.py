@@ -43,7 +43,7 @@ from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.llm import AsyncLLM
 from cargohold.option_values import parse_bytes
-from cargohold.protocol import Hint, TierContents, last_name, times_part
+from cargohold.protocol import Hint, KeptPrefix, Pin, TenantUse, last_name, times_part
 from cargohold.serve.desk import Desk, Hall, State, Watch, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Message
@@ -71,7 +71,7 @@ async def cache(request: Request) -> Response:
         "history": None,
         "log": None,
         **_engine(hall),
-        **_contents(hall.watch.contents, client),
+        **_contents(hall, client),
     }
     if client.tenant is None:
         history = [bucket.as_json() for bucket in hall.desk.records.history()]
@@ -155,12 +155,12 @@ async def pin(request: Request, body: PinBody) -> Response:
 @router.get("/cache/pins")
 async def pins(request: Request) -> Response:
     """What is pinned now, and how much may be. A tenant sees only its own."""
-    client = client_of(request)
+    hall, client = hall_of(request), client_of(request)
     shown: dict[str, list[dict[str, Any]]] = {"pins": [], "budgets": []}
-    for of_tier in await hall_of(request).desk.llm.contents():
+    for of_tier in await hall.desk.llm.contents():
         own = [pin for pin in of_tier.pins if client.sees(pin.tenant)]
         most = of_tier.max_pinned_chunks if client.tenant is None else of_tier.max_pinned_chunks_each
-        shown["pins"] += [{"tier": of_tier.tier, **asdict(pin)} for pin in own]
+        shown["pins"] += [_labelled(hall, of_tier.tier, pin) for pin in own]
         num_used = sum(pin.num_chunks for pin in own)
         shown["budgets"].append({"tier": of_tier.tier, "num_chunks": num_used, "max_chunks": most})
     return json_response(shown)
@@ -194,10 +194,24 @@ async def reset(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """All metrics, in the text format of Prometheus."""
+    """All metrics, in the text format of Prometheus; those of single tenants only with a key."""
     hall = hall_of(request)
     await hall.watch.look(_LOOK_S)
-    return Response(generate_latest(hall.registry), media_type=_METRICS_TYPE)
+    shown = hall.registry if client_of(request).reads_all_metrics else _OfNobody(hall.registry)
+    return Response(generate_latest(shown), media_type=_METRICS_TYPE)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfNobody(Collector):
+    """Metrics without those that tell tenants apart."""
+
+    registry: CollectorRegistry
+
+    def collect(self) -> Iterator[Metric]:
+        """All others."""
+        for family in self.registry.collect():
+            if not any("tenant" in sample.labels for sample in family.samples):
+                yield family
 
 
 def _engine(hall: Hall) -> dict[str, Any]:
@@ -213,14 +227,18 @@ def _engine(hall: Hall) -> dict[str, Any]:
     }
 
 
-def _contents(contents: Sequence[TierContents], client: Client) -> dict[str, list[dict[str, Any]]]:
+def _contents(hall: Hall, client: Client) -> dict[str, list[dict[str, Any]]]:
     """What of the contents of all tiers a client may see: pins, tenants and prefixes, a limited number of each."""
     shown: dict[str, list[dict[str, Any]]] = {"pins": [], "tenants": [], "prefixes": []}
-    for of_tier in contents:
+    for of_tier in hall.watch.contents:
         for name, items in (("pins", of_tier.pins), ("tenants", of_tier.tenants), ("prefixes", of_tier.prefixes)):
             seen = (item for item in items if client.sees(item.tenant))
-            shown[name] += [{"tier": of_tier.tier, **asdict(item)} for item in islice(seen, _MAX_SHOWN)]
+            shown[name] += [_labelled(hall, of_tier.tier, item) for item in islice(seen, _MAX_SHOWN)]
     return shown
+
+
+def _labelled(hall: Hall, tier: str, item: Pin | TenantUse | KeptPrefix) -> dict[str, Any]:
+    return {"tier": tier, **asdict(item), "tenant": hall.config.label_of(item.tenant)}
 
 
 # --- how full each place is -------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
+from http import HTTPStatus
 from http.client import HTTPException
 from itertools import count
 from typing import Any, Final, NamedTuple
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit, urlunsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from cargohold.connector.metrics import is_hit
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
@@ -354,13 +355,18 @@ def metrics_url(text: str) -> str:
     raise ConfigError("URL", text, "it must be an engine's address, such as localhost:8000 or http://host:8000/metrics")
 
 
-def scrape(url: str) -> Scrape:
-    """Ask an engine; what went wrong is in the answer."""
-    at = time.monotonic()
+def scrape(url: str, key: str | None = None) -> Scrape:
+    """Ask an engine, with the key that it may need; what went wrong is in the answer."""
+    at, request = time.monotonic(), Request(url)  # noqa: S310  # its scheme was checked
+    if key:
+        request.add_unredirected_header("authorization", f"Bearer {key}")
     try:
-        with urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # its scheme was checked
+        with urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # as above
             data = answer.read(_MAX_BYTES)
         return Scrape.parse(at, data.decode())
+    except HTTPError as error:
+        needs_key = error.code == HTTPStatus.UNAUTHORIZED
+        return Scrape(at, error="it needs a key (--metrics-key)" if needs_key else f"{error.code} {error.reason}")
     except URLError as error:
         reason = error.reason if isinstance(error.reason, str) else one_line(error.reason)
         return Scrape(at, error=reason)

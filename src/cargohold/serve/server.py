@@ -161,16 +161,19 @@ class Gate:
             await self._app(scope, body.receive, _patient(send, self._config.write_timeout_s))
 
     def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
-        needs_key = (
-            self._keys.has_tenants if path.startswith("/v1/") else self._keys.has_tenants or self._keys.has_admin
-        )
-        client = self._keys.client(_shown_key(headers))
-        if client is None and needs_key and path.startswith(("/v1/", "/cache")):
-            expected = "send a key as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise ApiError(
-                HTTPStatus.UNAUTHORIZED, f"this needs a key that the server knows: {expected}", code="invalid_api_key"
-            )
-        return client or Client()
+        keys, client = self._keys, self._keys.client(_shown_key(headers)) or Client()
+        is_known = client.is_admin or client.tenant is not None
+        if path.startswith("/v1/"):
+            is_let_in = is_known or not keys.has_tenants
+        elif path.startswith("/cache"):
+            is_let_in = is_known or not (keys.has_tenants or keys.has_admin)
+        else:
+            is_let_in = path != "/metrics" or client.reads_all_metrics or not keys.has_scraper
+        if not is_let_in:
+            known = "the key for metrics (--metrics-key)" if path == "/metrics" else "a key that the server knows"
+            message = f"this needs {known}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+        return client
 
     def _check_size(self, content_length: bytes) -> None:
         if content_length.isdigit() and int(content_length) > self._config.max_body_bytes:

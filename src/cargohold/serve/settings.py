@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import secrets
@@ -19,6 +20,8 @@ from cargohold.option_values import MAX_TIMEOUT_S, is_int, is_number, is_positiv
 DEFAULT_BODY_BYTES = 8 * 1024**2
 """Largest body of a request by default: the text of some two million tokens."""
 _SALT_BYTES = 16
+_NUM_SCRYPT_BLOCKS = 2**14
+"""What a guess of a key costs whoever has a salt: 16 MiB, and tens of milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,7 @@ class Tenant:
     """Somebody with a key, and a share of host memory. Checked when made; raises ``ConfigError`` naming the option.
 
     Attributes:
-        name: what metrics and salts call the tenant.
+        name: what metrics, people and salts call the tenant.
         key: what its clients send.
         reserved, soft, hard: see ``TenantQuota``.
         hints: which hints of its clients are carried out: ``all``, ``retain``, or ``off``; ``None`` for the server's default.
@@ -49,7 +52,8 @@ class Tenant:
 
     def quota(self) -> TenantQuota:
         """Its share, for the connector."""
-        return TenantQuota(tenant=self.name, reserved=self.reserved, soft=self.soft, hard=self.hard)
+        name = self.name
+        return TenantQuota(tenant=name, label=name, reserved=self.reserved, soft=self.soft, hard=self.hard)
 
     @classmethod
     def read(cls, file: str) -> tuple[Self, ...]:
@@ -77,6 +81,7 @@ class ServeConfig:
         api_keys: each is a tenant, whose requests share cached KV with nobody else's. None lets everybody in.
         tenants: the same, with names and shares of host memory.
         admin_key: may see everybody's requests, and reset the cache. Without one, nobody may reset it.
+        metrics_key: may read metrics, and nothing else. Without one, everybody may read those that name no tenant.
         served_names: names that clients may ask for the model by, the first of which is shown.
         max_queue: requests that wait beside those that the engine runs at the same time; more are refused.
         max_body_bytes: largest body of a request.
@@ -90,6 +95,7 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     tenants: tuple[Tenant, ...] = ()
     admin_key: str | None = None
+    metrics_key: str | None = None
     served_names: tuple[str, ...] = ()
     max_queue: int = 256
     max_body_bytes: int = DEFAULT_BODY_BYTES
@@ -105,19 +111,25 @@ class ServeConfig:
         for key in ("read_timeout_s", "write_timeout_s"):
             value = getattr(self, key)
             self._require(key, is_number(value) and 0 < value <= MAX_TIMEOUT_S, "a number of seconds above 0")
-        of_tenants = [tenant.key for tenant in self.tenants]
+        of_clients = [*self.api_keys, *(tenant.key for tenant in self.tenants)]
+        of_others = {"--admin-key": self.admin_key, "--metrics-key": self.metrics_key}
         for name, keys in (
             ("--api-key", self.api_keys),
-            ("--tenants", of_tenants),
-            ("--admin-key", () if self.admin_key is None else (self.admin_key,)),
+            ("--tenants", tuple(tenant.key for tenant in self.tenants)),
+            *((name, (key,)) for name, key in of_others.items() if key is not None),
         ):
             if not all(key and key.isascii() and key.isprintable() for key in keys):
                 raise ConfigError(name, "***", "a key must be printable ASCII, as headers are")
-        of_clients = [*self.api_keys, *of_tenants]
-        if self.admin_key in of_clients:
-            raise ConfigError("--admin-key", "***", "it must not be an API key, too: clients know those")
+        for name, known in (("--admin-key", of_clients), ("--metrics-key", [*of_clients, self.admin_key])):
+            if of_others[name] is not None and of_others[name] in known:
+                raise ConfigError(name, "***", "it must not be another key, too: others know that, or it may do more")
         if len(set(of_clients)) < len(of_clients):
             raise ConfigError("--api-key", "***", "a key must not be given twice: each is one tenant's")
+
+    def label_of(self, tenant: str | None) -> str | None:
+        """What people and metrics are told in place of a tenant: of a key its place, such as ``key/2``."""
+        places = (f"key/{at}" for at, key in enumerate(self.api_keys, 1) if tenant_of(key) == tenant)
+        return next(places, tenant)
 
     def _require(self, field: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -129,12 +141,19 @@ class Client:
     """Whoever sends a request.
 
     Attributes:
-        tenant: its name, which is in the salt of its requests; ``None`` for a client without an API key.
+        tenant: its identity, which is in the salt of its requests; ``None`` for a client without an API key.
         is_admin: whether it has shown the admin key.
+        is_scraper: whether it has shown the key for metrics.
     """
 
     tenant: str | None = None
     is_admin: bool = False
+    is_scraper: bool = False
+
+    @property
+    def reads_all_metrics(self) -> bool:
+        """Whether it may see those of tenants."""
+        return self.is_admin or self.is_scraper
 
     def sees(self, tenant: str | None) -> bool:
         """Whether it may see what is a tenant's: its own, or as the admin everybody's."""
@@ -155,12 +174,15 @@ class Keys:
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        self._clients = [(key.encode(), Client(_tenant(key))) for key in config.api_keys]
+        self._clients = [(key.encode(), Client(tenant_of(key))) for key in config.api_keys]
         self._clients += [(tenant.key.encode(), Client(tenant.name)) for tenant in config.tenants]
         self.has_tenants = bool(self._clients)
         self.has_admin = config.admin_key is not None
+        self.has_scraper = config.metrics_key is not None
         if config.admin_key is not None:
             self._clients.append((config.admin_key.encode(), Client(is_admin=True)))
+        if config.metrics_key is not None:
+            self._clients.append((config.metrics_key.encode(), Client(is_scraper=True)))
 
     def client(self, key: bytes | None) -> Client | None:
         """Whose key it is; ``None`` if nobody's."""
@@ -186,12 +208,18 @@ def with_shares(offload: OffloadConfig | None, config: ServeConfig) -> OffloadCo
     allowed: Mapping[str, Any] = {tenant.name: tenant.hints for tenant in tenants if tenant.hints is not None}
     hints = replace(offload.hints, allow_of={**offload.hints.allow_of, **allowed})
     quotas = [*offload.quotas, *(tenant.quota() for tenant in tenants)]
-    counted = [TenantQuota(tenant=_tenant(key)) for key in config.api_keys]
+    identities = map(tenant_of, config.api_keys)
+    counted = [TenantQuota(tenant=identity, label=config.label_of(identity)) for identity in identities]
     if len(quotas) + len(counted) < MAX_SHARES and issubclass(find_policy(offload.policy), RunsPolicy):
         quotas += counted
     return replace(offload, quotas=quotas, hints=hints)
 
 
-def _tenant(key: str) -> str:
-    """A name that does not give the key away: salts are part of KV events. Chunks on disk are found under it again."""
-    return hashlib.blake2b(key.encode(), digest_size=_SALT_BYTES, person=b"cargohold-tenant").hexdigest()
+@functools.lru_cache(maxsize=1024)
+def tenant_of(key: str) -> str:
+    """The identity of whoever has a key. It is part of salts, so of KV events, and chunks on disk are found under it again.
+
+    Nothing random is in it, so whoever reads it can try keys: each guess is made to cost what ``scrypt`` costs (RFC 7914).
+    """
+    made = hashlib.scrypt(key.encode(), salt=b"cargohold-tenant", n=_NUM_SCRYPT_BLOCKS, r=8, p=1, dklen=_SALT_BYTES)
+    return made.hex()

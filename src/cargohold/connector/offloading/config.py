@@ -69,16 +69,21 @@ class TenantQuota:
         reserved: what no other tenant can take from it.
         soft: above this, its own chunks are evicted before those of others; ``None`` for no such limit.
         hard: it never has more than this; ``None`` for no such limit.
+        label: what metrics call it; by default its place among the quotas, such as ``tenant 1``. A salt is no label: whoever
+            knows it can find out what is cached under it.
     """
 
     tenant: str
     reserved: int | str = 0
     soft: int | str | None = None
     hard: int | str | None = None
+    label: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tenant:
             raise ConfigError("tenant", self.tenant, "it must be the name of a tenant")
+        if self.label is not None and not (self.label and self.label.isprintable()):
+            raise ConfigError("label", self.label, "it must be printable text")
         self.limits(100, 1)
 
     def limits(self, capacity: int, chunk_bytes: int) -> Limits:

@@ -73,10 +73,12 @@ class Measures:
         self._limits = {
             f"num_{name}_capacity_bytes": num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
         }
+        quotas = getattr(shared.config, "quotas", ())
+        self._labels = {quota.tenant: quota.label or f"tenant {at}" for at, quota in enumerate(quotas, 1)}
         for tenant, limits in shared.manager.quotas.items():
             for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
                 if num_chunks is not None:
-                    name = labelled(f"num_{shared.tier}_quota_bytes", tenant, limit)
+                    name = labelled(f"num_{shared.tier}_quota_bytes", self._label(tenant), limit)
                     self._limits[name] = num_chunks * self.chunk_bytes
 
     def note_answer(self, state: RequestState, *, is_known: bool) -> None:
@@ -149,6 +151,9 @@ class Measures:
             if not job.is_spoiled:
                 self.ages.note_stored(job.handle.keys)
 
+    def _label(self, tenant: str) -> str:
+        return self._labels.get(tenant, tenant)
+
     def take_levels(self) -> Stats:
         """Return how levels have changed since the last call, so that the counters of all steps sum up to the level."""
         manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
@@ -165,7 +170,7 @@ class Measures:
             **self._limits,
         }
         for tenant, num_chunks in manager.usage().items():
-            levels[labelled(f"num_{tier}_tenant_bytes", tenant)] = num_chunks * chunk_bytes
+            levels[labelled(f"num_{tier}_tenant_bytes", self._label(tenant))] = num_chunks * chunk_bytes
         before, self._levels = self._levels, levels
         return level_changes(before, levels) if levels != before else {}
 
