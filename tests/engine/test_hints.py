@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from cargohold import AsyncLLM, Hint, HintConfig, OffloadConfig, RequestError, SamplingParams
-from cargohold.protocol import MAX_HINTS, HintStatus, parse_hints
-from tests.llms import SettledLLM
+from cargohold.engine.llm_engine import LLMEngine
+from cargohold.protocol import MAX_HINTS, ClassFactory, HintOutcome, HintStatus, RequestView, parse_hints
+from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
+from tests.llms import SettledLLM, in_engine
 from tests.models import save_model
 
 ONE = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -113,6 +115,9 @@ class _Hostile:
         [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {1: 2}}],
         [{"action_id": "a", "action_type": "retain", "action_version": "1", "payload": {"priority": 101}}],
         [{"action_id": 7, "action_type": "release", "action_version": "1", "payload": {"to": "host"}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": 10**400}}],
+        [{"action_id": "a", "action_type": "prefetch", "action_version": "1", "payload": {"deadline_s": 10**400}}],
+        [{"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"token_ids": [2**32]}}],
         [None],
         _Hostile(),
     ],
@@ -165,3 +170,43 @@ def test_a_second_action_of_the_same_name_does_not_change_what_the_first_is_abou
     envelope = {"protocol_version": "1", "message_id": "m", "actions": [action(), action(token_ids=[4] * 40)]}
     (out,) = llm.generate([[9] * 40], SamplingParams(max_tokens=2), hints=envelope)
     assert {outcome.status for outcome in out.hint_outcomes} == {HintStatus.REJECTED, HintStatus.ACCEPTED}
+
+
+@pytest.mark.parametrize("token_id", [259, 2**31, 2**32 - 1, 2**32, 2**63, 2**64])
+def test_a_hint_about_a_prompt_that_cannot_be_is_rejected_and_its_request_served(
+    llm: SettledLLM, token_id: int
+) -> None:
+    """With 2**32, its request failed and ran on to its last token, and nobody could end it."""
+    action = {"action_type": "retain", "payload": {"token_ids": [token_id] * 40}}
+    (out,) = llm.generate(PROMPT, ONE, hints=[action])
+    assert [outcome.status for outcome in out.hint_outcomes] == [HintStatus.REJECTED]
+    assert "token_ids" in out.hint_outcomes[0].reason
+    assert (out.finish_reason, in_engine(llm, lambda engine: engine.num_unfinished)) == ("length", 0)
+
+
+def test_hints_of_one_request_name_no_more_tokens_than_a_prompt_may_have(llm: SettledLLM) -> None:
+    most = llm.plan.scheduler.max_model_len
+    hints = [Hint.retain(token_ids=(5,) * (most - 3)), Hint.retain(token_ids=(5,) * 4), Hint.retain()]
+    (out,) = llm.generate(PROMPT, ONE, hints=hints)
+    reasons = {outcome.action_id: outcome.reason for outcome in out.hint_outcomes}
+    assert f"more than {most} tokens" in reasons[hints[1].action_id]
+    assert not any("more than" in reasons[hints[at].action_id] for at in (0, 2))
+
+
+class _EndsTheProgram(NullConnectorScheduler):
+    """Raises what no guard contains."""
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
+        raise SystemExit
+
+
+def test_a_request_whose_hints_raise_is_not_queued(model: str) -> None:
+    def num_queued(engine: LLMEngine) -> int:
+        for hint in (Hint.pin(), Hint.pin(token_ids=(5,) * 40)):
+            with pytest.raises(SystemExit):
+                engine.add_request(PROMPT, ONE, hints=hint)
+        return engine.num_unfinished
+
+    offload = ClassFactory(lambda _: _EndsTheProgram(), lambda _: NullConnectorWorker())
+    with SettledLLM(model, num_device_blocks=12, offload=offload) as llm:
+        assert in_engine(llm, num_queued) == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -23,6 +24,7 @@ from cargohold.protocol import (
     Hint,
     HintEvent,
     HintOutcome,
+    HintStatus,
     KVEvent,
     Prefix,
     Stats,
@@ -177,16 +179,26 @@ class LLMEngine:
         )
         if self._is_taken(request.request_id):
             raise RequestError("a request with this id is being served already", request.request_id)
-        self.scheduler.add_request(request, [hint for hint in asked if not hint.token_ids])
-        for hint in asked:
-            if hint.token_ids:
-                subject = self._prefix(hint.token_ids, salt, tenant)
-                request.hint_outcomes += tuple(self.scheduler.hint(subject, [hint.without_tokens()]))
-        self._count(request.hint_outcomes)
+        # Whatever can be refused has been before the scheduler hears of the request.
+        about_others = [(self._prefix(hint.token_ids, salt, tenant), hint) for hint in asked if hint.token_ids]
         decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
-        stream = TextStream(decoder, tuple(sampling.stop))
-        self._live[request.request_id] = _Live(request, text, tuple(token_ids), stream)
+        live = _Live(request, text, tuple(token_ids), TextStream(decoder, tuple(sampling.stop)))
+        with self._taken_out_on_error(request):
+            self.scheduler.add_request(request, [hint for hint in asked if not hint.token_ids])
+            for prefix, hint in about_others:
+                request.hint_outcomes += tuple(self.scheduler.hint(prefix, [hint.without_tokens()]))
+        self._count(request.hint_outcomes)
+        self._live[request.request_id] = live
         return request.request_id
+
+    @contextmanager
+    def _taken_out_on_error(self, request: Request) -> Iterator[None]:
+        """Take a request out of the queue if something raises: nobody would hear of it, or end it."""
+        try:
+            yield
+        except BaseException:
+            self.scheduler.finish_request(request.request_id, FinishReason.ABORT)
+            raise
 
     def hint(
         self,
@@ -326,9 +338,29 @@ class LLMEngine:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _read_hints(self, hints: object) -> tuple[list[Hint], list[HintOutcome]]:
-        """Hints that a client has given, and outcomes of what is none."""
-        return ([], []) if hints is None else parse_hints(hints)
+    def _read_hints(self, given: object) -> tuple[list[Hint], list[HintOutcome]]:
+        """Hints that a client has given, and outcomes of what is none, or is about a prompt that no request can have here."""
+        hints, outcomes = ([], []) if given is None else parse_hints(given)
+        possible: list[Hint] = []
+        num_tokens = 0
+        for hint in hints:
+            try:
+                num_tokens += self._num_hinted(hint, num_tokens)
+            except RequestError as error:
+                outcomes.append(HintOutcome(hint.action_id, HintStatus.REJECTED, f"token_ids: {error.reason}"))
+            else:
+                possible.append(hint)
+        return possible, outcomes
+
+    def _num_hinted(self, hint: Hint, num_before: int) -> int:
+        """Number of token ids that a hint brings along, checked as a prompt's.
+
+        Raises ``RequestError`` also if with those of the hints before it there are too many: the engine's thread hashes them.
+        """
+        token_ids, most = hint.token_ids or (), self.limits.max_model_len
+        if token_ids and num_before + len(token_ids) > most:
+            raise RequestError(f"the hints name more than {most} tokens in all (max_model_len)")
+        return len(self._checked_token_ids(token_ids, None))
 
     def _count(self, outcomes: Sequence[HintOutcome]) -> None:
         for outcome in outcomes:

@@ -13,6 +13,7 @@ Hints travel in the envelope that engines and routers have agreed on, as JSON or
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -36,6 +37,8 @@ PARAMS_KEYS: Final = (HINTS_KEY, "kv_hint")
 
 _VERSIONS: Final = frozenset({"1", "1.0", "v1"})
 _MAX_NAME: Final = 128
+_MAX_TOKEN_ID: Final = 2**32 - 1
+"""Block hashes have four bytes for each token."""
 _PREFIX: Final = "kv."
 
 
@@ -226,7 +229,11 @@ def _problem_of(hint: Hint) -> str:
         ("lease", hint.lease is None or _is_name(hint.lease), f"text of at most {_MAX_NAME} characters"),
         ("to", hint.to is None or hint.to in allowed, " or ".join(allowed) or "left out"),
         ("deadline_s", hint.deadline_s is None or _is_seconds(hint.deadline_s), "a number of seconds above 0"),
-        ("token_ids", hint.token_ids is None or _are_counts(hint.token_ids), "a list of integers from 0"),
+        (
+            "token_ids",
+            hint.token_ids is None or _are_token_ids(hint.token_ids),
+            f"a list of integers from 0 to {_MAX_TOKEN_ID}",
+        ),
     ):
         if not holds:
             value = [hint.start, hint.end] if name == "tokens" else getattr(hint, name)
@@ -238,13 +245,14 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _are_counts(values: object) -> bool:
-    return isinstance(values, tuple) and all(map(_is_count, values))
+def _are_token_ids(values: object) -> bool:
+    return isinstance(values, tuple) and all(_is_count(value) and value <= _MAX_TOKEN_ID for value in values)
 
 
 def _is_seconds(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < float("inf")  # type: ignore[operator]  # it is a number
+    # At most the largest float, for it is added to times: an integer may be larger.
+    return is_number and 0 < value <= sys.float_info.max  # type: ignore[operator]  # it is a number
 
 
 def _is_name(value: object) -> bool:
