@@ -23,6 +23,7 @@ NAMES = (
     "lazy",
     "ranks",
     "bookkeeping",
+    "growing",
     "hints",
     "holes",
     "paths",

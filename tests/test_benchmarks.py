@@ -12,6 +12,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     bookkeeping,
     gpu,
+    growing,
     handoff,
     hints,
     holes,
@@ -25,6 +26,7 @@ from benchmarks import (
     vllm_contenders,
 )
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
+from cargohold.cache.policies import POLICIES
 
 
 def test_bookkeeping() -> None:
@@ -42,6 +44,16 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] <= row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+def test_a_generated_chunk_costs_no_more_behind_a_long_prompt_whatever_the_policy() -> None:
+    rows = growing.run(quick=True)["rows"]
+    assert {row["policy"] for row in rows} == set(POLICIES)
+    for short, long in zip(rows[::2], rows[1::2], strict=True):
+        assert short["prompt_chunks"] * 8 == long["prompt_chunks"]
+        assert long["mean"] <= 1.1 * short["mean"]
+        assert long["most"] <= 1.5 * short["most"], "all prompts count as used again in one step, which is short, too"
+        assert long["most"] <= 6_000
 
 
 def test_loads_within_a_step_change_no_token() -> None:

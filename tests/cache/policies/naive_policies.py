@@ -71,11 +71,32 @@ class NaiveLRU(NaiveFIFO):
             self.use_now(slots)
         else:
             self.use_parent(parent)
-            self.list_of(parent)[1].extend(slots)
+            self.num_uses += len(slots)
+            at = self.at(parent)
+            when, stem = self.lists[at]
+            if stem[-1] == parent:
+                stem.extend(slots)
+            else:  # a branch
+                self.lists.insert(at, (when, list(slots)))
 
     def use_parent(self, parent: int) -> None:
-        if parent != NO_SLOT and self.num_uses - self.list_of(parent)[0] > self.table.capacity // PATIENCE:
-            self.use_now(self.table.ancestors(parent))
+        if parent != NO_SLOT and self.num_uses - self.lists[self.at(parent)][0] > self.table.capacity // PATIENCE:
+            self.num_uses += 1
+            self.use_again(parent)
 
-    def list_of(self, slot: int) -> tuple[int, list[int]]:
-        return next(found for found in self.lists if slot in found[1])
+    def use_again(self, slot: int) -> None:
+        """Make the prefix that ends here the newest lists: of each of its lists the part up to it, its end first."""
+        while slot != NO_SLOT:
+            at = self.at(slot)
+            when, slots = self.lists.pop(at)
+            if when == self.num_uses:
+                self.lists.insert(at, (when, slots))
+                return
+            end = slots.index(slot) + 1
+            if slots[end:]:
+                self.lists.insert(at, (when, slots[end:]))
+            self.lists.append((self.num_uses, slots[:end]))
+            slot = self.table.parents[slots[0]]
+
+    def at(self, slot: int) -> int:
+        return next(at for at, (_, slots) in enumerate(self.lists) if slot in slots)

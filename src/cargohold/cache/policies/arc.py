@@ -154,23 +154,19 @@ class ARCPolicy(RunsPolicy):
         if not slots:
             return
         self._sizes[which] += len(slots)
+        self._now += len(slots)
         before = None if parent == NO_SLOT else self.runs.run_of[parent]
         if before is not None and before.order is self._orders[which]:
             self.runs.extend(before, slots)
         else:
-            self._now += len(slots)
             self.runs.add(slots, self._orders[which], self._now, which)
 
     def _refresh(self, parent: int) -> None:
         """Count the prefix that ends in ``parent`` as used again, as LRU does. Its chunks stay in their lists."""
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
         if run is not None and self._now - run.time > self._patience:
-            slots, run_of = self.table.ancestors(parent), self.runs.run_of
-            self._now += len(slots)
-            for which, order in enumerate(self._orders):
-                same = [slot for slot in slots if (before := run_of[slot]) is not None and before.kind == which]
-                if same:
-                    self.runs.move(same, order, self._now, which)
+            self._now += 1
+            self.runs.renew(parent, self._now, self.home)
 
     def _num_once(self, slots: Sequence[int]) -> int:
         run_of = self.runs.run_of

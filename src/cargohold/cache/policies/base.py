@@ -196,7 +196,8 @@ class LRUPolicy(FIFOPolicy):
     """Evicts the chunks used longest ago; of chunks used together, the last one first.
 
     Stored chunks count as used together with the chunk before them, just before it: they join its run. A prefix that grows is
-    in use: if more chunks than an eighth of the tier holds were used since it was touched, it counts as used again.
+    in use: if more chunks than an eighth of the tier holds were used or stored since it was touched, it counts as used again.
+    That is no use of its own: else a few long prompts that grow would make each other older, and be due again with every chunk.
     """
 
     name: ClassVar[str] = "lru"
@@ -222,10 +223,12 @@ class LRUPolicy(FIFOPolicy):
         if run is None or run.order is not self._order:  # without a parent, or behind one that was set aside
             super().add(keys, parent, slots)
         else:
+            self._now += len(slots)
             self.runs.extend(run, slots)
 
     def _refresh(self, parent: int) -> None:
         """Count the prefix that ends in ``parent`` as used again, if it is time to: see the class."""
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
         if run is not None and self._now - run.time > self._patience:
-            self.touch(self.table.ancestors(parent), is_whole=False)
+            self._now += 1
+            self.runs.renew(parent, self._now, self.home)

@@ -208,6 +208,48 @@ class Runs:
             lose(run, num_chunks, self._is_in)
             self._put_back(run)
 
+    def renew(self, slot: int, time: int, home: Callable[[Run[int]], Order[int]]) -> None:
+        """Let the prefix that ends in ``slot`` be used again at ``time``; what is behind it stays as old as it is.
+
+        Its runs are linked anew, each as it is, so a chunk of an answer costs no more behind a long prompt. Only a run in whose
+        middle the prefix ends is divided first, once.
+
+        Args:
+            slot: the end of the prefix.
+            time: later than that of any run.
+            home: tells in which order a run that was not set aside belongs.
+        """
+        parents, owners = self._table.parents, self._table.owners
+        owner = None if owners is None else owners[slot]
+        # Keys that are no digests may claim to be before each other: then a run is met that has the time already.
+        while slot != NO_SLOT and (run := self.run_of[slot]) is not None and run.time != time:
+            if owners is not None and owners[slot] != owner:
+                break  # whose times are others
+            run = self._take_front(run, slot)
+            run.time = time
+            assert run.order is not None
+            (run.order if run.order.is_aside else home(run)).append(run)  # so the end of the prefix is given up first
+            slot = parents[run.entries[0]]
+
+    def _take_front(self, run: Run[int], slot: int) -> Run[int]:
+        """Return a run of the chunks of ``run`` up to that in ``slot``, out of its order. The others stay where they are."""
+        if run.num_live < len(run.entries):
+            run.entries = self._live(run)
+        entries, order = run.entries, run.order
+        end = len(entries) if entries[-1] == slot else entries.index(slot) + 1
+        if 2 * end <= len(entries):  # the shorter part becomes a new run, because each of its chunks is told so
+            front = self._run_with(entries[:end], run.time, run.kind)
+            front.order, run.entries, run.num_live = order, entries[end:], run.num_live - end
+            return front
+        if end < len(entries):
+            rest = self._run_with(entries[end:], run.time, run.kind)
+            rest.order, run.entries, run.num_live = order, entries[:end], end
+            if run.older is not None and order is not None:
+                order.link(rest, run)
+        if run.older is not None and order is not None:
+            order.take_out(run)
+        return run
+
     def drop(self, slots: Sequence[int]) -> None:
         """Forget chunks that leave the table by no choice of the policy. They are still in the table."""
         for slot in reversed(slots):
