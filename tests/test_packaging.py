@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,59 @@ def test_the_lowest_versions_are_tested() -> None:
     """What `make test-lowest` installs is what the project says that it needs at least."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {extra: needs for extra, needs in project["optional-dependencies"].items() if extra != "vllm"}
-    needed = [Requirement(text) for text in sum(extras.values(), project["dependencies"])]
+    named = [Requirement(text) for text in sum(extras.values(), project["dependencies"])]
+    needed = [requirement for requirement in named if requirement.name != "cargohold"]  # an extra in an extra
     pinned = dict(re.findall(r"(?m)^([\w-]+)==(.*)$", (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8")))
     for requirement in needed:
         (bound,) = requirement.specifier
         assert (bound.operator, Version(pinned[requirement.name])) == (">=", Version(bound.version)), requirement
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"--editable '.[{','.join(sorted(extras))}]'" in recipe
+
+
+def test_the_base_is_small() -> None:
+    """An engine's users get nothing with the connector that their engine has not, but for two small packages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {Requirement(text).name for text in project["dependencies"]}
+    assert names == {"msgspec", "numpy", "platformdirs", "psutil", "xxhash"}
+
+
+def run_without_packages(code: str, *, without: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run code where some packages are not installed."""
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({list(without)!r}))\n"
+    hidden = "import importlib.util as u; find = u.find_spec\n"
+    hidden += f"u.find_spec = lambda name, *rest: None if name in {list(without)!r} else find(name, *rest)\n"
+    return subprocess.run(
+        [sys.executable, "-c", hidden + blocked + code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_what_vllm_runs_needs_none_of_the_packages_that_only_we_use() -> None:
+    """Beside vLLM, cargohold is installed alone: no engine, no server, no terminal."""
+    absent = ["fastapi", "packaging", "prometheus_client", "pytest", "rich", "transformers", "typer", "uvicorn"]
+    code = (
+        "import cargohold.connector.factory, cargohold.connector.options, cargohold.integrations.vllm.plugin\n"
+        "import cargohold.connector.offloading.lazy, cargohold.tiers.opening, cargohold.transfer.cpu\n"
+        "from cargohold import OffloadConfig; OffloadConfig(host_bytes='1GiB')\n"
+        "import cargohold.testing.simulation\n"
+        "print('all there')"
+    )
+    done = run_without_packages(code, without=absent)
+    assert (done.stdout, done.returncode) == ("all there\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "absent", "said"),
+    [
+        ("from cargohold.cli import main; sys.exit(main())", "typer", "pip install 'cargohold[cli]'"),
+        ("import cargohold; cargohold.LLM('smollm2')", "transformers", "pip install 'cargohold[engine]'"),
+    ],
+)
+def test_what_needs_an_extra_says_which(code: str, absent: str, said: str) -> None:
+    done = run_without_packages(code, without=[absent])
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert said in last and absent in last
 
 
 @pytest.fixture(scope="module")

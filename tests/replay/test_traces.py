@@ -101,7 +101,7 @@ def test_a_missing_package_is_named_with_its_extra(
     file = write(COMPRESSORS["zstd"](TEXT))
     with pytest.raises(TraceError) as caught:
         list(read_trace([file]))
-    assert str(caught.value).startswith(f"{file}: it is compressed with Zstandard: pip install 'cargohold[zstd]'")
+    assert str(caught.value).startswith(f"{file}: it is compressed with Zstandard: pip install 'cargohold[lab]'")
 
 
 def test_several_files_are_read_in_order_and_lazily(write: Callable[[bytes], Path]) -> None:

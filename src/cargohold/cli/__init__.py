@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -11,6 +13,10 @@ def main() -> int:
     Returns:
         The exit status: 0; 1 if something failed; 2 for impossible requests; 130 after Ctrl-C, and 143 after SIGTERM.
     """
+    if missing := [name for name in ("packaging", "rich", "typer") if find_spec(name) is None]:
+        sys.stderr.write(f"cargohold: its commands need {' and '.join(missing)}: pip install 'cargohold[cli]'\n")
+        return 2
+
     from cargohold.cli.signals import interrupted, termination  # noqa: PLC0415  # not a name of this package
 
     with termination.handled():

@@ -123,7 +123,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch  # noqa: PLC0415  # takes seconds, and other findings come without it
     except (ImportError, OSError) as error:  # OSError: a library of CUDA's is missing
-        yield Finding("PyTorch", Level.SET, f"cannot be imported: {one_line(error)}", "pip install torch")
+        yield Finding("PyTorch", Level.SET, f"cannot be imported: {one_line(error)}", "pip install 'cargohold[engine]'")
         return
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
     has_gpu = torch.cuda.is_available()
@@ -203,11 +203,12 @@ def _extras() -> Iterator[Finding]:
         return
     by_extra: dict[str, list[Requirement]] = {}
     for need in needs:
-        if named := re.search(r"extra == ['\"]([\w-]+)", str(need.marker or "")):
+        is_extra_in_extra = need.name == "cargohold"
+        if not is_extra_in_extra and (named := re.search(r"extra == ['\"]([\w-]+)", str(need.marker or ""))):
             by_extra.setdefault(named[1], []).append(need)
     missing: list[str] = []
     for extra, packages in sorted(by_extra.items()):
-        if extra in {"conformance", "vllm"}:  # a former name; what is said of vLLM above
+        if extra == "vllm":  # what is said of it above
             continue
         lacking = [str(need.name) for need in packages if _version(need.name) is None]
         old = [

@@ -399,7 +399,7 @@ def _decompressor_for(start: bytes) -> Callable[[], _Decompressor] | None:
     try:
         import zstandard  # noqa: PLC0415  # optional
     except ModuleNotFoundError as error:
-        reason = "it is compressed with Zstandard: pip install 'cargohold[zstd]', or decompress it first"
+        reason = "it is compressed with Zstandard: pip install 'cargohold[lab]', or decompress it first"
         raise ValueError(reason) from error
     context = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
     return context.decompressobj

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from platformdirs import user_cache_path
 
-from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
+from cargohold.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError, one_line
 from cargohold.option_values import parse_path
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
@@ -430,9 +430,11 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
         ModelNotFoundError: nothing is there.
         UnsupportedModelError: the engine cannot run it.
         ConfigError: the type is unknown.
+        ModelError: a package of the extra ``engine`` is not installed.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", dtype, f"it must be auto or one of {', '.join(DTYPES)}")
+    _require_packages(model)
     path = locate_model(model)
     read_after_s = time.time()  # not earlier: where a GGUF file is converted, the files have just been written
     config = load_config(model, path, otherwise="choose a model that transformers knows itself")
@@ -448,6 +450,12 @@ def describe_model(model: str, dtype: str = "auto") -> ModelInfo:
         eos_token_ids=_eos_token_ids(model, path, text),
         read_after_s=read_after_s,
     )
+
+
+def _require_packages(model: str) -> None:
+    """Raise ``ModelError`` where the packages are missing that run a model: vLLM's users need none of them for us."""
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        raise ModelError(model, f"running it needs {' and '.join(missing)}; run: pip install 'cargohold[engine]'")
 
 
 def _refuse_unless_causal(model: str, config: Any) -> None:
