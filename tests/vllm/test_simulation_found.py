@@ -11,10 +11,52 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
+from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.layout import bears_full_hits
 from cargohold.protocol import AttentionKind, KVCacheGroup
+from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
+from cargohold.testing.simulation.fingerprints import GroupPlan
+from cargohold.testing.simulation.transfers import LinkProfile
+from cargohold.testing.simulation.workloads import Ask
+from cargohold.testing.simulation.world import Scenario, Shape
+from cargohold.testing.vllm.configuration import ASYNC, CAN_RETAIN_LESS, MAX_MODEL_LEN, RETAINED
+from cargohold.testing.vllm.engine import VllmRecipe
 from tests.vllm.test_simulation import play
+
+
+def play_scene(group: GroupPlan, connector: ConnectorPlan, *asks: Ask) -> None:
+    """Play a scene that is written out; what a seed plays changes with the code that draws scenarios."""
+    scheduler = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "policy": QueuePolicy.FCFS,
+        "prefix_caching": True,
+        "load_failure_policy": LoadFailurePolicy.RECOMPUTE,
+        "emit_events": True,
+        "emit_salted_events": True,
+        MAX_MODEL_LEN: 64,
+        ASYNC: False,
+        **({RETAINED: 0} if CAN_RETAIN_LESS else {}),
+    }
+    shape = Shape((group,), 24, 1, scheduler, LinkProfile(latency_s=0.2))
+    result = VllmRecipe("any", "any").run(Scenario(1, "by hand", shape, connector, {}, 0.0, asks)).play()
+    assert result.error is None, repr(result.error)
+
+
+def test_what_was_served_without_offloading_is_not_kept_beside_the_index() -> None:
+    # vLLM serves a request whose wish is refused without telling us its tokens. Lazy offloading kept its blocks, and nothing
+    # was announced of them.
+    lazy = ConnectorPlan("lazy", (TierPlan(32, 40, {}),))
+    refused = Ask(0.0, "refused", tuple(range(40)), 2, params={"max_load_tokens": "all"})
+    play_scene(GroupPlan(), lazy, refused, Ask(1.0, "other", tuple(range(100, 140)), 2))
+
+
+def test_a_load_of_no_block_at_all_is_no_prefix_that_is_loaded_twice() -> None:
+    # A mistake of an oracle: a window of one token needs no block of what is before it.
+    eager = ConnectorPlan("eager", (TierPlan(32, None, {}),))
+    asks = [Ask(0.0, name, tuple(range(17)), 2) for name in ("first", "second")]
+    play_scene(GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 1), eager, *asks)
 
 
 def test_a_full_hit_behind_a_window_that_begins_with_a_block() -> None:

@@ -115,6 +115,29 @@ def test_a_chunk_that_one_worker_loses_before_another_has_stored_it_is_not_annou
     assert world.lower.lookup(KEYS[:1]) == bytes([ABSENT])
 
 
+def test_a_chunk_that_is_lost_before_the_end_of_its_job_is_told_is_not_announced_for_good() -> None:
+    # Answers come with a worker's message of one step, and the end of their job may come with that of a later one.
+    world = World()
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    world.lower.note_report({store.job_id: (bytes([1, 1]), 1)}, {})
+    world.lower.note_lost(0, KEYS[:1])
+    assert world.lower.end(store.job_id, TransferOutcome.DONE)
+    assert follow(world, set()) == {KEYS[1]}
+    assert world.lower.lookup(KEYS[:1]) == bytes([ABSENT])
+
+
+def test_a_tier_that_loses_everything_before_the_end_of_a_job_is_told_is_not_believed_to_have_its_chunks() -> None:
+    world = World()
+    world.keep(KEYS[:2])
+    (store,) = world.step()
+    world.lower.note_report({store.job_id: (bytes([1, 1]), 1)}, {})
+    world.lower.note_emptied([0])
+    assert world.lower.end(store.job_id, TransferOutcome.DONE)
+    assert follow(world, set()) == set()
+    assert READY not in world.lower.lookup(KEYS[:2])
+
+
 def test_a_chunk_that_is_lost_and_written_again_before_another_worker_has_answered_is_announced() -> None:
     world = World(num_workers=2)
     world.lower.probe(KEYS[:1])

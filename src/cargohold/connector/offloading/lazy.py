@@ -45,6 +45,7 @@ class LazyOffloadConfig(HostOptions):
     blocks are used again before they are evicted; blocks that are evicted faster than they can be copied are lost.
 
     Most options are in ``HostOptions``. There are no quotas: nobody knows whose a block is that the device is about to evict.
+    Where KV events are wanted, only blocks are kept that can be announced: not those of requests served without offloading.
 
     Attributes:
         policy: what host memory evicts. Blocks come without the blocks before them, so a policy that learns from prefixes has
@@ -139,8 +140,9 @@ class BlockContents:
     """What device blocks hold, for events: their requests have the tokens, and may have ended when a block is stored."""
 
     def __init__(self) -> None:
-        # By block id, the block's key and contents when a request last filled it: one entry per device block at most.
-        self._of_block: dict[int, tuple[OffloadKey, Contents]] = {}
+        # By block id, the block's key when a request last filled it, and its contents, ``None`` if these are nobody's business:
+        # one entry per device block at most.
+        self._of_block: dict[int, tuple[OffloadKey, Contents | None]] = {}
         # By request, the number of its chunks noted so far, per group.
         self._num_noted: dict[str, list[int]] = {}
         # By request, its part of the last step that it was in.
@@ -165,24 +167,31 @@ class BlockContents:
         """Remember the blocks of a request that its leading ``num_tokens`` tokens fill now, or will."""
         noted = self._num_noted.setdefault(state.request.request_id, [0] * len(state.keys))
         ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
-        if all(map(ge, noted, ends)) or not events.is_published(state.request):
+        if all(map(ge, noted, ends)):
             return  # most, while generating
+        is_published = events.is_published(state.request)
         state.extend_keys()
         for group, (keys, table) in enumerate(zip(state.keys, block_ids, strict=True)):
             for at in range(noted[group], min(ends[group], len(keys.keys), len(table))):
                 noted[group] = at + 1
                 if table[at] != NULL_BLOCK_ID:
-                    self._of_block[table[at]] = keys.keys[at], contents_of(state.request, keys, at)
+                    contents = contents_of(state.request, keys, at) if is_published else None
+                    self._of_block[table[at]] = keys.keys[at], contents
 
     def forget(self, request_id: str) -> None:
         """Forget how many chunks of a request were noted: it has ended, or begins anew."""
         self._num_noted.pop(request_id, None)
         self._last.pop(request_id, None)
 
-    def of(self, blocks: Iterable[tuple[OffloadKey, KVCacheBlockView]]) -> list[tuple[OffloadKey, Contents]]:
-        """Return the contents of blocks that hold the chunks with these keys, where they are known."""
-        seen = ((key, self._of_block.get(block.block_id)) for key, block in blocks)
-        return [known for key, known in seen if known is not None and known[0] == key]
+    def knows(self, block: KVCacheBlockView) -> bool:
+        """Whether it is known what a block holds now."""
+        known = self._of_block.get(block.block_id)
+        return known is not None and known[0] == _key(block)
+
+    def of(self, blocks: Iterable[KVCacheBlockView]) -> list[tuple[OffloadKey, Contents]]:
+        """Return the contents of blocks that are known, but for those of which nothing is to be announced."""
+        known = (self._of_block[block.block_id] for block in blocks)
+        return [(key, contents) for key, contents in known if contents is not None]
 
 
 # --- stores of the lazy connector -------------------------------------------------------------------------------------
@@ -229,7 +238,7 @@ class LazyStores:
         if self._shared.events is not None:
             self._seen.note(step, self._requests, self._shared.events)
         if self._scout is None:
-            self._scout = FreeQueueScout(context, self._is_kept, self._lookahead)
+            self._scout = FreeQueueScout(context, self._needs_no_copy, self._lookahead)
         blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
         if blocks:
             num_reserved = self._num_needed_next(step)
@@ -285,7 +294,7 @@ class LazyStores:
         blocks = [by_key[key] for key in handle.keys]
         context.touch(blocks)
         if self._shared.events is not None:
-            self._shared.events.note_contents(self._seen.of(zip(handle.keys, blocks, strict=True)))
+            self._shared.events.note_contents(self._seen.of(blocks))
         block_ids = tuple(block.block_id for block in blocks)
         # No request holds these blocks, so the store has no request ids.
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
@@ -301,8 +310,10 @@ class LazyStores:
             num_blocks += sum(-(-num_next // group.block_tokens) for group in self._shared.layout.groups)
         return num_blocks
 
-    def _is_kept(self, block: KVCacheBlockView) -> bool:
-        return self._shared.manager.lookup([_key(block)])[0] == READY
+    def _needs_no_copy(self, block: KVCacheBlockView) -> bool:
+        """Whether a block is kept already, or must not be kept: what could not be announced, an index would never find."""
+        is_nobodys = self._shared.events is not None and not self._seen.knows(block)
+        return is_nobodys or self._shared.manager.lookup([_key(block)])[0] == READY
 
     def _context(self) -> SchedulerContext:
         if self._shared.context is None:

@@ -358,19 +358,17 @@ class LowerTiers:
                 self.writes[at].clear()
 
     def note_emptied(self, tiers: Iterable[int]) -> None:
-        """Learn that tiers have lost all that they had. To be called before the jobs end that a report says have ended."""
+        """Learn that tiers have lost all that they had. To be called before a report's answers are noted, and jobs end."""
         for at in tiers:
             self.tiers[at].clear(is_empty=self._tasks.is_renamed)
             self._listers[at].begin_again()
-            if self.config.num_workers > 1:
-                self._tasks.note_lost(at, None)
+            self._tasks.note_lost(at, None)
 
     def note_lost(self, at: int, names: Sequence[OffloadKey]) -> None:
         """Learn that a worker has lost chunks of a tier. To be called after the jobs have ended."""
         keys = self._tasks.keys_of(names)
         self.tiers[at].note_lost(keys)
-        if self.config.num_workers > 1:
-            self._tasks.note_lost(at, frozenset(keys))
+        self._tasks.note_lost(at, frozenset(keys))
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""
@@ -436,9 +434,8 @@ class LowerTiers:
             self.tiers[task.tier].note_lost(tuple(task.lost))
         if task.kind is JobKind.STORE:
             self.promises.note_written(task.keys)
-            if self.config.num_workers > 1:
-                there = [key for key in compress(task.keys, succeeded) if key not in task.lost]
-                self._tasks.note_written(task.tier, there)
+            there = (key for key in compress(task.keys, succeeded) if key not in task.lost)
+            self._tasks.note_written(task.tier, there)
 
     def _end_probe(self, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
         """Remember the answers of a tier. One that does not answer counts as not having the chunks."""

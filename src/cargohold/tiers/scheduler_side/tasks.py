@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -70,7 +70,7 @@ class TierTask:
         answers: one byte per chunk: 1 if all workers that have answered were successful, else 0.
         num_answers: number of workers that have answered.
         listing: what the first worker has listed, for a task that lists.
-        lost: chunks that a worker has lost after it had answered, and before others have.
+        lost: chunks that a worker has lost after it had answered, and before the task has ended.
         has_ended: whether it has ended and its consequences were drawn.
         is_cancelled: whether nobody needs it any more.
     """
@@ -216,16 +216,20 @@ class TaskTable:
         return [key for key in map(self._key_of.get, names) if key is not None]
 
     def note_lost(self, tier: int, lost: AbstractSet[OffloadKey] | None) -> None:
-        """Note that a worker has lost chunks of a tier, or all for ``None``, for tasks that only some have answered."""
+        """Note that a worker has lost chunks of a tier, or all for ``None``, for tasks that were answered and have not ended.
+
+        Some workers may not have answered; or all have, and the end of the job is reported later.
+        """
         for task in self._in_flight.values():
             if task.tier == tier and task.num_answers:
                 task.lost.update(task.keys if lost is None else (key for key in task.keys if key in lost))
 
-    def note_written(self, tier: int, written: Sequence[OffloadKey]) -> None:
-        """Note that all workers have stored chunks since they were lost, for tasks that only some have answered."""
-        for task in self._in_flight.values():
-            if task.lost and task.tier == tier:
-                task.lost.difference_update(written)
+    def note_written(self, tier: int, written: Iterable[OffloadKey]) -> None:
+        """Note that all workers have stored chunks since they were lost, for tasks that have not ended."""
+        losing = [task for task in self._in_flight.values() if task.lost and task.tier == tier]
+        there = frozenset(written) if losing else ()
+        for task in losing:
+            task.lost.difference_update(there)
 
     def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
         """Return what else is known of chunks, or nothing if that is nothing."""

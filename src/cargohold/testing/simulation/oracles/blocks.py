@@ -164,9 +164,6 @@ class EventOracle(Oracle):
         self._stored: Index = {}
         self._index: Index = {MEDIUM_DEVICE: Counter(), MEDIUM_HOST: Counter()}
         sides = offloading_sides(engine.scheduler.connector)
-        # vLLM plans steps before it knows the tokens of those before, and moves recurrent states from block to block. So a lazy
-        # connector may not know whose KV a block holds, and then announces nothing of it.
-        self._may_lack_some = not engine.dedupes_blocks
         self._knows_tiers = knows_tiers and not any(side.manager.num_ready for side, _ in sides)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
@@ -231,8 +228,6 @@ class EventOracle(Oracle):
             # Of a chunk of several blocks, the key has the hash of the last.
             num_found += manager.lookup([offload_key(*prefix) for prefix in announced]).count(READY)
             num_ready += manager.num_ready - manager.lookup(unpublished).count(READY)
-        if self._may_lack_some and num_ready - max(2, num_ready // 4) <= num_found < num_ready:
-            return
         self.require(num_found == num_ready, f"{num_found} chunks announced, {num_ready} held")
         if all(side.blocks_per_chunk == 1 for side in live_sides(self._engine.scheduler.connector)):
             self.require(announced.total() == num_ready, f"{announced.total()} blocks announced, {num_ready} held")

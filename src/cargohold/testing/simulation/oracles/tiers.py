@@ -175,8 +175,8 @@ class TierOracle(Oracle):
 
 
 def _last_keys(load: Load) -> set[OffloadKey]:
-    """The chunks at the end of a load: two loads that have them in common load the same prefix."""
-    last = max(load.block_starts)
+    """The chunks at the end of a load: two loads that have them in common load the same prefix. A load may have none."""
+    last = max(load.block_starts, default=None)
     return {key for key, start in zip(load.block_keys, load.block_starts, strict=True) if start == last}
 
 
