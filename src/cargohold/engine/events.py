@@ -18,28 +18,28 @@ digests by default. With ``wire="array"``, an event is the list of these values 
 Numbers begin with the microseconds since 1970, and the first event of all is an ``AllBlocksCleared``. So a follower that knew
 an engine at this address before its restart sees a gap, not old numbers again, asks for what it missed, and forgets the rest.
 
-Replay: a follower that has missed messages asks for them at a second address, with a DEALER socket; the request is an empty
-frame and the first sequence number that it wants, in eight bytes. It gets each message that is still kept, as an empty frame
-and the three frames above, and then an end mark: empty topic and payload, and minus one for the number. This, too, is vLLM's
-protocol. If messages before these are kept no more, an ``AllBlocksCleared`` comes first: whoever has missed removals must not
-rely on what it knows.
+A follower that has missed messages asks for them at a second address; see ``cargohold.engine.event_replay``.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from cargohold.engine.event_replay import (
+    GONE_AFTER_MS,
+    LINGER_MS,
+    MAX_RECEIVED_BYTES,
+    SEQUENCE_BYTES,
+    ReplayBuffer,
+    ReplayServer,
+    import_zmq,
+)
 from cargohold.errors import ConfigError
 from cargohold.protocol import AllBlocksCleared, AttentionKind, BlockRemoved, BlockStored, KVCacheGroup, KVEvent
-
-logger = logging.getLogger(__name__)
 
 WIRE_MAP: Final = "map"
 WIRE_ARRAY: Final = "array"
@@ -48,20 +48,10 @@ WIRES: Final = (WIRE_MAP, WIRE_ARRAY)
 
 MAX_QUEUED_MESSAGES = 10_000
 """Messages queued for each follower, one per step. A step that computes thousands of tokens makes tens of kilobytes."""
-_MAX_RECEIVED_BYTES = 4096
-"""Largest message accepted. Followers send only topics; without a limit, anybody who connects could fill our memory."""
-MAX_REPLAYED_MESSAGES = 10_000
-MAX_REPLAYED_BYTES = 64 * 1024**2
-"""Most messages kept for followers that have missed some, and most bytes of them."""
-_REPLAY_PATIENCE_MS = 1000
-"""Milliseconds that an answer waits for a follower that does not read it. The others wait meanwhile."""
-_SEQUENCE_BYTES = 8
-_END_OF_REPLAY = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
 _NUMBERS_PER_S: Final = 1_000_000
 """No engine sends so many messages in a second, so the next one at the same address begins with a higher number."""
 _ALL_CLEARED: Final = {"type": "AllBlocksCleared"}
 _HASH_BYTES = 8
-_LINGER_MS = 200
 _KINDS: Final = {
     AttentionKind.FULL: "full_attention",
     AttentionKind.SLIDING_WINDOW: "sliding_window",
@@ -69,103 +59,6 @@ _KINDS: Final = {
     AttentionKind.RECURRENT: "mamba",
 }
 """Names of kinds in events. By them, routers know which groups' events tell how much of a prefix is there."""
-
-
-class ReplayBuffer:
-    """The latest messages, for followers that have missed some. Thread-safe.
-
-    Args:
-        max_messages: maximum number of messages kept.
-        max_bytes: maximum number of bytes kept in their payloads.
-        all_cleared: payload of a message that stands for those that are kept no more.
-    """
-
-    def __init__(
-        self, max_messages: int = MAX_REPLAYED_MESSAGES, max_bytes: int = MAX_REPLAYED_BYTES, all_cleared: bytes = b""
-    ) -> None:
-        self._max_messages = max_messages
-        self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._messages: deque[tuple[int, bytes]] = deque()
-        self._num_bytes = 0
-        self._all_cleared = all_cleared
-        # Messages with lower numbers than this were dropped, if there were any.
-        self._num_dropped_to = 0
-
-    def add(self, sequence: int, payload: bytes) -> None:
-        """Keep a message; drop the oldest ones if there are too many."""
-        with self._lock:
-            self._messages.append((sequence, payload))
-            self._num_bytes += len(payload)
-            while len(self._messages) > self._max_messages or self._num_bytes > self._max_bytes:
-                dropped, its_payload = self._messages.popleft()
-                self._num_dropped_to = dropped + 1
-                self._num_bytes -= len(its_payload)
-
-    def since(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the messages from sequence number ``first`` on; if some are kept no more, ``all_cleared`` first."""
-        with self._lock:
-            missed = [(sequence, payload) for sequence, payload in self._messages if sequence >= first]
-            if first < self._num_dropped_to:
-                missed.insert(0, (self._num_dropped_to - 1, self._all_cleared))
-            return missed
-
-
-class ReplayServer:
-    """Answers followers that have missed messages, in a thread of its own.
-
-    Args:
-        endpoint: where to bind, such as ``tcp://*:5558`` or ``ipc:///run/kv-replay``.
-        buffer: the messages.
-        topic: first frame of every message.
-
-    Raises:
-        ConfigError: the endpoint cannot be bound.
-    """
-
-    def __init__(self, endpoint: str, buffer: ReplayBuffer, topic: bytes) -> None:
-        zmq = _zmq("kv_events_replay_endpoint", endpoint)
-        self._context = zmq.Context()
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        # So many messages are kept for one follower, and its answer is cut short rather than wait for one that reads nothing.
-        socket.setsockopt(zmq.SNDHWM, MAX_REPLAYED_MESSAGES + 1)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDTIMEO, _REPLAY_PATIENCE_MS)
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            self._context.term()
-            raise ConfigError("kv_events_replay_endpoint", endpoint, f"it cannot be bound: {error}") from error
-        self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._thread = threading.Thread(
-            target=_serve_replays, args=(zmq, socket, buffer, topic), name="cargohold-kv-replay", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Close the socket; the address is free then. May be called twice."""
-        self._context.term()  # ends the wait of the thread, which closes the socket
-        self._thread.join()
-
-
-def _serve_replays(zmq: Any, socket: Any, buffer: ReplayBuffer, topic: bytes) -> None:
-    """Answer requests until the socket's context is terminated."""
-    with socket:
-        while True:
-            try:
-                follower, *request = socket.recv_multipart()
-                if len(request) != 2 or request[0] or len(request[1]) != _SEQUENCE_BYTES:
-                    continue  # nothing that a follower asks; whoever sends it may be anybody
-                for sequence, payload in buffer.since(int.from_bytes(request[1], "big")):
-                    socket.send_multipart((follower, b"", topic, sequence.to_bytes(_SEQUENCE_BYTES, "big"), payload))
-                socket.send_multipart((follower, b"", b"", _END_OF_REPLAY, b""))
-            except zmq.ContextTerminated:
-                return
-            except zmq.ZMQError as error:
-                logger.warning("kv events: an answer to a follower that missed some was cut short: %s", error)
 
 
 class ZmqEventPublisher:
@@ -195,7 +88,7 @@ class ZmqEventPublisher:
         data_parallel_rank: int = 0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        zmq = _zmq("kv_events_endpoint", endpoint)
+        zmq = import_zmq("kv_events_endpoint", endpoint)
         self._encode = msgspec.msgpack.Encoder().encode
         self._topic = topic.encode()
         self._as_array = wire == WIRE_ARRAY
@@ -208,8 +101,9 @@ class ZmqEventPublisher:
         self._own_context = None if endpoint.startswith("inproc:") else zmq.Context()
         self._socket = (self._own_context or zmq.Context.instance()).socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)  # also for a socket that nobody closes
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
+        self._socket.setsockopt(zmq.TCP_MAXRT, GONE_AFTER_MS)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)  # also for a socket that nobody closes
         self._buffer: ReplayBuffer | None = None
         self._replays: ReplayServer | None = None
         try:
@@ -235,7 +129,7 @@ class ZmqEventPublisher:
         if self._sequence == self._first:
             messages.insert(0, _ALL_CLEARED)
         payload = self._payload(messages)
-        frames = (self._topic, self._sequence.to_bytes(_SEQUENCE_BYTES, "big"), payload)
+        frames = (self._topic, self._sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
         if self._buffer is not None:
             self._buffer.add(self._sequence, payload)
         self._socket.send_multipart(frames, flags=self._dont_wait)
@@ -247,7 +141,7 @@ class ZmqEventPublisher:
 
     def close(self) -> None:
         """Close the sockets after queued messages had a moment to go out; the addresses are free then. May be called twice."""
-        self._close(linger_ms=_LINGER_MS)
+        self._close(linger_ms=LINGER_MS)
 
     def _close(self, linger_ms: int) -> None:
         if self._replays is not None:
@@ -255,15 +149,6 @@ class ZmqEventPublisher:
         self._socket.close(linger=linger_ms)
         if self._own_context is not None:
             self._own_context.term()
-
-
-def _zmq(key: str, value: object) -> Any:
-    """Return the module ``zmq``. Raises ``ConfigError`` if it is not installed."""
-    try:
-        import zmq  # noqa: PLC0415  # an optional extra
-    except ImportError as error:
-        raise ConfigError(key, value, "install what it needs: pip install 'cargohold[events]'") from error
-    return zmq
 
 
 def _as_message(event: KVEvent, groups: Sequence[KVCacheGroup]) -> dict[str, Any]:
