@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.connector import metrics
-from cargohold.connector.metrics import OutageLevels, Series, for_operators, series_of
+from cargohold.connector.metrics import OutageLevels, Series, for_operators, from_the_start, series_of
 from cargohold.protocol import Outage, Stats, add_stats, labelled
 
 
@@ -92,3 +92,70 @@ def test_reasons_that_are_all_different_do_not_make_time_series_without_end() ->
         counters |= levels.take_changes([Outage("shared", "loads", f"request {at}: {'x' * 500}", since=1.0)]).keys()
     reasons = {series_of(counter).values[2] for counter in counters}
     assert len(reasons) == 17 and max(map(len, reasons)) <= 200
+
+
+GOLDEN = """
+prompt_tokens counter tier
+tier_capacity_bytes gauge tier
+tier_ready_bytes gauge tier
+tier_pinned_bytes gauge tier
+tier_in_use_bytes gauge tier
+tier_capacity_tokens gauge tier
+tier_ready_tokens gauge tier
+tier_pinned_tokens gauge tier
+tier_in_use_tokens gauge tier
+tenant_bytes gauge tier tenant
+tenant_tokens gauge tier tenant
+tenant_quota_bytes gauge tier tenant limit
+tenant_quota_tokens gauge tier tenant limit
+hints counter outcome
+moved_bytes counter tier direction
+stored_chunks counter tier
+removed_chunks counter tier
+not_stored_chunks counter tier
+not_loaded_chunks counter tier
+corrupt_chunks counter tier
+tier_failures counter tier
+suspensions counter tier
+failures counter kind
+deferred_lookups counter
+deferred_stores counter
+load_tokens counter
+prefill_tokens counter
+prefill_seconds counter
+time_to_first_token_seconds histogram cache
+wait_seconds histogram
+reuse_gap_seconds histogram
+load_seconds histogram tier
+store_seconds histogram tier
+fetch_seconds histogram tier
+write_seconds histogram tier
+look_up_seconds histogram tier
+lifetime_seconds histogram tier
+outage_since_timestamp_seconds gauge tier what reason
+outage_retry_timestamp_seconds gauge tier what reason
+connector counter counter
+connector_level gauge counter
+"""
+
+
+def test_names_kinds_and_labels_stay_as_dashboards_know_them() -> None:
+    told = [f"{family.name} {' '.join((family.kind.value, *family.labels))}" for family in metrics.FAMILIES]
+    assert told == [f"cargohold_{line}" for line in GOLDEN.strip().splitlines()]
+
+
+def test_each_family_that_only_grows_says_what_it_begins_with() -> None:
+    for family in metrics.FAMILIES:
+        assert family.start or family.kind is metrics.Kind.GAUGE, family.name
+        assert {len(values) for values in family.start} <= {len(family.labels)}
+    started = set(from_the_start(["disk", "shared"]))
+    assert {Series(metrics.CORRUPT, (tier,)) for tier in ("disk", "shared")} < started
+    assert Series(metrics.CORRUPT, ("host",)) not in started, "nothing checks chunks in memory"
+    assert Series(metrics.MOVED, ("disk", "out")) in started > set(from_the_start([]))
+
+
+@pytest.mark.parametrize(
+    ("restored", "device", "label"), [(50, 0, "hit"), (49, 1, "device"), (0, 100, "device"), (49, 0, "miss")]
+)
+def test_what_the_device_still_had_is_no_hit_of_ours(restored: int, device: int, label: str) -> None:
+    assert metrics.cache_label(restored, device, 100) == label

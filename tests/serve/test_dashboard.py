@@ -79,7 +79,10 @@ def test_a_server_looks_as_on_its_own_page(tiered: Server) -> None:
     tokens = [request["prompt_tokens"] for request in own["requests"]]
     assert sum(shown["totals"]["tokens"].values()) == sum(tokens)
     assert sum(sum(bucket["tokens"].values()) for bucket in shown["history"]) == sum(tokens[:2])  # since the first look
-    assert sum(bucket["hit_requests"] + bucket["miss_requests"] for bucket in shown["history"]) == 2
+    assert sum(bucket["requests"] for bucket in shown["history"]) == 2
+    for what in ("restored_tokens", "restore_s", "prefill_tokens", "prefill_s"):
+        total = sum(bucket[what] for bucket in own["history"])
+        assert shown["totals"][what] == pytest.approx(total) and total > 0, what
 
 
 def test_vllm_with_the_connector_is_understood() -> None:
@@ -88,7 +91,8 @@ def test_vllm_with_the_connector_is_understood() -> None:
     engine.look()
     engine.look()
     shown = engine.as_json()
-    assert shown["engine"]["running"] == 3 and shown["engine"]["waiting"] == 2
+    assert (shown["engine"]["running"], shown["engine"]["waiting"]) == (3, 2)
+    assert shown["engine"]["loading"] is None is shown["engine"]["refused"], "vLLM does not tell, which is not none"
     host, disk = shown["tiers"]
     assert (host["held_bytes"], host["capacity_bytes"], host["in_bytes"], host["evicted_chunks"]) == (
         1000,
@@ -100,7 +104,7 @@ def test_vllm_with_the_connector_is_understood() -> None:
     assert [line["text"] for line in shown["log"]] == ["tier disk: writes: it is full"]
     (bucket,) = shown["history"]
     assert bucket["tokens"]["host"] == 200 and shown["totals"]["tokens"] == {"host": 300, "computed": 100}
-    assert (bucket["up_bytes"], bucket["hit_ttft_s"]) == (0, None)
+    assert (bucket["up_bytes"], bucket["requests"]) == (0, 0)
 
 
 def test_an_engine_that_goes_away_and_begins_anew_takes_nothing_back() -> None:
@@ -119,6 +123,17 @@ def test_an_engine_that_goes_away_and_begins_anew_takes_nothing_back() -> None:
         states.append(engine.state)
     assert states == ["serving", "not reachable: refused", "serving", "serving"]
     assert [bucket["tokens"]["host"] for bucket in engine.as_json()["history"]] == [20]
+
+
+def test_of_an_engine_that_does_not_answer_nothing_is_known() -> None:
+    scrapes = iter([Scrape.parse(0.0, OF_VLLM), Scrape.parse(0.0, OF_VLLM), Scrape(0.0, error="refused")])
+    engine = Engine("vllm", "", lambda _: next(scrapes), clock=lambda: 1001.0)
+    for is_known in (False, True, True, False):
+        shown = engine.as_json()
+        assert (shown["engine"] is not None, shown["totals"] is not None) == (is_known, is_known)
+        if engine.state != "not reachable: refused":
+            engine.look()
+    assert len(engine.as_json()["history"]) == 1, "what was seen before"
 
 
 @contextmanager
@@ -154,7 +169,7 @@ def test_the_page_shows_one_engine_after_the_other(tiered: Server) -> None:
     with dashboard([Engine("one", metrics_url(tiered.url)), of_vllm]) as server, browsing(server) as page:
         page.wait_for_selector("#vessels li:nth-child(3)")
         assert page.locator("#chat-section").is_hidden() and page.locator("#requests-section").is_hidden()
-        assert "prompt tokens were found in the cache" in page.inner_text("#answer")
+        assert "prompt tokens were restored from tiers below the device" in page.inner_text("#answer")
         page.select_option("#which", label="of vLLM")
         page.wait_for_selector("text=75 %")
         assert "it is full" in page.inner_text("#vessels")

@@ -14,11 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cargohold import DiskTierConfig, OffloadConfig, SharedTierConfig, TenantQuota
 from cargohold.connector.metrics import FAMILIES, Kind
+from cargohold.serve.meters import OWN_FAMILIES
 from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig
 from tests.serve.running import call, running, wait_until
 
 KEY = "for metrics"
+Labelled = tuple[str, frozenset[tuple[str, str]]]
 PROMPT = "The ship sails on. " * 40
 MANUAL = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
 
@@ -44,6 +46,20 @@ def scrape(server: Server) -> dict[str, Metric]:
     return {family.name + "_total" * (family.type == "counter"): family for family in families}
 
 
+STARTED: dict[str, dict[Labelled, float]] = {}
+"""What servers counted before their first request, by URL."""
+
+
+def rising(server: Server) -> dict[Labelled, float]:
+    """All time series of counters and histograms."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in scrape(server).values()
+        if family.type in {"counter", "histogram"}
+        for sample in family.samples
+    }
+
+
 def value(server: Server, name: str, **labels: str) -> float:
     family = scrape(server)[name]
     return next(sample.value for sample in family.samples if (sample.name, sample.labels) == (name, labels))
@@ -55,6 +71,7 @@ def server(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     disk = DiskTierConfig(directory=tmp_path_factory.mktemp("disk"), max_bytes="64MiB", reserve_bytes=0)
     offload = OffloadConfig(host_bytes="512KiB", tiers=[disk], restore="always")
     with running(chat_model, offload=offload, num_device_blocks=30, max_model_len=350) as server:
+        STARTED[server.url] = rising(server)
         for prompt in [f"{at}. " for at in range(8)] * 2:
             complete(server, prompt + PROMPT)
             wait_until(lambda: server.desk.llm.status.num_running == 0)
@@ -63,9 +80,9 @@ def server(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_the_manual_lists_every_metric_that_connectors_fill() -> None:
-    of_connectors = {family.name + "_total" * (family.kind is Kind.COUNTER): set(family.labels) for family in FAMILIES}
-    assert {name: labels for name, (labels, where) in listed().items() if where == "both"} == of_connectors
-    assert {where for _, where in listed().values()} == {"both", "server"}
+    for families, where in ((FAMILIES, "both"), (OWN_FAMILIES, "server")):
+        expected = {family.name + "_total" * (family.kind is Kind.COUNTER): set(family.labels) for family in families}
+        assert {name: labels for name, (labels, told) in listed().items() if told == where} == expected
 
 
 def test_every_metric_of_a_server_is_listed_with_its_labels(server: Server) -> None:
@@ -79,9 +96,18 @@ def test_every_metric_of_a_server_is_listed_with_its_labels(server: Server) -> N
     assert not never_seen
 
 
+def test_all_that_is_counted_is_there_from_the_start_as_0(server: Server) -> None:
+    """``rate`` never sees the first damaged chunk of a time series that begins with it."""
+    before = STARTED[server.url]
+    assert rising(server).keys() == before.keys()
+    assert {sample for sample, number in before.items() if number} == set()
+    for name in ("corrupt_chunks", "tier_failures", "suspensions", "not_loaded_chunks", "not_stored_chunks"):
+        assert (f"cargohold_{name}_total", frozenset({("tier", "disk")})) in before
+    assert ("cargohold_hints_total", frozenset({("outcome", "rejected")})) in before
+
+
 def test_a_server_with_a_disk_shows_most_of_them(server: Server) -> None:
     rare = {"cargohold_outage_since_timestamp_seconds", "cargohold_outage_retry_timestamp_seconds"}
-    rare |= {"cargohold_corrupt_chunks_total", "cargohold_look_up_seconds", "cargohold_hints_total"}
     rare |= {f"cargohold_tenant_{what}{unit}" for what in ("", "quota_") for unit in ("bytes", "tokens")}
     assert listed().keys() - scrape(server).keys() <= rare
 

@@ -100,13 +100,13 @@ def test_it_shows_what_is_kept_and_where_prompts_came_from(tiered: Server) -> No
         for at, tier in enumerate(shown["tiers"]):
             part = round(100 * tier["held_bytes"] / tier["capacity_bytes"])
             assert abs(int(meters.nth(at).get_attribute("aria-valuenow") or "") - part) <= 1
-        assert "prompt tokens were found in the cache" in page.inner_text("#answer")
+        assert "prompt tokens were restored from tiers below the device" in page.inner_text("#answer")
         assert page.locator("#requests > li").count() == len(shown["requests"])
         first = page.locator("#requests > li").first
         first.locator("summary").focus()
         page.keyboard.press("Enter")
         assert shown["requests"][0]["notes"][0] in first.inner_text()
-        assert page.locator("#hits rect").count() > 0 and page.locator("#ttft circle").count() > 0
+        assert page.locator("#hits rect").count() > 0 and page.locator("#pace circle").count() > 0
 
 
 @pytest.mark.browser
@@ -138,6 +138,8 @@ def test_one_can_talk_to_the_model_with_the_keyboard_alone(server: Server) -> No
 def test_it_asks_for_a_key_where_one_is_needed(chat_model: str) -> None:
     with running(chat_model, ServeConfig(port=0, api_keys=("one",))) as server, browsing(server) as page:
         page.wait_for_selector("#key")
+        assert page.inner_text("#answer") == "Locked: give a key to see what the cache does."
+        assert page.inner_text("#state") == "locked" and "bad" not in (page.get_attribute("#state", "class") or "")
         page.fill("#key", "one")
         page.press("#key", "Enter")
         page.wait_for_selector("#vessels li")
@@ -155,3 +157,75 @@ def test_texts_of_the_server_are_texts_and_no_html(server: Server) -> None:
         page.press("#question", "Enter")
         page.wait_for_selector("#said .soft")
         assert page.locator("#said img").count() == 0 and "<img" in page.inner_text("#said")
+
+
+def fed(page: Page, shown: dict[str, Any]) -> None:
+    """Let the page show something else than the server says."""
+    page.wait_for_selector("#vessels li")
+    page.route("**/cache*", lambda route: route.fulfill(json=shown))
+    page.evaluate("look()")
+
+
+@pytest.mark.browser
+def test_what_the_device_still_had_stands_apart_from_what_was_restored(tiered: Server) -> None:
+    shown = call(tiered, "/cache").json
+    bucket = {**shown["history"][-1], "tokens": {"device": 600, "host": 100, "computed": 300}}
+    bucket |= {"restored_tokens": 200, "restore_s": 0.02, "prefill_tokens": 3000, "prefill_s": 6.0}
+    with browsing(tiered) as page:
+        fed(page, {**shown, "history": [bucket]})
+        page.wait_for_function("document.getElementById('share').textContent === '10 %'")
+        told = "10 % of 1,000 prompt tokens were restored from tiers below the device; 60 % were still on it."
+        assert page.inner_text("#answer") == f"{told} Restoring 1,000 tokens took 0.1 s, computing 1,000 took 2 s."
+        fed(page, {**shown, "history": [{**bucket, "tokens": {"device": 700, "computed": 300}, "restored_tokens": 0}]})
+        page.wait_for_function("document.getElementById('share').textContent === '0 %'")
+        assert "Restoring" not in page.inner_text("#answer"), "nothing was restored, so it has no speed"
+
+
+@pytest.mark.browser
+def test_a_tier_without_a_limit_is_not_half_full(tiered: Server) -> None:
+    shown = call(tiered, "/cache").json
+    tiers = [{**tier, "capacity_bytes": None if tier["name"] == "disk" else 2**20} for tier in shown["tiers"]]
+    with browsing(tiered) as page:
+        fed(page, {**shown, "tiers": tiers})
+        page.wait_for_selector("text=no limit here")
+        assert page.get_by_role("meter").count() == 2
+        assert page.evaluate("document.querySelector('#vessels li:nth-child(3) .fill').style.height") == "0%"
+        assert page.evaluate(FAINT) == [] and page.evaluate(UNNAMED) == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("state", "kind"), [("starting", ""), ("draining", ""), ("stopped", "bad"), ("not reachable: x", "bad")]
+)
+def test_only_what_is_wrong_is_red(tiered: Server, state: str, kind: str) -> None:
+    shown = call(tiered, "/cache").json
+    with browsing(tiered) as page:
+        fed(page, {**shown, "state": state})
+        page.wait_for_function(f"document.getElementById('state').textContent === '{state}'")
+        assert (page.get_attribute("#state", "class") or "").split() == ["pill", *kind.split()]
+
+
+@pytest.mark.browser
+def test_of_a_request_in_the_queue_nothing_is_known_yet(tiered: Server) -> None:
+    shown = call(tiered, "/cache").json
+    queued = {**shown["requests"][0], "id": "queued", "state": "running", "sources": {}, "prompt_tokens": None}
+    with browsing(tiered) as page:
+        fed(page, {**shown, "requests": [{**queued, "output_tokens": None, "ttft_s": None, "notes": []}]})
+        page.wait_for_function("document.querySelectorAll('#requests > li').length === 1")
+        assert "no token yet" in page.inner_text("#requests") and "→" not in page.inner_text("#requests")
+
+
+@pytest.mark.browser
+def test_a_message_that_was_refused_is_kept(server: Server) -> None:
+    with browsing(server) as page:
+        page.wait_for_selector("#vessels li")
+        error = {"error": {"message": "the queue is full"}}
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(status=429, json=error))
+        page.fill("#question", "A long message")
+        page.press("#question", "Enter")
+        page.wait_for_selector("text=the queue is full")
+        assert page.input_value("#question") == "A long message"
+        page.unroute("**/v1/chat/completions")
+        page.press("#question", "Enter")
+        page.wait_for_selector("#said .soft")
+        assert page.input_value("#question") == ""

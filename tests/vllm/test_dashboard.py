@@ -80,9 +80,9 @@ def test_a_request_is_counted_once_and_only_if_it_has_a_token() -> None:
         SimpleNamespace(request_id=name, arrival_time=arrived, num_prompt_tokens=100, num_tokens=100)
         for name in ("served", "aborted", "quick")
     )
-    first_tokens.note_admitted(served, 50)
-    first_tokens.note_admitted(aborted, 0)
-    first_tokens.note_admitted(quick, 49)
+    first_tokens.note_admitted(served, 0, 50)
+    first_tokens.note_admitted(aborted, 0, 0)
+    first_tokens.note_admitted(quick, 0, 49)
     first_tokens.look(stats)
     first_tokens.note_ended(aborted, stats)
     assert not stats

@@ -18,7 +18,7 @@ from cargohold.connector.offloading.lazy import LazyOffloadConfig, LazyOffloadin
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheLayout, KVConnectorFactory
-from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
+from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig, tier_names
 from cargohold.tiers.namespace import ID_PATTERN
 
 Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
@@ -30,27 +30,30 @@ def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
     Raises:
         ConfigError: a directory, its budget or a URL cannot be used, the encryption key or a package is missing.
     """
+    for config in own_configs(offload):
+        check_tiers(config, layout)
+
+
+def own_configs(offload: Offload | Sequence[Offload] | None) -> Iterator[OffloadConfig]:
+    """Yield the options of each connector of ours in ``offload``, a lazy one's as an eager one's; third parties' have none."""
     match offload:
         case OffloadConfig():
-            check_tiers(offload, layout)
+            yield offload
         case LazyOffloadConfig():
-            check_tiers(offload.common(), layout)
+            yield offload.common()
         case Sequence():
             for child in offload:
-                check_places(child, layout)
+                yield from own_configs(child)
+
+
+def lower_tiers(offload: Offload | Sequence[Offload] | None) -> list[str]:
+    """Return the names of all tiers below host memory in ``offload``, as counters have them."""
+    return list(dict.fromkeys(name for config in own_configs(offload) for name in tier_names(config.tiers)))
 
 
 def host_bytes_of(offload: Offload | Sequence[Offload] | None) -> int:
     """Return the host memory that ``offload`` asks for in all. Third parties' connectors are not counted."""
-    match offload:
-        case OffloadConfig():
-            return offload.num_host_bytes
-        case LazyOffloadConfig():
-            return offload.common().num_host_bytes
-        case Sequence():
-            return sum(map(host_bytes_of, offload))
-        case _:
-            return 0
+    return sum(config.num_host_bytes for config in own_configs(offload))
 
 
 def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
@@ -131,15 +134,7 @@ def _shared_directories(offload: Offload | Sequence[Offload] | None) -> Iterator
 
 def _tiers(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[TierConfig, int]]:
     """Yield the lower tiers in ``offload``, each with its number of blocks per chunk; third parties' connectors have none."""
-    match offload:
-        case OffloadConfig():
-            for tier in offload.tiers:
-                yield tier, offload.blocks_per_chunk
-        case LazyOffloadConfig():
-            yield from _tiers(offload.common())
-        case Sequence():
-            for child in offload:
-                yield from _tiers(child)
+    return ((tier, config.blocks_per_chunk) for config in own_configs(offload) for tier in config.tiers)
 
 
 def _real(path: Path) -> Path:

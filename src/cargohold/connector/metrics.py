@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from cargohold.protocol import (
     AGES_MS,
     SEPARATOR,
     WAITS_MS,
+    HintEnd,
+    HintStatus,
     Outage,
     Stats,
     is_level,
@@ -42,6 +44,7 @@ class Family:
         kind: what kind they are.
         help: what they say.
         labels: names of the labels that tell them apart.
+        start: values of the labels that are known before anything has happened; ``LOWER`` in them stands for each lower tier.
         bounds_s: of a histogram, the upper bounds of its buckets, in seconds.
     """
 
@@ -49,6 +52,7 @@ class Family:
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
+    start: tuple[tuple[str, ...], ...] = ()
     bounds_s: tuple[float, ...] = ()
 
 
@@ -59,87 +63,137 @@ class Series(NamedTuple):
     values: tuple[str, ...] = ()
 
 
-def _counter(name: str, text: str, *labels: str) -> Family:
-    return Family(f"cargohold_{name}", Kind.COUNTER, text, labels)
+LOWER: Final = "<lower>"
+_Start: TypeAlias = Iterable[str | tuple[str, ...]]
 
 
-def _gauge(name: str, text: str, *labels: str) -> Family:
-    return Family(f"cargohold_{name}", Kind.GAUGE, text, labels)
+def counter(name: str, text: str, *labels: str, start: _Start = ()) -> Family:
+    """A family of counters. Those of a single label may name its values in ``start`` as they are."""
+    return Family(f"cargohold_{name}", Kind.COUNTER, text, labels, _known(labels, start))
 
 
-def _times(name: str, text: str, *labels: str, bounds_ms: Iterable[int] = WAITS_MS) -> Family:
-    return Family(f"cargohold_{name}_seconds", Kind.HISTOGRAM, text, labels, tuple(bound / 1000 for bound in bounds_ms))
+def gauge(name: str, text: str, *labels: str, start: _Start = ()) -> Family:
+    """A family of levels; see ``counter``."""
+    return Family(f"cargohold_{name}", Kind.GAUGE, text, labels, _known(labels, start))
 
 
-PROMPT: Final = _counter(
-    "prompt_tokens", "Prompt tokens of requests by where their KV was found; computed means nowhere.", "tier"
+def _times(name: str, text: str, *labels: str, start: _Start = (), bounds_ms: Iterable[int] = WAITS_MS) -> Family:
+    bounds_s = tuple(bound / 1000 for bound in bounds_ms)
+    return Family(f"cargohold_{name}_seconds", Kind.HISTOGRAM, text, labels, _known(labels, start), bounds_s)
+
+
+def _known(labels: tuple[str, ...], start: _Start) -> tuple[tuple[str, ...], ...]:
+    if not labels:
+        return ((),)
+    return tuple((values,) if isinstance(values, str) else values for values in start)
+
+
+_ALL: Final = ("host", LOWER)
+"""The tiers below the device."""
+_WAYS: Final = [(tier, way) for tier in _ALL for way in ("in", "out")]
+_OUTCOMES: Final = sorted({one.value for one in (*HintStatus, *HintEnd)})
+
+PROMPT: Final = counter(
+    "prompt_tokens",
+    "Prompt tokens of requests by where their KV was found; computed means nowhere.",
+    "tier",
+    start=("device", *_ALL, "computed"),
 )
-CAPACITY: Final = _gauge("tier_capacity_bytes", "Bytes of KV that a tier may hold.", "tier")
-READY: Final = _gauge("tier_ready_bytes", "Bytes of KV in a tier that can be found again.", "tier")
-PINNED: Final = _gauge("tier_pinned_bytes", "Bytes of KV that hints keep from being evicted.", "tier")
-IN_USE: Final = _gauge("tier_in_use_bytes", "Bytes of KV that copies in flight and requests hold.", "tier")
-CAPACITY_TOKENS: Final = _gauge("tier_capacity_tokens", "The same in tokens, of all layers.", "tier")
-READY_TOKENS: Final = _gauge("tier_ready_tokens", "The same in tokens, of all layers.", "tier")
-PINNED_TOKENS: Final = _gauge("tier_pinned_tokens", "The same in tokens, of all layers.", "tier")
-IN_USE_TOKENS: Final = _gauge("tier_in_use_tokens", "The same in tokens, of all layers.", "tier")
-OF_TENANT: Final = _gauge("tenant_bytes", "Bytes of KV in a tier, by tenants that have a quota.", "tier", "tenant")
-OF_TENANT_TOKENS: Final = _gauge("tenant_tokens", "The same in tokens, of all layers.", "tier", "tenant")
-QUOTA: Final = _gauge("tenant_quota_bytes", "Reserved bytes, soft and hard limit.", "tier", "tenant", "limit")
-QUOTA_TOKENS: Final = _gauge("tenant_quota_tokens", "The same in tokens.", "tier", "tenant", "limit")
-HINTS: Final = _counter("hints", "Outcomes of hints, and how those that were carried out ended.", "outcome")
-MOVED: Final = _counter("moved_bytes", "Bytes copied into a tier and out of it, over all workers.", "tier", "direction")
-STORED: Final = _counter("stored_chunks", "Chunks that entered a tier.", "tier")
-REMOVED: Final = _counter("removed_chunks", "Chunks that left host memory: evicted, damaged, or dropped.", "tier")
-NOT_STORED: Final = _counter("not_stored_chunks", "Chunks that a tier refused, or whose write failed.", "tier")
-NOT_LOADED: Final = _counter("not_loaded_chunks", "Chunks that were gone, damaged or late when fetched.", "tier")
-CORRUPT: Final = _counter("corrupt_chunks", "Chunks that failed their check; counted by each worker.", "tier")
-TIER_FAILURES: Final = _counter("tier_failures", "Jobs of a tier that failed or were late, on each worker.", "tier")
-SUSPENSIONS: Final = _counter("suspensions", "Times that a tier's access was suspended, on each worker.", "tier")
-FAILURES: Final = _counter("failures", "What failed or was given up, by kind.", "kind")
-DEFERRED_LOOKUPS: Final = _counter(
+CAPACITY: Final = gauge("tier_capacity_bytes", "Bytes of KV that a tier may hold.", "tier")
+READY: Final = gauge("tier_ready_bytes", "Bytes of KV in a tier that can be found again.", "tier")
+PINNED: Final = gauge("tier_pinned_bytes", "Bytes of KV that hints keep from being evicted.", "tier")
+IN_USE: Final = gauge("tier_in_use_bytes", "Bytes of KV that copies in flight and requests hold.", "tier")
+CAPACITY_TOKENS: Final = gauge("tier_capacity_tokens", "The same in tokens, of all layers.", "tier")
+READY_TOKENS: Final = gauge("tier_ready_tokens", "The same in tokens, of all layers.", "tier")
+PINNED_TOKENS: Final = gauge("tier_pinned_tokens", "The same in tokens, of all layers.", "tier")
+IN_USE_TOKENS: Final = gauge("tier_in_use_tokens", "The same in tokens, of all layers.", "tier")
+OF_TENANT: Final = gauge("tenant_bytes", "Bytes of KV in a tier, by tenants that have a quota.", "tier", "tenant")
+OF_TENANT_TOKENS: Final = gauge("tenant_tokens", "The same in tokens, of all layers.", "tier", "tenant")
+QUOTA: Final = gauge("tenant_quota_bytes", "Reserved bytes, soft and hard limit.", "tier", "tenant", "limit")
+QUOTA_TOKENS: Final = gauge("tenant_quota_tokens", "The same in tokens.", "tier", "tenant", "limit")
+HINTS: Final = counter(
+    "hints", "Outcomes of hints, and how those that were carried out ended.", "outcome", start=_OUTCOMES
+)
+MOVED: Final = counter(
+    "moved_bytes",
+    "Bytes copied into a tier and out of it, over all workers.",
+    *("tier", "direction"),
+    start=_WAYS,
+)
+STORED: Final = counter("stored_chunks", "Chunks that entered a tier.", "tier", start=_ALL)
+REMOVED: Final = counter(
+    "removed_chunks", "Chunks that left host memory: evicted, damaged, or dropped.", "tier", start=["host"]
+)
+NOT_STORED: Final = counter(
+    "not_stored_chunks", "Chunks that a tier refused, or whose write failed.", "tier", start=[LOWER]
+)
+NOT_LOADED: Final = counter(
+    "not_loaded_chunks", "Chunks that were gone, damaged or late when fetched.", "tier", start=[LOWER]
+)
+CORRUPT: Final = counter(
+    "corrupt_chunks", "Chunks that failed their check; counted by each worker.", "tier", start=[LOWER]
+)
+TIER_FAILURES: Final = counter(
+    "tier_failures", "Jobs of a tier that failed or were late, on each worker.", "tier", start=[LOWER]
+)
+SUSPENSIONS: Final = counter(
+    "suspensions", "Times that a tier's access was suspended, on each worker.", "tier", start=[LOWER]
+)
+FAILURES: Final = counter(
+    "failures", "What failed or was given up, by kind.", "kind", start=("load", "store", "connector_off")
+)
+DEFERRED_LOOKUPS: Final = counter(
     "deferred_lookups", "Requests that waited for a tier's answer, or for another request's load of the same."
 )
-DEFERRED_STORES: Final = _counter("deferred_stores", "Times that stores waited for room, counted in each step.")
-LOAD_TOKENS: Final = _counter("load_tokens", "Tokens that loads to the device brought.")
-PREFILL_TOKENS: Final = _counter("prefill_tokens", "Prompt tokens computed in steps that mostly compute prompts.")
-PREFILL_SECONDS: Final = _counter("prefill_seconds", "Seconds that these steps took.")
+DEFERRED_STORES: Final = counter("deferred_stores", "Times that stores waited for room, counted in each step.")
+LOAD_TOKENS: Final = counter("load_tokens", "Tokens that loads to the device brought.")
+PREFILL_TOKENS: Final = counter("prefill_tokens", "Prompt tokens computed in steps that mostly compute prompts.")
+PREFILL_SECONDS: Final = counter("prefill_seconds", "Seconds that these steps took.")
 TTFT_MS: Final = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 300_000)
 """Upper bounds, in milliseconds, of the buckets for times to the first token."""
 TTFT: Final = _times(
     "time_to_first_token",
-    "From a request's arrival to its first token; hit if half of its prompt or more was found.",
+    "From arrival to the first token. hit: half of the prompt or more was restored; device: found, mostly on the device.",
     "cache",
+    start=("hit", "device", "miss"),
     bounds_ms=TTFT_MS,
 )
 WAIT: Final = _times("wait", "How long requests waited for a tier's answer or another request's load.")
 GAP: Final = _times("reuse_gap", "Time between two uses of the same chunk; sampled.", bounds_ms=AGES_MS)
 TIMES: Final[Mapping[str, Family]] = MappingProxyType(
     {
-        "load": _times("load", "How long loads from host memory to the device took.", "tier"),
-        "store": _times("store", "How long stores from the device to host memory took.", "tier"),
-        "fetch": _times("fetch", "How long jobs took that fetch chunks from a lower tier.", "tier"),
-        "write": _times("write", "How long jobs took that write chunks to a lower tier.", "tier"),
-        "look_up": _times("look_up", "How long a lower tier took to say which chunks it has.", "tier"),
-        "lifetime": _times("lifetime", "How long chunks stayed in a tier; sampled.", "tier", bounds_ms=AGES_MS),
+        "load": _times("load", "How long loads from host memory to the device took.", "tier", start=["host"]),
+        "store": _times("store", "How long stores from the device to host memory took.", "tier", start=["host"]),
+        "fetch": _times("fetch", "How long jobs took that fetch chunks from a lower tier.", "tier", start=[LOWER]),
+        "write": _times("write", "How long jobs took that write chunks to a lower tier.", "tier", start=[LOWER]),
+        "look_up": _times("look_up", "How long a lower tier took to say which chunks it has.", "tier", start=[LOWER]),
+        "lifetime": _times(
+            "lifetime", "How long chunks stayed in a tier; sampled.", "tier", start=["host"], bounds_ms=AGES_MS
+        ),
     }
 )
 """Histograms by the end of the names of their counters, which begin with a tier's."""
-OUTAGE_SINCE: Final = _gauge(
+OUTAGE_SINCE: Final = gauge(
     "outage_since_timestamp_seconds",
     "Since when something is out of use, in seconds since 1970; 0 if it is in use again.",
     "tier",
     "what",
     "reason",
 )
-OUTAGE_RETRY: Final = _gauge(
+OUTAGE_RETRY: Final = gauge(
     "outage_retry_timestamp_seconds",
     "When that is tried again, in seconds since 1970; 0 if it is in use again. None if only a restart helps.",
     "tier",
     "what",
     "reason",
 )
-OTHER: Final = _counter("connector", "Everything else that connectors and tiers count, by its own name.", "counter")
-OTHER_LEVELS: Final = _gauge("connector_level", "What else there is now, by its own name.", "counter")
+OTHER: Final = counter(
+    "connector",
+    "Everything else that connectors and tiers count, by its own name.",
+    "counter",
+    start=("loads_in_step", "stored_again_chunks", f"{LOWER}_loaded_chunks", f"{LOWER}_off"),
+)
+OTHER_LEVELS: Final = gauge("connector_level", "What else there is now, by its own name.", "counter")
 
 FAMILIES: Final = (
     *(PROMPT, CAPACITY, READY, PINNED, IN_USE, CAPACITY_TOKENS, READY_TOKENS, PINNED_TOKENS, IN_USE_TOKENS),
@@ -169,12 +223,21 @@ NAMED: Final[Mapping[str, Series]] = MappingProxyType(
     }
 )
 """Time series by the name of the connectors' counter."""
-FROM_THE_START: Final = (
-    *NAMED.values(),
-    *(Series(TIMES[what], ("host",)) for what in ("load", "store", "lifetime")),
-    *(Series(WAIT), Series(GAP), Series(TTFT, ("hit",)), Series(TTFT, ("miss",))),
-)
-"""What is shown as 0 before anything has happened, because rates are told only of what was there before."""
+
+
+def from_the_start(lower: Iterable[str]) -> Iterator[Series]:
+    """Yield what is shown as 0 before anything has happened: rates are told only of what was there before.
+
+    Args:
+        lower: names of the tiers below host memory.
+    """
+    names = tuple(lower)
+    for family in FAMILIES:
+        for values in family.start:
+            is_of_each = any(LOWER in value for value in values)
+            for tier in names if is_of_each else ("",):
+                yield Series(family, tuple(value.replace(LOWER, tier) for value in values))
+
 
 _ENDS: Final[Mapping[str, tuple[Family, tuple[str, ...]]]] = MappingProxyType(
     {
@@ -248,9 +311,14 @@ _MAX_REASONS: Final = 16
 _MAX_REASON_CHARS: Final = 200
 
 
-def is_hit(num_found_tokens: int, num_prompt_tokens: int) -> bool:
-    """Whether a prompt counts as a hit in ``TTFT``: half of it or more was found. Every chat finds its template's start."""
-    return 2 * num_found_tokens >= num_prompt_tokens
+def cache_label(num_restored_tokens: int, num_device_tokens: int, num_prompt_tokens: int) -> str:
+    """What a prompt counts as in ``TTFT``. Every chat finds its template's start: less than half is a miss.
+
+    What the device still had is told apart from what was restored: the engine finds that without any connector.
+    """
+    if 2 * num_restored_tokens >= num_prompt_tokens:
+        return "hit"
+    return "device" if 2 * (num_restored_tokens + num_device_tokens) >= num_prompt_tokens else "miss"
 
 
 # --- connectors' counters as operators want them ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the cache does, for people, programs and Prometheus: what is kept, why a request hit or missed; the page; meters."""
+"""What the cache does, for people, programs and Prometheus: what is kept, and why a request hit or missed; the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from importlib.resources import files
@@ -17,38 +17,24 @@ from itertools import islice
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Request
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client import Counter as PromCounter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+from prometheus_client import generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import HTMLResponse, Response
 
 from cargohold.base_llm import Hints
-from cargohold.connector.factory import Offload
-from cargohold.connector.metrics import (
-    FROM_THE_START,
-    PROMPT,
-    TTFT,
-    Family,
-    Kind,
-    OutageLevels,
-    Series,
-    for_operators,
-    series_of,
-)
+from cargohold.connector.factory import own_configs
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
-from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.llm import AsyncLLM
 from cargohold.option_values import parse_bytes
 from cargohold.protocol import Hint, KeptPrefix, Pin, TenantUse, last_name, times_part
-from cargohold.serve.desk import Desk, Hall, State, Watch, client_of, hall_of
+from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Message
-from cargohold.serve.records import Moved, Record
+from cargohold.serve.meters import OfNobody
+from cargohold.serve.records import Moved
 from cargohold.serve.settings import Client
+from cargohold.tiers import tier_names
 
 router = APIRouter()
 page_router = APIRouter()
@@ -56,6 +42,8 @@ page_router = APIRouter()
 
 _MAX_SHOWN: Final = 50
 _LOOK_S: Final = 0.2
+_WAITS: Final = frozenset({"host_load", "wait"})
+"""What requests wait for when they are restored: loads to the device, and answers and fetches of lower tiers."""
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -197,21 +185,8 @@ async def metrics(request: Request) -> Response:
     """All metrics, in the text format of Prometheus; those of single tenants only with a key."""
     hall = hall_of(request)
     await hall.watch.look(_LOOK_S)
-    shown = hall.registry if client_of(request).reads_all_metrics else _OfNobody(hall.registry)
+    shown = hall.registry if client_of(request).reads_all_metrics else OfNobody(hall.registry)
     return Response(generate_latest(shown), media_type=_METRICS_TYPE)
-
-
-@dataclass(frozen=True, slots=True)
-class _OfNobody(Collector):
-    """Metrics without those that tell tenants apart."""
-
-    registry: CollectorRegistry
-
-    def collect(self) -> Iterator[Metric]:
-        """All others."""
-        for family in self.registry.collect():
-            if not any("tenant" in sample.labels for sample in family.samples):
-                yield family
 
 
 def _engine(hall: Hall) -> dict[str, Any]:
@@ -282,26 +257,37 @@ def vessels(llm: AsyncLLM, stats: Mapping[str, float]) -> list[Vessel]:
         llm: the model.
         stats: its counters.
     """
-    total: dict[str, float] = {}
-    for name, value in stats.items():
-        total[last_name(name)] = total.get(last_name(name), 0) + value
-    configs = list(_configs(llm.offload))
+    total = _added_up(stats)
+    configs = list(own_configs(llm.offload))
     host = [_host(llm, configs, total)] if configs else []
     limits: dict[str, float | None] = {}
     for config in configs:
-        for tier in config.tiers:
+        for name, tier in zip(tier_names(config.tiers), config.tiers, strict=True):
             limit = getattr(tier, "max_bytes", None)
-            limits[tier.kind] = None if limit is None else parse_bytes("max_bytes", limit)
+            limits[name] = None if limit is None else parse_bytes("max_bytes", limit)
     return [_device(llm), *host, *(_lower(name, limit, total) for name, limit in limits.items())]
 
 
+def _added_up(stats: Mapping[str, float]) -> Counter[str]:
+    """Counters of several connectors together."""
+    total: Counter[str] = Counter()
+    for name, value in stats.items():
+        total[last_name(name)] += value  # type: ignore[assignment]  # a Counter counts whatever can be added
+    return total
+
+
 def moved(llm: AsyncLLM, stats: Mapping[str, float]) -> Moved:
-    """What all places below the device have moved since the start."""
-    below = vessels(llm, stats)[1:]
+    """What the engine has moved and computed since the start."""
+    below, total = vessels(llm, stats)[1:], _added_up(stats)
+    waits = [(part, value) for name, value in total.items() if (part := times_part(name)) and part.name in _WAITS]
     return Moved(
         up_bytes=sum(place.out_bytes for place in below),
         down_bytes=sum(place.in_bytes for place in below),
         evicted_chunks=sum(place.evicted_chunks or 0 for place in below),
+        restored_tokens=total["load_tokens"],
+        restore_s=sum(value for part, value in waits if part.sum_counter is None),
+        prefill_tokens=total["prefill_tokens"],
+        prefill_s=total["prefill_s"],
     )
 
 
@@ -342,18 +328,6 @@ def _lower(name: str, limit: float | None, total: Mapping[str, float]) -> Vessel
     )
 
 
-def _configs(offload: Offload | Sequence[Offload] | None) -> Iterator[OffloadConfig]:
-    """Options of our own connectors. What others keep is not known."""
-    match offload:
-        case OffloadConfig():
-            yield offload
-        case LazyOffloadConfig():
-            yield offload.common()
-        case Sequence():
-            for one in offload:
-                yield from _configs(one)
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 _INLINE: Final = {
@@ -384,120 +358,3 @@ def _policy() -> str:
 
 def _parts() -> list[tuple[str, re.Match[str]]]:
     return [(kind, found) for kind, pattern in _INLINE.items() for found in pattern.finditer(_text())]
-
-
-class Meters:
-    """Counts requests, in a registry of its own: several servers may live in one process."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = PromCounter(
-            "cargohold_requests", "Requests that have ended, by how.", ("endpoint", "state"), registry=self.registry
-        )
-        self._prompt_tokens = PromCounter(
-            PROMPT.name,
-            PROMPT.help,
-            PROMPT.labels,
-            registry=self.registry,
-        )
-        self._output_tokens = PromCounter("cargohold_generated_tokens", "Tokens generated.", registry=self.registry)
-        self._ttft = Histogram(
-            TTFT.name,
-            TTFT.help,
-            TTFT.labels,
-            buckets=TTFT.bounds_s,
-            registry=self.registry,
-        )
-
-    def count(self, record: Record) -> None:
-        """Count a request that has ended."""
-        self._requests.labels(record.endpoint, record.state).inc()
-        for source, tokens in record.sources().items():
-            self._prompt_tokens.labels(source).inc(tokens)
-        outputs = [sequence.metrics.output_tokens for sequence in record.sequences if sequence.metrics is not None]
-        self._output_tokens.inc(sum(outputs))
-        if record.ttft_s is not None:
-            self._ttft.labels("hit" if record.is_hit else "miss").observe(record.ttft_s)
-
-    def read_also(self, desk: Desk, watch: Watch) -> None:
-        """Show the engine's own counters and levels, too."""
-        self.registry.register(EngineMeters(desk, watch))
-
-
-class EngineMeters(Collector):
-    """The engine's queues, what its connectors count, how full each tier is, and what is out of use.
-
-    Args:
-        desk: has the model.
-        watch: has the counters.
-    """
-
-    def __init__(self, desk: Desk, watch: Watch) -> None:
-        self._desk = desk
-        self._watch = watch
-
-    def collect(self) -> Iterator[Metric]:
-        """All of them, as they are now."""
-        desk = self._desk
-        yield GaugeMetricFamily("cargohold_up", "Whether requests are taken.", desk.state is State.SERVING)
-        yield GaugeMetricFamily("cargohold_answers_in_progress", "Answers that clients wait for.", desk.num_answers)
-        yield CounterMetricFamily("cargohold_refused_requests", "Requests that found the queue full.", desk.num_refused)
-        if desk.loaded is None:
-            return
-        status, layout = desk.loaded.status, desk.loaded.plan.layout
-        requests = GaugeMetricFamily("cargohold_engine_requests", "Requests in the engine.", labels=("state",))
-        for state in ("running", "waiting", "loading"):
-            requests.add_metric((state,), getattr(status, f"num_{state}"))
-        yield requests
-        block_bytes = layout.block_bytes * layout.world_size
-        device = {
-            "num_device_capacity_bytes": status.num_blocks * block_bytes,
-            "num_device_bytes": status.num_cached_blocks * block_bytes,
-            "num_device_in_use_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
-        }
-        stats = {**self._watch.stats, **device}
-        shown = for_operators(stats, layout.block_bytes, layout.token_bytes, layout.num_replicas)
-        shown |= OutageLevels(epoch=0.0).take_changes(status.outages)
-        yield from _families(shown)
-
-
-def _families(counters: Mapping[str, float]) -> Iterator[Metric]:
-    """What connectors count, as Prometheus reads it, without what the server counts itself."""
-    families: dict[Family, dict[Series, dict[str, float]]] = {}
-    for series in FROM_THE_START:
-        families.setdefault(series.family, {})[series] = {}
-    for counter, value in counters.items():
-        series = series_of(counter)
-        families.setdefault(series.family, {}).setdefault(series, {})[counter] = value
-    for family, of_series in families.items():
-        if family in (PROMPT, TTFT):
-            continue
-        made = Metric(family.name, family.help, family.kind.value)
-        for series, values in of_series.items():
-            labels = dict(zip(family.labels, series.values, strict=True))
-            if family.kind is Kind.HISTOGRAM:
-                _add_histogram(made, family, labels, values)
-            else:
-                suffix = "_total" if family.kind is Kind.COUNTER else ""
-                made.add_sample(f"{family.name}{suffix}", labels, sum(values.values()))
-        yield made
-
-
-def _add_histogram(made: Metric, family: Family, labels: dict[str, str], values: Mapping[str, float]) -> None:
-    """Add a histogram's samples: numbers up to each bound, as Prometheus has them, from numbers per bucket."""
-    counts: Counter[float] = Counter()
-    total_s = 0.0
-    for counter, value in values.items():
-        part = times_part(counter)
-        assert part is not None, "only they belong to such a family"
-        if part.sum_counter is None:
-            total_s += value
-        else:
-            counts[part.bound_s] += int(value)
-    num_values = 0
-    for bound in (*family.bounds_s, float("inf")):
-        num_values += counts[bound]
-        shown = floatToGoString(bound)  # type: ignore[no-untyped-call]  # the package annotates only a part of itself
-        made.add_sample(f"{family.name}_bucket", {**labels, "le": shown}, num_values)
-    made.add_sample(f"{family.name}_count", labels, num_values)
-    made.add_sample(f"{family.name}_sum", labels, total_s)

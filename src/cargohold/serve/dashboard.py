@@ -67,8 +67,13 @@ class Engine:
 
     def as_json(self) -> dict[str, Any]:
         """What the page shows of it, as ``/cache`` of a server says it. Single requests are not known."""
-        now, since_start = self._now or Scrape(0.0), Bucket(0.0)
-        _add(since_start, now)
+        if self._now is None or self._now.error:
+            return self._known(Scrape(0.0)) | {"engine": None, "totals": None}
+        since_start = Bucket(0.0)
+        _add(since_start, self._now)
+        return self._known(self._now) | {"engine": _requests(self._now), "totals": since_start.as_json()}
+
+    def _known(self, now: Scrape) -> dict[str, Any]:
         outages = [(dict(labels), since, labels) for labels, since in now.samples.get(_SINCE, {}).items() if since]
         lines = [
             {"time": since, "level": "WARNING", "text": f"tier {of.get('tier')}: {of.get('what')}: {of.get('reason')}"}
@@ -81,10 +86,8 @@ class Engine:
             "now": self._clock(),
             "model": self.name,
             "tiers": [asdict(_vessel(now, tier, out[tier], tier in off)) for tier in tiers_of(now)],
-            "engine": _requests(now),
             "requests": None,
             "history": [bucket.as_json() for bucket in self._history],
-            "totals": since_start.as_json(),
             "log": lines,
         }
 
@@ -93,16 +96,17 @@ def _add(bucket: Bucket, grown: Scrape) -> None:
     """Count what has happened."""
     for tier, tokens in grown.by("cargohold_prompt_tokens_total", "tier").items():
         bucket.tokens[tier] += int(tokens)
-    sums, counts = grown.by(f"{TTFT.name}_sum", "cache"), grown.by(f"{TTFT.name}_count", "cache")
-    bucket.num_hits += int(counts.get("hit", 0))
-    bucket.num_misses += int(counts.get("miss", 0))
-    bucket.hit_ttft_s += sums.get("hit", 0)
-    bucket.miss_ttft_s += sums.get("miss", 0)
+    bucket.num_requests += int(grown.total(f"{TTFT.name}_count"))
+    bucket.ttft_s += grown.total(f"{TTFT.name}_sum")
     moved = _moved(grown)
     bucket.moved += Moved(
         up_bytes=sum(value for (tier, way), value in moved.items() if way == "out" and tier != "device"),
         down_bytes=sum(value for (tier, way), value in moved.items() if way == "in" and tier != "device"),
-        evicted_chunks=sum(grown.by("cargohold_removed_chunks_total", "tier").values()),
+        evicted_chunks=grown.total("cargohold_removed_chunks_total"),
+        restored_tokens=grown.total("cargohold_load_tokens_total"),
+        restore_s=grown.total("cargohold_load_seconds_sum") + grown.total("cargohold_wait_seconds_sum"),
+        prefill_tokens=grown.total("cargohold_prefill_tokens_total"),
+        prefill_s=grown.total("cargohold_prefill_seconds_total"),
     )
 
 
@@ -137,12 +141,14 @@ def _used_bytes(now: Scrape) -> float:
 
 
 def _requests(now: Scrape) -> dict[str, Any]:
+    """How many requests there are, as far as the engine says that: vLLM does not tell those that wait for loads apart."""
     states = now.by("cargohold_engine_requests", "state")
+    of_vllm = {state: now.total(f"vllm:num_requests_{state}") for state in ("running", "waiting")}
+    known = states or {state: value for state, value in of_vllm.items() if f"vllm:num_requests_{state}" in now.samples}
+    is_counted = "cargohold_refused_requests_total" in now.samples
     return {
-        "running": states.get("running", now.total("vllm:num_requests_running")),
-        "waiting": states.get("waiting", now.total("vllm:num_requests_waiting")),
-        "loading": states.get("loading", 0),
-        "refused": now.total("cargohold_refused_requests_total"),
+        **{state: known.get(state) for state in ("running", "waiting", "loading")},
+        "refused": now.total("cargohold_refused_requests_total") if is_counted else None,
         "connector_error": None,
     }
 

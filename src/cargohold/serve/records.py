@@ -15,7 +15,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
-from cargohold.connector.metrics import is_hit
+from cargohold.connector.metrics import cache_label
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.errors import ConfigError, one_line
 from cargohold.serve.settings import Client
@@ -95,10 +95,11 @@ class Record:
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     @property
-    def is_hit(self) -> bool:
-        """Whether half of its prompt or more was found somewhere."""
+    def cache_label(self) -> str:
+        """What it counts as in times to the first token."""
         sources = self.sources()
-        return is_hit(sources.total() - sources[COMPUTED], sources.total())
+        all_tokens, device = sources.total(), sources[DEVICE]
+        return cache_label(all_tokens - device - sources[COMPUTED], device, all_tokens)
 
     def as_json(self) -> dict[str, Any]:
         """What people are shown."""
@@ -108,8 +109,9 @@ class Record:
             "endpoint": self.endpoint,
             "arrived": self.arrived,
             "state": self.state,
-            "prompt_tokens": sum(one.prompt_tokens for one in metrics),
-            "output_tokens": sum(one.output_tokens for one in metrics),
+            # Unknown before the first token: it may be waiting in the queue.
+            "prompt_tokens": sum(one.prompt_tokens for one in metrics) if metrics else None,
+            "output_tokens": sum(one.output_tokens for one in metrics) if metrics else None,
             "sources": dict(self.sources()),
             "ttft_s": self.ttft_s,
             "total_s": max((one.total_s for one in metrics if one.total_s is not None), default=None),
@@ -123,17 +125,23 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What tiers below the device have moved.
+    """What the engine has moved and computed, and how long that took.
 
     Attributes:
-        up_bytes: copied to the device, or towards it.
+        up_bytes: copied from tiers below the device towards it.
         down_bytes: copied to be kept.
         evicted_chunks: chunks that made room.
+        restored_tokens, restore_s: tokens that loads brought; how long requests waited for these, and for lower tiers.
+        prefill_tokens, prefill_s: tokens computed in steps that mostly compute prompts; how long these steps took.
     """
 
     up_bytes: float = 0
     down_bytes: float = 0
     evicted_chunks: float = 0
+    restored_tokens: float = 0
+    restore_s: float = 0
+    prefill_tokens: float = 0
+    prefill_s: float = 0
 
     def since(self, earlier: Moved) -> Moved:
         """What was moved since then. Counters that begin anew, as those of another connector, have moved nothing."""
@@ -151,38 +159,30 @@ class Bucket:
     Attributes:
         start: of the span, in seconds since 1970.
         tokens: prompt tokens by source.
-        num_hits, num_misses: requests of which half of the prompt or more was found, and others.
-        hit_ttft_s, miss_ttft_s: their times to the first token, added up.
-        moved: what the tiers moved meanwhile.
+        num_requests: requests that have got a first token.
+        ttft_s: their times to the first token, added up.
+        moved: what the engine moved and computed meanwhile.
     """
 
     start: float
     tokens: Counter[str] = field(default_factory=Counter)
-    num_hits: int = 0
-    num_misses: int = 0
-    hit_ttft_s: float = 0.0
-    miss_ttft_s: float = 0.0
+    num_requests: int = 0
+    ttft_s: float = 0.0
     moved: Moved = Moved()
 
     def add(self, record: Record) -> None:
         """Count a request that has ended and has tokens."""
         self.tokens.update(record.sources())
-        if record.is_hit:
-            self.num_hits += 1
-            self.hit_ttft_s += record.ttft_s or 0.0
-        else:
-            self.num_misses += 1
-            self.miss_ttft_s += record.ttft_s or 0.0
+        self.num_requests += 1
+        self.ttft_s += record.ttft_s or 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """What people are shown: mean times in place of sums."""
+        """What people are shown."""
         return {
             "start": self.start,
             "tokens": dict(self.tokens),
-            "hit_requests": self.num_hits,
-            "miss_requests": self.num_misses,
-            "hit_ttft_s": self.hit_ttft_s / self.num_hits if self.num_hits else None,
-            "miss_ttft_s": self.miss_ttft_s / self.num_misses if self.num_misses else None,
+            "requests": self.num_requests,
+            "ttft_s": self.ttft_s,
             **asdict(self.moved),
         }
 

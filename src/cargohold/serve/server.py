@@ -26,9 +26,9 @@ from cargohold import __version__
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.llm import AsyncLLM
 from cargohold.serve import anthropic, cache, openai
-from cargohold.serve.cache import Meters
 from cargohold.serve.desk import Desk, Hall, State, Watch
 from cargohold.serve.errors import ApiError, api_error, error_response, invalid, json_response
+from cargohold.serve.meters import Meters
 from cargohold.serve.records import Records
 from cargohold.serve.settings import Client, Keys, ServeConfig
 

@@ -1,6 +1,6 @@
 """Media that hold chunks."""
 
-from cargohold.tiers.config import TierConfig
+from cargohold.tiers.config import TierConfig, tier_names
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.health import BreakerConfig, BreakerState, TierHealth
 from cargohold.tiers.memory import ByteRows, HostMemory
@@ -40,4 +40,5 @@ __all__ = [
     "digest_weights",
     "open_tier",
     "require_packages",
+    "tier_names",
 ]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from os import PathLike, fspath
@@ -149,6 +151,16 @@ class TierConfig(ABC):
         all of them at once.
         """
         return None
+
+
+def tier_names(tiers: Iterable[TierConfig]) -> list[str]:
+    """Return the names of one connector's tiers: their kinds, a second one of a kind with a number."""
+    seen: Counter[str] = Counter()
+    names = []
+    for tier in tiers:
+        seen[tier.kind] += 1
+        names.append(tier.kind if seen[tier.kind] == 1 else f"{tier.kind}{seen[tier.kind]}")
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

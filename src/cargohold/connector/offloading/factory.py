@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from cargohold.connector.offloading.worker import Bystander, OffloadingWorker, T
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_bytes
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
-from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier
+from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier, tier_names
 from cargohold.tiers.chunk_format import room_for_details
 from cargohold.tiers.namespace import digest_model
 from cargohold.tiers.opening import namespace_in
@@ -91,13 +90,8 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     if config.tiers:
         served_model(layout)
     chunk_bytes = layout.block_bytes * layout.num_shards * config.blocks_per_chunk
-    seen: Counter[str] = Counter()
-    options = []
-    for tier in config.tiers:
-        seen[tier.kind] += 1
-        options.append(
-            _options(tier, tier.kind if seen[tier.kind] == 1 else f"{tier.kind}{seen[tier.kind]}", chunk_bytes)
-        )
+    named = zip(config.tiers, tier_names(config.tiers), strict=True)
+    options = [_options(tier, name, chunk_bytes) for tier, name in named]
     return [replace(of_tier, is_read_only=config.read_only) for of_tier in options]
 
 

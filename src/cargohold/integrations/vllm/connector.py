@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, Self
 from weakref import WeakSet
 
-from cargohold.connector.factory import Parts, check_chunks, connector_factory, equal_parts, start_report
+from cargohold.connector.factory import Parts, check_chunks, connector_factory, equal_parts, lower_tiers, start_report
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.compat import waived_demands
@@ -174,7 +174,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         """The time series in vLLM's metrics endpoint."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        transfer = getattr(vllm_config, "kv_transfer_config", None)
+        settings = Settings.parse(getattr(transfer, "kv_connector_extra_config", None) or {})
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, lower_tiers(settings.offload))
 
     # --- worker side --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, Histogram
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
-from cargohold.connector.metrics import FROM_THE_START, TTFT_MS, Family, Kind, Series, is_hit, series_of
+from cargohold.connector.metrics import TTFT, TTFT_MS, Family, Kind, Series, cache_label, from_the_start, series_of
 from cargohold.integrations.vllm import compat
 from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Times, times_part
 
@@ -63,6 +63,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         metric_types: the class that vLLM uses for each of Prometheus's kinds of metric.
         labelnames: labels that all of vLLM's metrics have.
         per_engine_labelvalues: their values, per engine.
+        lower: names of the tiers below host memory.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        lower: Sequence[str] = (),
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _forget_earlier()
@@ -79,7 +81,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         self._series: dict[tuple[int, Series], Any] = {}
         self._levels: Counter[tuple[int, Series]] = Counter()
         for engine in per_engine_labelvalues:
-            for series in FROM_THE_START:
+            for series in from_the_start(lower):
                 self._find(engine, series)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -178,8 +180,7 @@ class EventTranslator:
         )
 
 
-_HIT: Final = Times("hit_ttft", TTFT_MS)
-_MISS: Final = Times("miss_ttft", TTFT_MS)
+_TTFT: Final = {label: Times(f"{label}_ttft", TTFT_MS) for (label,) in TTFT.start}
 
 
 class FirstTokens:
@@ -192,13 +193,14 @@ class FirstTokens:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._epoch = time.time() - clock()  # vLLM notes arrivals in seconds since 1970
-        # Requests without a token, and whether they are hits.
-        self._awaited: dict[str, tuple[Any, bool]] = {}
+        # Requests without a token, and what they count as.
+        self._awaited: dict[str, tuple[Any, str]] = {}
 
-    def note_admitted(self, request: Any, num_found_tokens: int) -> None:
-        """Note that a request is admitted for the first time, and how many tokens of its prompt were found."""
+    def note_admitted(self, request: Any, num_device_tokens: int, num_restored_tokens: int) -> None:
+        """Note that a request is admitted for the first time, and how many tokens of its prompt were found where."""
         if getattr(request, "arrival_time", None) is not None:
-            self._awaited[request.request_id] = request, is_hit(num_found_tokens, request.num_prompt_tokens)
+            label = cache_label(num_restored_tokens, num_device_tokens, request.num_prompt_tokens)
+            self._awaited[request.request_id] = request, label
 
     def look(self, stats: Counter[str]) -> None:
         """Count in ``stats`` the requests that have their first token by now. Called once a step."""
@@ -212,4 +214,4 @@ class FirstTokens:
         awaited = self._awaited.pop(request.request_id, None)
         if awaited is not None and request.num_tokens > request.num_prompt_tokens:
             waited_s = self._epoch + self._clock() - request.arrival_time
-            (_HIT if awaited[1] else _MISS).note(max(0.0, waited_s), stats)
+            _TTFT[awaited[1]].note(max(0.0, waited_s), stats)

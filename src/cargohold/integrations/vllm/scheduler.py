@@ -268,7 +268,7 @@ class SchedulerSide:
             num_computed = _found_on_device(request, num_computed, num_external_tokens)
             self._stats["device_tokens"] += num_computed
             self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
-            self._first_tokens.note_admitted(request, num_computed + num_external_tokens)
+            self._first_tokens.note_admitted(request, num_computed, num_external_tokens)
         seen = self._requests.get(request_id)
         if seen is None:
             return
