@@ -20,7 +20,9 @@ def publish(index: Path, name: str, version: str, python: str) -> None:
     with zipfile.ZipFile(index / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         of = f"Name: {name}\nVersion: {version}\nRequires-Python: {python}\n"
         wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\n{of}")
-        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: us\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: us\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{about}/RECORD", "")
 
 
@@ -37,10 +39,8 @@ def test_a_pin_that_a_promised_python_cannot_have_is_named(tmp_path: Path) -> No
     for name, text in pinned.items():
         (tmp_path / name).write_text(text)
     only_here = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
-    command = [sys.executable, TOOL]
-    run = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | only_here, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(TOOL)]
+    run = subprocess.run(command, cwd=tmp_path, env=os.environ | only_here, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert run.stderr.splitlines() == [
         "constraints.txt, Python 3.11.0: Package 'newer' requires a different Python: 3.11.0 not in '>=3.11.5'",

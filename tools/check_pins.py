@@ -1,6 +1,6 @@
 """Ask pip whether every pinned version can be had for the lowest Python that ``pyproject.toml`` promises, and for the highest.
 
-Run from the repository's root. Prints one line per file and Python with a version that cannot be had, and exits with 1 if there are
+Run from the repository's root. Prints one line per file and Python that lack a version, and exits with 1 if there are
 any. The lowest versions that we support are older than the highest Python, so they are asked for with the lowest only.
 """
 

@@ -33,7 +33,8 @@ from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.engine_thread import Asked, EngineThread
 from cargohold.engine.events import ZmqEventPublisher
-from cargohold.engine.frames import RankPlace, RankSpec
+from cargohold.engine.executor import RankPlace
+from cargohold.engine.frames import RankSpec
 from cargohold.engine.llm_engine import EngineLimits, LLMEngine
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.engine.model.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.request import SchedulerStep
-from cargohold.engine.executor import LayerHooks, ModelRunner
-from cargohold.engine.frames import RankPlace
+from cargohold.engine.executor import LayerHooks, ModelRunner, RankPlace
 from cargohold.errors import UnsupportedModelError
 from cargohold.protocol import (
     ConnectorMetadata,

@@ -20,8 +20,8 @@ import pytest
 from cargohold import LLM
 from cargohold.engine import ranks
 from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor import Executor, InlineExecutor, Worker
-from cargohold.engine.frames import RankPlace, RankSpec, StepCodec
+from cargohold.engine.executor import Executor, InlineExecutor, RankPlace, Worker
+from cargohold.engine.frames import RankSpec, StepCodec
 from cargohold.engine.ranks import MultiprocessExecutor, RayExecutor
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from cargohold.protocol import (

@@ -129,7 +129,7 @@ def test_a_rank_killed_between_collectives_is_named(model_with_heads: MakeModel)
 
 MEETING = """
 import multiprocessing, os, socket, sys, psutil
-from cargohold.engine.frames import RankPlace
+from cargohold.engine.executor import RankPlace
 from cargohold.engine.model.weights import join_ranks
 
 def meet(rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cargohold.engine.core.request import SchedulerStep, StepOutput
@@ -45,6 +46,31 @@ class ModelRunner(Protocol):
             step: the batch; not empty.
             hooks: to be called around every layer's attention; ``None`` if nobody listens.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank is among the others.
+
+    Attributes:
+        rank: number of the rank, from 0.
+        world_size: number of ranks.
+        rendezvous: URL at which they meet to form a group for their collectives; see ``torch.distributed``.
+        sees_own_device_only: whether accelerators that belong to other ranks are hidden from this one.
+    """
+
+    rank: int
+    world_size: int
+    rendezvous: str
+    sees_own_device_only: bool = False
+
+
+class RunnerFactory(Protocol):
+    """Makes a rank's model runner. It travels to the rank's process, so it must survive pickling."""
+
+    def make_runner(self, place: RankPlace) -> ModelRunner:
+        """Load the rank's shard of the model. Called in the rank's own process."""
         ...
 
 

@@ -16,12 +16,12 @@ import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor import ModelRunner, Worker
+from cargohold.engine.executor import RankPlace, RunnerFactory, Worker
 from cargohold.errors import (
     CargoholdError,
     ConfigError,
@@ -240,31 +240,6 @@ def _unpack(data: bytes) -> array[int]:
 
 
 # --- one rank of several ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank is among the others.
-
-    Attributes:
-        rank: number of the rank, from 0.
-        world_size: number of ranks.
-        rendezvous: URL at which they meet to form a group for their collectives; see ``torch.distributed``.
-        sees_own_device_only: whether accelerators that belong to other ranks are hidden from this one.
-    """
-
-    rank: int
-    world_size: int
-    rendezvous: str
-    sees_own_device_only: bool = False
-
-
-class RunnerFactory(Protocol):
-    """Makes a rank's model runner. It travels to the rank's process, so it must survive pickling."""
-
-    def make_runner(self, place: RankPlace) -> ModelRunner:
-        """Load the rank's shard of the model. Called in the rank's own process."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

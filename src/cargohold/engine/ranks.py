@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from cargohold.engine.core.request import SchedulerStep, StepOutput
-from cargohold.engine.executor import Executor, InlineExecutor, Worker, merge_outputs
+from cargohold.engine.executor import Executor, InlineExecutor, RankPlace, Worker, merge_outputs
 from cargohold.engine.frames import (
     Channel,
     ChannelClosedError,
     FramedRank,
-    RankPlace,
     RankSpec,
     StepCodec,
     describe_silence,

@@ -19,11 +19,11 @@ from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError
 from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
 from cargohold.protocol import Locality
+from cargohold.tiers import places
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.encryption import TAG_BYTES
+from cargohold.tiers.places import REDIS_SCHEMES
 from cargohold.tiers.port import Tier
-from cargohold.tiers.stores import base as store_url
-from cargohold.tiers.stores.base import REDIS_SCHEMES
 
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 REPLICA_DIRECTORY: Final = "replica-{}"
@@ -273,7 +273,7 @@ class SharedOptions(TierConfig):
 
     def __post_init__(self) -> None:
         TierConfig.__post_init__(self)
-        store_url.require_place(self.url)
+        places.require_place(self.url)
         if not is_timeout(self.request_timeout_s):
             expected = f"it must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
             raise ConfigError("request_timeout_s", self.request_timeout_s, expected)
@@ -311,17 +311,17 @@ class SharedOptions(TierConfig):
     @property
     def scheme(self) -> str:
         """The URL's scheme, which says what kind of store it is."""
-        return store_url.scheme_of(self.url)
+        return places.scheme_of(self.url)
 
     @property
     def directory(self) -> Path | None:
         """The directory that the URL names; ``None`` if it names a server."""
-        return store_url.directory_of(self.url)
+        return places.directory_of(self.url)
 
     @property
     def shown_url(self) -> str:
         """The URL without user and password, for messages."""
-        return store_url.without_secrets(self.url)
+        return places.without_secrets(self.url)
 
     def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
         """Raise ``ConfigError`` if no chunk of this size can ever be written."""

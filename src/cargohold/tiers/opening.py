@@ -18,8 +18,8 @@ from cargohold.tiers.disk.shard import check_place
 from cargohold.tiers.encryption import read_key, require_package
 from cargohold.tiers.inventory import Inventory
 from cargohold.tiers.namespace import Namespace
+from cargohold.tiers.places import REDIS_SCHEMES, SCHEMES
 from cargohold.tiers.port import Tier
-from cargohold.tiers.stores.base import REDIS_SCHEMES, SCHEMES
 
 if TYPE_CHECKING:
     from cargohold.tiers.stores.objects import ObjectTier

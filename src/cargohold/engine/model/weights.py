@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from cargohold.engine.frames import RankPlace
+from cargohold.engine.executor import RankPlace
 from cargohold.engine.model.attention import PAGED_ATTENTION, register_paged_attention
 from cargohold.engine.model.info import ONE_AT_A_TIME, ModelInfo
 from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line

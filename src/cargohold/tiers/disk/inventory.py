@@ -45,7 +45,7 @@ from cargohold.tiers.inventory import (
     reason_of,
     remarks_on,
 )
-from cargohold.tiers.stores.base import url_of
+from cargohold.tiers.places import url_of
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from cargohold.tiers.disk.root import (
 )
 from cargohold.tiers.memory import padded
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
-from cargohold.tiers.stores.base import warn_of_owners, warn_of_writers
+from cargohold.tiers.places import warn_of_owners, warn_of_writers
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,8 @@ from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import PARALLEL_PROBES, SharedOptions
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
 from cargohold.tiers.namespace import DESCRIPTION
-from cargohold.tiers.stores.base import SharedTier, warn_of_readers, warn_of_writers
+from cargohold.tiers.places import warn_of_readers, warn_of_writers
+from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.directory import (
     DirectoryPlace,
     StoredObject,
