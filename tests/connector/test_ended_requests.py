@@ -67,8 +67,8 @@ def test_chunks_that_left_the_window_of_an_ended_request_are_skipped() -> None:
     num_offered = sum(len(job.block_ids) for job in transfers.pending)
     transfers.auto = True
     finish(engine, offloading)
-    states = [READY] * num_offered + [ABSENT] * (11 - num_offered) + [READY]
-    assert list(offloading.manager.lookup(keys_of(prompt(0, 49), 12))) == states
+    states = [ABSENT] * (12 - num_offered) + [READY] * num_offered
+    assert list(offloading.manager.lookup(keys_of(prompt(0, 49), 12))) == states, "the latest ones first"
 
 
 def test_stores_after_the_end_of_a_request_keep_max_store_tokens() -> None:
@@ -95,7 +95,7 @@ def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up()
     leftovers = Leftovers()
     leftovers.add(state, engine.scheduler.kv.block_ids(request), 17, context)
     (leftover,) = leftovers
-    assert leftover.end_chunk(0, 2, context, limit=8) == 2
+    assert leftover.unstored(2, context, limit=8)[0].end == 2
     engine.run()
 
 
@@ -115,17 +115,17 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
         return those
 
     (leftover,) = leftovers()
-    assert [leftover.end_chunk(0, 2, context, limit) for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
+    assert [leftover.unstored(2, context, limit)[0].end for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
     rest = Leftovers()
     rest.add(leftover.state, (table,), 25, context)
     leftover.state.note_offered(0, 2)
     rest.add(leftover.state, (table,), 25, context)
     leftover.state.note_offered(0, 0)
-    assert [of.end_chunk(0, 2, context, 9) for of in rest] == [3, 0], "nothing is known of what had been offered"
+    assert [of.unstored(2, context, 9)[0].end for of in rest] == [3, 0], "nothing is known of what had been offered"
     pool.uncache_block(pool.get_block(table[3]))
-    assert leftover.end_chunk(0, 2, context, 9) == 1, "the other half of its chunk is still there"
+    assert leftover.unstored(2, context, 9)[0].end == 1, "the other half of its chunk is still there"
     (later,) = leftovers()
-    assert later.end_chunk(0, 2, context, 9) == 1, "what it holds is not known, whatever it was"
+    assert later.unstored(2, context, 9)[0].end == 1, "what it holds is not known, whatever it was"
     pool.uncache_block(pool.get_block(table[0]))
     assert len(leftovers()) == 0
     engine.run()
@@ -134,7 +134,7 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     assert pool.get_block(table[2]).block_hash is not None, "its block holds something else"
     (state, first) = (leftover.state, leftover.state.next_chunk[0])
     state.note_offered(0, 1)
-    assert (first, leftover.end_chunk(0, 2, context, 9)) == (0, 1)
+    assert (first, leftover.unstored(2, context, 9)[0].end) == (0, 1)
 
 
 def test_chunks_of_an_ended_request_are_dropped_once_their_blocks_are_reused() -> None:

@@ -248,6 +248,48 @@ def test_chunks_that_cannot_be_stored_yet_are_not_looked_at_in_every_step(monkey
     assert offloading.manager.num_ready == 7 * 50
 
 
+@pytest.mark.parametrize("num_blocks", [120, 60])
+def test_windows_of_all_groups_are_kept_where_a_step_completes_more_than_stores_may_hold(num_blocks: int) -> None:
+    """Found inside vLLM, with Gemma 3: the last groups' windows were left out each time, so no request ever had a hit."""
+    offloading = SimulatedOffloading(400)
+    layout = simulated_layout(num_blocks, windows=(None, *[8] * 6))
+    engine = SimulatedEngine(
+        layout, offloading, max_num_batched_tokens=64 if num_blocks > 100 else 16, max_model_len=80
+    )
+    restored = []
+    for at in range(4):
+        engine.add(str(at), prompt(0, 60) + prompt(at + 1, 4), 2)
+        finish(engine, offloading)
+        restored.append(engine.outputs[str(at)].cache_report.restored_tokens.get("host", 0))
+        assert engine.tokens(str(at)) == alone_with_windows(prompt(0, 60) + prompt(at + 1, 4), 2)
+        evict_everything(engine)
+    assert restored == [0, 60, 60, 60]
+
+
+def alone_with_windows(tokens: list[int], max_tokens: int) -> list[int]:
+    engine = SimulatedEngine(simulated_layout(400, windows=(None, *[8] * 6)), prefix_caching=False)
+    engine.add("alone", tokens, max_tokens)
+    engine.run()
+    return engine.tokens("alone")
+
+
+def test_what_is_there_already_does_not_count_against_what_stores_may_hold() -> None:
+    offloading = SimulatedOffloading(400)
+    engine = SimulatedEngine(simulated_layout(60, windows=(None, 64)), offloading, max_num_batched_tokens=100)
+    (transfers,) = offloading.transfers
+    engine.add("first", prompt(0, 40), 1)
+    finish(engine, offloading)
+    evict_everything(engine)
+    offloading.manager.remove([offload_key(name, 1) for name in engine.requests["first"].block_hashes[:1]])
+    transfers.auto = False
+    engine.add("second", prompt(0, 80), 1)
+    engine.step()
+    assert sum(len(job.block_ids) for job in transfers.pending) == 21, "of 40, 19 are there"
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 40
+
+
 def test_a_chunk_may_be_stored_in_the_smallest_pool() -> None:
     """Found by seed 14 of workload small, connector tiered."""
     offloading = SimulatedOffloading(7, max_inflight_fraction=0.1, blocks_per_chunk=2)

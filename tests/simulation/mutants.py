@@ -15,6 +15,7 @@ import pytest
 
 import cargohold.connector.offloading.jobs as messages_module
 import cargohold.connector.offloading.loads as loads_module
+import cargohold.connector.offloading.offers as offers_module
 import cargohold.connector.offloading.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
@@ -171,7 +172,7 @@ def stores_chunks_with_null_blocks(patch: Patch) -> None:
         block_ids = table[first_chunk * blocks_per_chunk : end_chunk * blocks_per_chunk]
         return BlocksToStore(range(first_chunk, end_chunk), block_ids)
 
-    patch.setattr(stores_module, "blocks_to_store", all_chunks)
+    patch.setattr(offers_module, "blocks_to_store", all_chunks)
 
 
 @mutant(workload="chunks")
@@ -201,7 +202,7 @@ def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
         latest = [table[-1] if last else own for last, own in zip(is_last, blocks.block_ids, strict=True)]
         return blocks._replace(block_ids=latest)
 
-    patch.setattr(stores_module, "blocks_to_store", with_the_latest_state)
+    patch.setattr(offers_module, "blocks_to_store", with_the_latest_state)
 
 
 @mutant(workload="recurrent")

@@ -289,9 +289,10 @@ def test_a_tier_in_which_all_is_in_use_is_not_searched_again_for_each_offer(
     store.commit()
 
 
-def test_the_default_policy_is_not_told_of_all_that_is_before_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_looks_at_all_that_is_before_what_is_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a review: two requests that completed the same chunk made a step look at every chunk of all requests."""
-    manager, prefixes = full_of_prefixes("reuse-index", 20, 30)
+    manager, prefixes = full_of_prefixes(name, 20, 30)
     offers = [StoreOffer(prefix[-1:], prefix[-2]) for prefix in prefixes[10:]]
 
     def ancestors(_table: ChunkTable, _slot: int) -> list[int]:

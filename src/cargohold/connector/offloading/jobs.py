@@ -376,6 +376,10 @@ class JobTable:
         """Return the stores in flight."""
         return self._stores.values()
 
+    def is_coming(self, key: OffloadKey) -> bool:
+        """Whether a store in flight brings this chunk."""
+        return any(key in store.keys and not store.is_spoiled for store in self._stores.values())
+
     def is_storing(self, request_id: str) -> bool:
         """Whether a store in flight reads a request's blocks."""
         return any(request_id in store.request_ids for store in self._stores.values())

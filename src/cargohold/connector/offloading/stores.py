@@ -20,9 +20,10 @@ from itertools import chain
 from typing import Final, Protocol, TypeAlias
 
 from cargohold.blocks import READY
-from cargohold.cache.manager import ChunkKeys, OffloadKey, StoreHandle, StoreOffer
+from cargohold.cache.manager import ChunkKeys, OffloadKey, StoreHandle
 from cargohold.connector.offloading.jobs import Shared, Store, StoreJob
-from cargohold.connector.offloading.loads import BlocksToStore, blocks_to_store, rows_to_store
+from cargohold.connector.offloading.loads import rows_to_store
+from cargohold.connector.offloading.offers import Chooser, Offer, Unstored
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
 from cargohold.tiers.scheduler_side.promises import Deadline, Patience
@@ -64,21 +65,32 @@ class Leftover:
         blocks = chain.from_iterable(table[start : start + len(contents)] for table, start, contents in known)
         return tuple(block_id for block_id in blocks if block_id != NULL_BLOCK_ID)
 
-    def end_chunk(self, group: int, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
-        """Return the number of the chunk before which all chunks not offered yet still hold the same KV.
+    def unstored(self, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> list[Unstored]:
+        """Return the chunks of each group not offered yet whose blocks still hold the same KV.
 
-        Looks at ``limit`` chunks at most.
+        Where the engine keeps all blocks, these are the chunks before the first that does not, and ``limit`` at most.
         """
-        table, contents, start = self.tables[group], self.contents[group], self.starts[group]
-        number = self.state.next_chunk[group] * blocks_per_chunk
-        if number < start:
-            return self.state.next_chunk[
-                group
-            ]  # chunks to be offered again; ``contents`` has nothing about their blocks
-        end = min(start + len(contents), number + limit * blocks_per_chunk)
-        while number < end:
-            if _content_of(table[number], context) != contents[number - start]:
-                break
+        found = []
+        for group, (table, contents, start) in enumerate(zip(self.tables, self.contents, self.starts, strict=True)):
+            first = self.state.next_chunk[group]
+            each = Unstored(self.state, group, table, first, max(first, (start + len(contents)) // blocks_per_chunk))
+            if first * blocks_per_chunk < start:
+                each = each._replace(end=first)  # to be offered again; ``contents`` has nothing about their blocks
+            elif each.keeps_blocks:
+                each = each._replace(end=self._num_kept(each, blocks_per_chunk, context, limit))
+            else:
+                kept = [
+                    block_id if _content_of(block_id, context) == content else NULL_BLOCK_ID
+                    for block_id, content in zip(table[start:], contents, strict=False)
+                ]
+                each = each._replace(table=(*table[:start], *kept))
+            found.append(each)
+        return found
+
+    def _num_kept(self, each: Unstored, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
+        contents, start = self.contents[each.group], self.starts[each.group]
+        number, end = each.first * blocks_per_chunk, min(each.end, each.first + limit) * blocks_per_chunk
+        while number < end and _content_of(each.table[number], context) == contents[number - start]:
             number += 1
         return number // blocks_per_chunk
 
@@ -193,48 +205,6 @@ MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlan
 """Makes a ``StorePlanner`` for the requests of a connector."""
 
 
-@dataclass(slots=True)
-class _Offered:
-    """Chunks of one request in one group that are offered to the manager for storing.
-
-    Attributes:
-        state: the request.
-        group: index of the group.
-        first: number of the first chunk that is offered.
-        end: number of the chunk to stop before: all chunks before it are offered now, or were before.
-        blocks: the chunks in ``[first, end)`` that can be stored, in prefix order, and their blocks.
-        keys: the offload key of each of these chunks.
-    """
-
-    state: RequestState
-    group: int
-    first: int
-    end: int
-    blocks: BlocksToStore
-    keys: Sequence[OffloadKey]
-
-    def for_manager(self) -> StoreOffer:
-        """Return the offer in the form that managers take."""
-        index = self.blocks.chunks[0] if self.keys else 0
-        parent = self.state.keys[self.group].keys[index - 1] if index else None
-        return StoreOffer(self.keys, parent, self.state.tenant, self.state.level)
-
-    def num_again(self, keys: AbstractSet[OffloadKey]) -> int:
-        """Return how many of these chunks were not computed for the request, because they were on the device."""
-        num_hit = self.state.hit_tokens // self.state.keys[self.group].chunk_tokens
-        if self.first >= num_hit:
-            return 0
-        return sum(key in keys for chunk, key in zip(self.blocks.chunks, self.keys, strict=True) if chunk < num_hit)
-
-    def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
-        """Return the number of the chunk to offer next: the first in ``deferred``, or ``end`` if none of these chunks is."""
-        if deferred:
-            for chunk, key in zip(self.blocks.chunks, self.keys, strict=True):
-                if key in deferred:
-                    return chunk
-        return self.end
-
-
 class EagerStores:
     """Stores chunks as they are computed. All chunks that a step completes go in one job, of whichever requests they are.
 
@@ -256,6 +226,7 @@ class EagerStores:
         self._requests = requests
         self._leftovers = Leftovers()
         self._patience = Patience(shared.clock, shared.config.restore_timeout_s)
+        self._chooser = Chooser(shared.manager, shared.config.blocks_per_chunk, shared.jobs.is_coming)
         # How many chunks may be stored again.
         self._allowance = shared.manager.capacity
         # After as many steps as a chunk has tokens, every request has one to store.
@@ -322,8 +293,7 @@ class EagerStores:
         self._patience.note_step()
         if self._leftovers:
             yield from self._plan_leftovers()
-        offered: list[_Offered] = []
-        num_allowed = self._shared.num_storable_chunks()
+        unstored: list[Unstored] = []
         requests = self._requests
         for share in shares:
             state = requests[share.request_id]
@@ -337,11 +307,13 @@ class EagerStores:
                 state.extend_keys()
                 tables = share.block_ids
                 for group, keys in enumerate(state.keys):
-                    end = min(num_tokens // keys.chunk_tokens, len(keys.keys))
-                    # Another engine waits for all of a prompt that it is to decode, and this one may end with this very step.
-                    limit = end if state.params.do_remote_decode else num_allowed
-                    num_allowed -= self._offer(offered, state, group, tables[group], end, limit)
-        yield from self._store(offered)
+                    first, end = state.next_chunk[group], min(num_tokens // keys.chunk_tokens, len(keys.keys))
+                    if first < end:
+                        # Another engine waits for all of a prompt that it decodes, and this one may end with this step.
+                        is_urgent = state.params.do_remote_decode
+                        unstored.append(Unstored(state, group, tables[group], first, end, is_urgent))
+        if unstored:
+            yield from self._store(self._chooser.choose(unstored, self._shared.num_storable_chunks()))
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Release the store's blocks; let its chunks be found if they were copied."""
@@ -405,60 +377,24 @@ class EagerStores:
             if leftover.held_until is not None and self._patience.has_passed(leftover.held_until):
                 self._let_go(leftover)
         for leftover in self._leftovers:
-            is_done = True
-            for group, first in enumerate(leftover.state.next_chunk):
-                # Look no further than what can be stored now: all leftovers together may be as long as the device pool.
-                limit = self._shared.num_storable_chunks()
-                end = leftover.end_chunk(group, self._shared.config.blocks_per_chunk, self._shared.context, limit)
-                offered: list[_Offered] = []
-                self._offer(offered, leftover.state, group, leftover.tables[group], end, limit)
-                yield from self._store(offered)
-                is_done &= leftover.state.next_chunk[group] >= end and end - first < limit
-            if is_done:
+            # Look no further than what can be stored now: all leftovers together may be as long as the device pool.
+            limit = self._shared.num_storable_chunks()
+            if not limit:
+                return
+            unstored = leftover.unstored(self._shared.config.blocks_per_chunk, self._shared.context, limit)
+            yield from self._store(self._chooser.choose(unstored, limit))
+            is_all = all(each.end - each.first < limit or not each.keeps_blocks for each in unstored)
+            if is_all and all(leftover.state.next_chunk[each.group] >= each.end for each in unstored):
                 self._leftovers.remove(leftover)
                 self._let_go(leftover)
-            if not self._shared.num_storable_chunks():
-                return
 
-    def _offer(
-        self,
-        offered: list[_Offered],
-        state: RequestState,
-        group: int,
-        table: Sequence[int],
-        end: int,
-        num_allowed: int,
-    ) -> int:
-        """Add a group's chunks before ``end`` that were not offered yet to ``offered``; return how many can be stored.
-
-        Args:
-            offered: the offers of this step; mutated.
-            state: the request.
-            group: index of the group.
-            table: block ids of the request in the group.
-            end: number of the chunk to stop before.
-            num_allowed: maximum number of chunks whose blocks stores may hold now. The rest is offered in the next step.
-        """
-        first = state.next_chunk[group]
-        if end - first > num_allowed:
-            self._shared.stats["stores_deferred"] += 1
-            end = first + num_allowed
-        if first >= end:
-            return 0
-        keys = state.keys[group]
-        blocks = blocks_to_store(keys.group, table, self._shared.config.blocks_per_chunk, first, end)
-        whole = keys.keys[first:end]
-        offered_keys = whole if len(blocks.chunks) == len(whole) else [keys.keys[chunk] for chunk in blocks.chunks]
-        offered.append(_Offered(state, group, first, end, blocks, offered_keys))
-        return len(blocks.chunks)
-
-    def _store(self, offered: Sequence[_Offered]) -> Iterator[StoreJob]:
+    def _store(self, offered: Sequence[Offer]) -> Iterator[StoreJob]:
         """Offer chunks to the manager; yield one job that copies those that it takes, as one step completes all of them."""
         if not offered:
             return
         shared = self._shared
         self._promise(offered)
-        handle = shared.manager.prepare_stores([offer.for_manager() for offer in offered])
+        handle = shared.manager.prepare_stores([offer.for_manager() for offer in offered if offer.keys])
         self._note_offered(offered, handle)
         if not handle.keys:
             handle.commit()
@@ -469,13 +405,13 @@ class EagerStores:
         store.request_ids = self._note_taken(offered, store.keys)
         yield start_store(shared, store, rows)
 
-    def _promise(self, offered: Sequence[_Offered]) -> None:
+    def _promise(self, offered: Sequence[Offer]) -> None:
         """Promise the chunks of requests that another engine decodes: those that are there are not evicted from now on."""
         for offer in offered:
             if offer.state.is_handed_off and self._shared.promises is not None:
-                self._shared.promises.make(offer.keys, parents_in(offer.state.keys[offer.group].keys[: offer.end]))
+                self._shared.promises.make(offer.keys, parents_in(offer.of.keys.keys[: offer.rest]))
 
-    def _without_slot(self, offer: _Offered, handle: StoreHandle) -> AbstractSet[OffloadKey]:
+    def _without_slot(self, offer: Offer, handle: StoreHandle) -> AbstractSet[OffloadKey]:
         """Return the promised chunks that found no slot, and make room for them: they are offered again in the next step."""
         promises, shared = self._shared.promises, self._shared
         if promises is None or not offer.state.is_handed_off:
@@ -486,15 +422,15 @@ class EagerStores:
         promises.make_room(len(without))
         return without
 
-    def _note_offered(self, offered: Sequence[_Offered], handle: StoreHandle) -> None:
-        """Let each request go on behind what was offered, or from the first chunk that is to be offered again."""
+    def _note_offered(self, offered: Sequence[Offer], handle: StoreHandle) -> None:
+        """Let each request go on behind what was offered, or from the first chunk that is to be offered still, or again."""
         deferred = frozenset(handle.deferred)
         for offer in offered:
             next_chunk = offer.next_chunk(deferred | self._without_slot(offer, handle))
-            self._shared.stats["stores_deferred"] += next_chunk < offer.end
+            self._shared.stats["stores_deferred"] += next_chunk < offer.of.end
             offer.state.note_offered(offer.group, next_chunk)
 
-    def _places(self, offered: Sequence[_Offered], handle: StoreHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _places(self, offered: Sequence[Offer], handle: StoreHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the device blocks of the chunks that the manager takes, and the tier's rows for them, in parallel."""
         per_chunk = self._shared.config.blocks_per_chunk
         block_ids = list(chain.from_iterable([offer.blocks.block_ids for offer in offered]))
@@ -505,7 +441,7 @@ class EagerStores:
             starts = [start_of[key] for key in handle.keys]
         return rows_to_store(block_ids, starts, handle.slots, per_chunk)
 
-    def _note_taken(self, offered: Sequence[_Offered], taken: AbstractSet[OffloadKey]) -> AbstractSet[str]:
+    def _note_taken(self, offered: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> AbstractSet[str]:
         """Count the chunks that the manager takes, and remember them for events; return the requests that they are of."""
         events = self._shared.events
         request_ids: set[str] = set()
@@ -517,7 +453,7 @@ class EagerStores:
             num_again += offer.num_again(taken)
             if events is not None:
                 stored = [key for key in offer.keys if key in taken]
-                events.note_store(offer.state.request, offer.state.keys[offer.group], stored, offer.first)
+                events.note_store(offer.state.request, offer.of.keys, stored, offer.first)
         num_computed = len(taken) - num_again
         self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
         self._shared.stats["stored_again_chunks"] += num_again
