@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cargohold.errors import TierError
-from cargohold.tiers import Tier, TierConfig
+from cargohold.tiers import StoreOutcome, Tier, TierConfig
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.stores.base import SharedTier
 
@@ -42,13 +42,13 @@ class Folder(SharedTier):
     def close(self) -> None:
         """Nothing is open between calls."""
 
-    def _put(self, key: bytes, value: bytearray) -> bool:
+    def _put(self, key: bytes, value: bytearray) -> StoreOutcome:
         with self._errors():
             self._folder.mkdir(parents=True, exist_ok=True)
             unfinished = self._folder / f"{os.getpid()}-{threading.get_ident()}"
             unfinished.write_bytes(value)
             unfinished.rename(self._folder / key.hex())
-        return True
+        return StoreOutcome.STORED
 
     def _get(self, key: bytes) -> memoryview | None:
         with self._errors():

@@ -14,7 +14,7 @@ from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.protocol import TransferOutcome
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
-from cargohold.tiers import JobKind, JobStatus
+from cargohold.tiers import JobKind, JobStatus, StoreOutcome
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import finish, make_engine, restored
@@ -211,6 +211,47 @@ def test_nothing_is_announced_while_writes_are_suspended() -> None:
     engine.add("r", prompt(0, 41), 1, kv_transfer_params=REMOTE_DECODE)
     engine.run()
     assert announcement(engine) == (0, 0)
+
+
+@pytest.mark.parametrize("stores", STORES)
+@pytest.mark.parametrize("outcome", [StoreOutcome.LATER, StoreOutcome.FAILED])
+def test_what_a_tier_puts_off_is_written_in_time_and_announced(stores: str, outcome: StoreOutcome) -> None:
+    """Found by use: while a store with ``max_bytes`` was listed, 320 tokens were announced, and 0 came."""
+    tiering = SimulatedTiering(60, [shared()], make_stores=STORES[stores])
+    tiering.media[0][0].not_now = [outcome] * 14
+    engine = prefill(tiering)
+    assert announcement(engine)[0] == 40
+    assert "promises_broken" not in tiering.lower.take_stats()
+    assert restored(decode(tiering, params=engine.outputs["r"].kv_transfer_params), "r") == {"shared": 40}
+
+
+def test_what_a_tier_has_no_room_for_is_not_announced_and_the_note_says_so() -> None:
+    """Found by use: announced short, without a note."""
+    tiering = SimulatedTiering(60, [shared()])
+    tiering.media[0][0].not_now = [StoreOutcome.REFUSED]
+    engine = prefill(tiering, max_num_batched_tokens=8)
+    assert announcement(engine)[0] == 0
+    assert "no more, because of the chunk from token 0 on: tier shared has no room for it" in notes(engine)
+    assert tiering.lower.take_stats()["promises_broken"] == 1
+
+
+def test_a_tier_that_has_put_off_everything_for_long_gets_no_more_promises() -> None:
+    tiering = SimulatedTiering(60, [shared()], restore_timeout_s=2.0)
+    tiering.media[0][0].not_now = [StoreOutcome.LATER] * 10**6
+    engine = make_engine(tiering)
+    announced = []
+    for number in range(3):
+        engine.add(f"r{number}", prompt(number, 41), 1, kv_transfer_params=REMOTE_DECODE)
+        finish(engine, tiering)
+        announced.append(announcement(engine, f"r{number}")[0])
+    assert announced == [40, 0, 0]
+    assert "tier shared has put off all writes for too long" in notes(engine, "r1")
+    tiering.media[0][0].not_now = []
+    clock_of(engine).advance(10.0)
+    for name in ("after", "later"):
+        engine.add(name, prompt(7, 41), 1, kv_transfer_params=REMOTE_DECODE)
+        finish(engine, tiering)
+    assert announcement(engine, "later")[0] == 40
 
 
 def test_nothing_is_announced_after_a_reset() -> None:

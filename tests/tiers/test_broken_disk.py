@@ -189,7 +189,7 @@ def test_a_store_begun_before_the_directory_was_deleted_makes_no_files_in_the_ne
         return really_reserve(state, *chunk)  # type: ignore[arg-type]  # passed on as they came
 
     monkeypatch.setattr(tier, "_reserve", reserve)
-    assert store(tier, 2) is StoreOutcome.REFUSED
+    assert store(tier, 2) is StoreOutcome.LATER
     assert load(tier, 1) == payload(1)
     tier.check()
 

@@ -81,7 +81,7 @@ def test_a_slot_is_free_when_its_last_reader_has_let_go() -> None:
     assert index.discard([key(1), key(1)]) == [slot]
     assert index.pin(key(1)) is None and not index.is_current(key(1), slot)
     for _ in range(2):
-        assert index.reserve(key(2), None) is None
+        assert index.reserve(key(2), None) is StoreOutcome.REFUSED
         index.check()
         index.unpin(slot)
     assert index.reserve(key(2), None) == slot
@@ -91,11 +91,11 @@ def test_a_slot_is_free_when_its_last_reader_has_let_go() -> None:
 def test_a_chunk_being_written_cannot_be_read_or_removed_and_is_no_victim() -> None:
     index = index_of(1)
     slot = index.reserve(key(1), None)
-    assert slot is not None
+    assert isinstance(slot, int)
     assert not index.contains(key(1)) and index.is_known(key(1))
     assert index.pin(key(1)) is None
     assert index.discard([key(1)]) == []
-    assert index.reserve(key(2), None) is None
+    assert index.reserve(key(2), None) is StoreOutcome.LATER, "when that is written, its slot can be had"
     index.check()
     index.forfeit(slot)
     assert not index.is_known(key(1)) and index.has_free
@@ -107,7 +107,7 @@ def test_what_is_ready_counts_and_what_is_discarded_leaves_room_at_once() -> Non
     slots = [index.reserve(key(number), None) for number in range(2)]
     assert index.num_ready == 0
     for at, slot in enumerate(slots):
-        assert slot is not None
+        assert isinstance(slot, int)
         index.commit(slot)
         assert index.num_ready == at + 1
     assert index.discard([key(0)]) == [0]
@@ -127,16 +127,16 @@ def test_no_chunk_before_it_is_evicted_for_the_end_of_a_prefix(policy: str, *, i
     else:
         for number in range(4):
             slot = index.reserve(key(number), key(number - 1) if number else None)
-            assert slot is not None
+            assert isinstance(slot, int)
             index.commit(slot)
-    assert index.reserve(key(4), key(3)) is None
+    assert index.reserve(key(4), key(3)) is StoreOutcome.REFUSED
     assert index.num_ready == 4
     index.check()
 
 
 def test_low_slots_come_first_and_more_can_be_added() -> None:
     index = SlotIndex(4, find_policy("lru"))
-    assert index.reserve(key(0), None) is None
+    assert index.reserve(key(0), None) is StoreOutcome.REFUSED
     index.add_slots(2)
     assert [index.reserve(key(number), None) for number in range(2)] == [0, 1]
     index.add_slots(2)

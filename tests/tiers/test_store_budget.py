@@ -317,6 +317,26 @@ def test_chunks_that_may_not_be_deleted_are_passed_over(place: Path, caplog: pyt
     assert caplog.text.count("may not be deleted to make room") == 1
 
 
+def test_chunks_are_put_off_while_the_store_is_listed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by use: they were refused, and for ten minutes taken to be absent, promised ones too."""
+    tier = shared(place, 12 * VALUE)
+    arrived, opened = threading.Event(), threading.Event()
+
+    def slow_list(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
+        arrived.set()
+        assert opened.wait(WAIT_S)
+        return list_ours(store, prefix)
+
+    monkeypatch.setattr("cargohold.tiers.stores.objects.list_ours", slow_list)
+    first = threading.Thread(target=store, args=(tier, 0), daemon=True)
+    first.start()
+    assert arrived.wait(WAIT_S)
+    assert store(tier, 1) is StoreOutcome.LATER
+    opened.set()
+    first.join(WAIT_S)
+    assert store(tier, 0) is StoreOutcome.PRESENT and store(tier, 1) is StoreOutcome.STORED
+
+
 def test_where_nothing_may_be_deleted_chunks_are_refused(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = of_others(place, 12)
     tier = shared(place, 12 * VALUE)

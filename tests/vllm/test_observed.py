@@ -72,7 +72,7 @@ def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Call
     assert series("cargohold_connector_level")["num_ready_chunks"] == stored - gone == num_ready
     assert series("cargohold_tier_ready_bytes")["host"] == num_ready * block_bytes
     assert series("cargohold_tier_in_use_bytes").get("host", 0) == 0
-    assert series("cargohold_failures_total") == {"load": 0, "store": 0, "connector_off": 0}
+    assert series("cargohold_failures_total") == {"load": 0, "store": 0, "connector_off": 0, "promise": 0}
 
 
 def test_prompts_that_nothing_is_restored_for_are_counted_too(

@@ -215,6 +215,7 @@ NAMED: Final[Mapping[str, Series]] = MappingProxyType(
         "loads_failed": Series(FAILURES, ("load",)),
         "stores_failed": Series(FAILURES, ("store",)),
         "connectors_off": Series(FAILURES, ("connector_off",)),
+        "promises_broken": Series(FAILURES, ("promise",)),
         "deferred_lookups": Series(DEFERRED_LOOKUPS),
         "stores_deferred": Series(DEFERRED_STORES),
         "load_tokens": Series(LOAD_TOKENS),

@@ -41,7 +41,9 @@ class StoreOutcome(Enum):
     PRESENT = "present"
     """The chunk was there already."""
     REFUSED = "refused"
-    """The chunk is not there: there is no room for it, or another thread is writing it. No fault of the medium."""
+    """The chunk is not there, because there is no room for it. No fault of the medium."""
+    LATER = "later"
+    """The chunk is not there for now: somebody else is writing it, or making room. Offer it again soon."""
     FAILED = "failed"
     """The chunk is not there: the medium failed, but not for all chunks of the job. Only the queue says so; a tier raises."""
 
@@ -277,11 +279,22 @@ class JobStatus(Enum):
 Answer: TypeAlias = bool | LoadOutcome | StoreOutcome
 """The answer for one chunk: for a probe or touch, whether it is there; for a removal, ``True``; else the outcome."""
 
-FROM_INDEX: Final[frozenset[Answer]] = frozenset({LoadOutcome.ABSENT, StoreOutcome.PRESENT, StoreOutcome.REFUSED})
+FROM_INDEX: Final[frozenset[Answer]] = frozenset(
+    {LoadOutcome.ABSENT, StoreOutcome.PRESENT, StoreOutcome.REFUSED, StoreOutcome.LATER}
+)
 """Answers that a tier with an index gives without asking its medium: they do not show that the medium works."""
 _GOOD: Final[frozenset[Answer | None]] = frozenset(
     {True, LoadOutcome.LOADED, StoreOutcome.STORED, StoreOutcome.PRESENT}
 )
+DONE: Final = 1
+OPEN: Final = 2
+"""Bits of ``TierJob.verdicts``."""
+_VERDICTS: Final[Mapping[Answer | None, int]] = {
+    True: DONE | OPEN,
+    StoreOutcome.STORED: DONE | OPEN,
+    StoreOutcome.PRESENT: DONE | OPEN,
+    StoreOutcome.REFUSED: 0,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -336,6 +349,17 @@ class TierJob:
         A store counts as done also if the chunk was there already.
         """
         return [answer in _GOOD for answer in self.answers]
+
+    @property
+    def verdicts(self) -> bytes:
+        """How each chunk went, one byte per chunk, so that ``&`` merges what several workers say.
+
+        ``DONE`` is in the byte if it succeeded. Of a store, ``OPEN`` is in it unless the tier has no room for the chunk: what
+        failed, was put off, or was not tried because the job has ended, can be tried again.
+        """
+        if self.kind is not JobKind.STORE:
+            return bytes(self.succeeded)
+        return bytes([_VERDICTS.get(answer, OPEN) for answer in self.answers])
 
 
 class JobLedger:

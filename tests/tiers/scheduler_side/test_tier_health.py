@@ -72,7 +72,7 @@ def test_failing_writes_do_not_suspend_loads() -> None:
     for at in range(4, 7):
         world.keep(KEYS[at : at + 1])
         (store,) = world.step()
-        world.end(store, [False], TransferOutcome.FAILED)
+        world.end(store, [False] * len(store.keys), TransferOutcome.FAILED)
     world.keep(KEYS[8:12])  # more than may be written at the same time
     assert world.step() == []
     fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())

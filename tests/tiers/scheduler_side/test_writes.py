@@ -104,17 +104,6 @@ def test_admission_on_second_use_counts_uses_while_the_tier_has_the_chunk() -> N
         assert len(world.lower.writes[0].backlog) == (0 if is_there else 1)
 
 
-def test_a_failed_write_is_not_repeated_with_every_use() -> None:
-    """A disk that is full, or has a bad place, would be written to all the time."""
-    world = World()
-    world.keep(KEYS[:2])
-    (store,) = world.step()
-    world.end(store, [True, False])
-    for _ in range(3):
-        world.manager.touch(KEYS[:2])
-        assert world.step() == []
-
-
 def test_a_used_chunk_is_written_once_with_its_parent() -> None:
     world = World(capacity=16, admission=Admission.REUSED)
     world.keep(KEYS[:4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cargohold.cache import ChunksRemoved, ChunksStored, OffloadManager, make_manager
 from cargohold.protocol import TransferOutcome
@@ -112,23 +112,34 @@ class World:
             if not self.lower.tiers[at].is_off and medium.report() != self.lower.tiers[at].health:
                 self.lower.note_report({}, {(0, at): medium.report()})
 
-    def end(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome = TransferOutcome.DONE) -> None:
+    def end(
+        self, command: TierCommand, answers: Sequence[bool | Answer], outcome: TransferOutcome = TransferOutcome.DONE
+    ) -> None:
+        """Let all workers answer for each chunk of a job; of one that is not done, ``False`` says that it was not tried."""
         assert len(answers) == len(command.keys)
         del self.running[command.job_id]
-        self._judge(command, answers, outcome)
+        verdicts = self._judge(command, answers, outcome)
         self.report()
-        self.lower.note_report({command.job_id: (bytes(answers), self.lower.config.num_workers)}, {})
+        self.lower.note_report({command.job_id: (verdicts, self.lower.config.num_workers)}, {})
         assert self.lower.end(command.job_id, outcome)
 
-    def _judge(self, command: TierCommand, answers: list[bool], outcome: TransferOutcome) -> None:
+    def _judge(self, command: TierCommand, answers: Sequence[bool | Answer], outcome: TransferOutcome) -> bytes:
         job, medium = self.jobs.pop(command.job_id), self.media[command.tier]
         task = self.lower._tasks.get(command.job_id)
         job.status = STATUSES[outcome] if task is not None and not task.is_cancelled else JobStatus.CANCELLED
         for at, is_good in enumerate(answers):
             if is_good or job.status is JobStatus.DONE:
-                answer = job.answers[at] = ANSWERS[command.kind][is_good]
+                answer = ANSWERS[command.kind][is_good] if isinstance(is_good, bool) else is_good
+                job.answers[at] = answer
                 medium.note_answers(job, [answer])
         medium.note_end(job)
+        return job.verdicts
+
+    def verdict(self, command: TierCommand, answer: StoreOutcome) -> bytes:
+        """What one worker says whose tier answers the same for all chunks of a store."""
+        job = TierJob(command.job_id, command.kind, command.keys, 0.0)
+        job.answers = [answer] * len(command.keys)
+        return job.verdicts
 
     def keep(self, keys: list[bytes], parent: bytes | None = None) -> None:
         handle = self.manager.prepare_store(keys, parent)

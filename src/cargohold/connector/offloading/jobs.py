@@ -105,8 +105,8 @@ class TierReport:
     """A report from workers to the scheduler side on lower tiers.
 
     Attributes:
-        answers: how jobs that ended went, by job id: one byte per chunk, 1 if all workers that are merged here were successful,
-            else 0; and the number of these workers. Workers may report the same job in different steps.
+        answers: how jobs that ended went, by job id: one byte per chunk, the merged ``TierJob.verdicts`` of all workers that
+            are merged here; and the number of these workers. Workers may report the same job in different steps.
         health: the health of tiers by rank of the worker and index of the tier, where it has changed.
         namespace: with the first report of the first worker, the outline of its namespace; else empty.
         listings: by job, what the first worker has listed.

@@ -221,10 +221,18 @@ class OffloadingScheduler(KVConnectorScheduler):
         if promises.obstacle:
             state.notes.append(f"nothing is handed off to another engine: {promises.obstacle}")
         else:
-            state.notes.append(
-                f"handed off {handoff.num_tokens} tokens, of which another engine can read {handoff.num_readable_tokens} now"
-            )
+            told = f"handed off {handoff.num_tokens} tokens, of which another engine can read {handoff.num_readable_tokens} now"
+            state.notes.append(told + self._why_no_more_promised(state, handoff.num_tokens))
         return handoff.params()
+
+    def _why_no_more_promised(self, state: RequestState, num_tokens: int) -> str:
+        """Return why no more leading tokens of a request are handed off, as the end of a sentence; empty if none are left."""
+        assert self._shared.promises is not None
+        for keys in state.keys:
+            at = num_tokens // keys.chunk_tokens
+            if at < len(keys.keys) and (why := self._shared.promises.why_not(keys.keys[at])):
+                return f"; no more, because of the chunk from token {at * keys.chunk_tokens} on: {why}"
+        return ""
 
     def explain(self, request_id: str) -> CacheReport:
         """Return what was decided for the request, and why; forget the request."""

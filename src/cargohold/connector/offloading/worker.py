@@ -26,6 +26,7 @@ from cargohold.tiers.port import (
     LISTED_AT_ONCE,
     NO_LOSSES,
     ONE_BY_ONE,
+    OPEN,
     JobKind,
     JobStatus,
     Listing,
@@ -37,6 +38,8 @@ from cargohold.tiers.port import (
 from cargohold.tiers.scheduler_side.tasks import TierCommand
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 
+_NOT_TRIED = {JobKind.STORE: bytes([OPEN])}
+"""The verdict on each chunk of a job that a queue did not take, where that is not 0."""
 _OUTCOMES = {
     JobStatus.DONE: TransferOutcome.DONE,
     JobStatus.FAILED: TransferOutcome.FAILED,
@@ -236,7 +239,9 @@ class TierWorker:
         """Return the jobs that ended since the last call, and how. ``take_report`` says how it went for each chunk."""
         refused, self._refused = self._refused, []
         outcomes = dict.fromkeys((command.job_id for command in refused), TransferOutcome.ABANDONED)
-        self._answers.update((command.job_id, (bytes(len(command.keys)), 1)) for command in refused)
+        self._answers.update(
+            (command.job_id, (_NOT_TRIED.get(command.kind, b"\0") * len(command.keys), 1)) for command in refused
+        )
         ended = [queue.poll() for queue in self._queues]
         for name, jobs in zip(self._names, ended, strict=True):
             for job in jobs:
@@ -245,7 +250,7 @@ class TierWorker:
                 self._count(name, job)
                 assert job.status is not None
                 outcomes[job.job_id] = _OUTCOMES[job.status]
-                self._answers[job.job_id] = bytes(job.succeeded), 1
+                self._answers[job.job_id] = job.verdicts, 1
                 if job.kind in LISTED_AT_ONCE and self._rank == 0:
                     self._listings[job.job_id] = job.listing
         oldest = next(iter(self._queue_of), self._last_begun + 1)

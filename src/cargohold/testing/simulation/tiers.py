@@ -40,6 +40,7 @@ class SimulatedMedium:
         lost: evicted chunks that its worker was not told of.
         is_gone: whether every access fails.
         stalls: whether accesses never end.
+        not_now: what the next stores of absent chunks are answered in place of being carried out.
     """
 
     def __init__(self, max_chunks: int = 10**9) -> None:
@@ -53,6 +54,7 @@ class SimulatedMedium:
         self.lost: list[OffloadKey] = []
         self.is_gone = False
         self.stalls = False
+        self.not_now: list[StoreOutcome] = []
 
     def open(self) -> None:
         """Begin to serve an engine."""
@@ -73,6 +75,8 @@ class SimulatedMedium:
                 self._claim(key, job.notes[at].claim, now)
             return True
         if job.kind is JobKind.STORE:
+            if chunk is None and self.not_now:
+                return self.not_now.pop(0)
             if chunk is None:
                 self._add(key, bytes(job.buffers[at]), job.notes[at] if job.notes else NO_NOTE, now)
             return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT

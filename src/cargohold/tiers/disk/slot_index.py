@@ -29,6 +29,7 @@ from cargohold.cache.shares import HELD, NORMAL, Shares
 from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, NO_TERMS, ChunkCodec, Header, Terms, unpack_header
 from cargohold.tiers.disk.files import USE_BYTES
 from cargohold.tiers.disk.shard import Shard
+from cargohold.tiers.port import StoreOutcome
 
 
 class SlotIndex:
@@ -85,20 +86,22 @@ class SlotIndex:
         """Whether a chunk can be loaded, or is being written."""
         return self._table.find(key) != NO_SLOT
 
-    def reserve(self, key: OffloadKey, parent: OffloadKey | None) -> int | None:
+    def reserve(self, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
         """Reserve a slot to write a chunk to, by evicting another chunk if need be.
 
-        Returns ``None`` if all other chunks are busy or worth more.
+        Returns the slot. If all other chunks are worth more, or busy, the outcome of the store: of those that are being
+        written, one may go in a moment.
         """
         table, before, keys = self._table, self._table.find(parent), [key]
         assert not self.is_known(key)
+        is_worth_less = False
         if not table.num_free:
             around = [] if before == NO_SLOT else [before]
             table.pin(around)
-            self._policy.make_room(keys, before, 1)
+            is_worth_less = self._policy.make_room(keys, before, 1)
             table.unpin(around)
         if not table.num_free:
-            return None
+            return StoreOutcome.LATER if table.num_writing and not is_worth_less else StoreOutcome.REFUSED
         slots = table.take(1)
         table.place(keys, slots, before)
         self._policy.add(keys, before, slots)

@@ -100,7 +100,7 @@ class DiskTier(Tier):
         with self._errors():
             state = self._living_state()
             if state is None:
-                return StoreOutcome.REFUSED
+                return StoreOutcome.LATER
             slot = self._reserve(state, key, parent)
             if isinstance(slot, StoreOutcome):
                 return slot
@@ -298,16 +298,18 @@ class DiskTier(Tier):
                 return StoreOutcome.PRESENT
             may_grow = not state.index.has_free
         if may_grow and not self._grow(state):
-            return StoreOutcome.REFUSED
+            return StoreOutcome.LATER
         with self._lock:
             if state.index.contains(key):
                 return StoreOutcome.PRESENT
-            if state.index.is_known(key) or not state.index.num_slots:
+            if state.index.is_known(key):
+                return StoreOutcome.LATER
+            if not state.index.num_slots:
                 return StoreOutcome.REFUSED
             state.index.expire(self._now_s())
             slot = state.index.reserve(key, parent)
             self._note_lost(state.index.take_evicted())
-        return StoreOutcome.REFUSED if slot is None else slot
+        return slot
 
     def _grow(self, state: _State) -> bool:
         """Add a segment if budget and disk allow it. Returns ``False`` if another thread is doing that, else ``True``."""

@@ -164,9 +164,7 @@ class LowerTiers:
             return True
         if now >= self._settles_at:
             return False
-        return bool(self._tasks or self._to_rank) or any(
-            writes.num_writable and tier.is_writable for writes, tier in zip(self.writes, self.tiers, strict=True)
-        )
+        return bool(self._tasks or self._to_rank) or any(writes.has_more for writes in self.writes)
 
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether a chunk is on its way from or to a tier, or a tier is being asked whether it has it."""
@@ -342,7 +340,7 @@ class LowerTiers:
         """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 
         Args:
-            answers: by job, one byte per chunk, 1 if all workers that are merged here were successful, and their number.
+            answers: by job, the verdicts of all workers that are merged here, one byte per chunk, and their number.
             health: by the worker's rank and the tier's index, the tier's health where it has changed.
             namespace: what the chunks' bytes depend on, if a worker says it now.
             listings: by job, what the first worker has listed.
@@ -389,6 +387,8 @@ class LowerTiers:
         for tier in self.tiers:
             stats, tier.stats = tier.stats, Counter()
             total.update({f"{tier.name}_{name}": amount for name, amount in stats.items()})
+        if self.promises.num_broken:
+            total["promises_broken"], self.promises.num_broken = self.promises.num_broken, 0
         return total
 
     def check(self) -> None:

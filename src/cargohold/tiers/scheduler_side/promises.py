@@ -2,14 +2,14 @@
 
 ::
 
-    made --host memory has it--> pinned, waits to be written, is written --> kept, or given up
+    made --host memory has it--> pinned, waits to be written, is written --> kept, or broken
       |
-      +-- does not come in time, or could not be stored --> given up
+      +-- does not come in time, or could not be stored --> broken
 
 A promised chunk is pinned in host memory until every shared tier that can take it has it: a host memory smaller than a prompt
-would evict the prompt's start before its turn comes. No promise lasts longer than ``hold_s``, which is as long as the other
-engine waits, so a tier that hangs does not keep host memory from other requests; but it lasts for ``HOLD_STEPS`` steps, however
-long they take: what one step begins is reported one or two steps later.
+would evict the prompt's start before its turn comes. A tier that puts it off is offered it again. No promise lasts longer than
+``hold_s``, which is as long as the other engine waits, so a tier that hangs does not keep host memory from other requests; but
+it lasts for ``HOLD_STEPS`` steps, however long they take: what one step begins is reported one or two steps later.
 
 Hard limits are kept: a tier whose daily allowance is spent or whose writes are suspended gets nothing, and ``states`` says so.
 """
@@ -89,6 +89,9 @@ class Promises:
         writes: what is written to each tier below. Those that other machines share get promised chunks.
         clock: time in which the engine steps.
         hold_s: seconds after which a promise is given up, unless that is less than ``HOLD_STEPS`` steps.
+
+    Attributes:
+        num_broken: number of promised chunks that no shared tier got, since that was last taken.
     """
 
     def __init__(self, host: OffloadManager, writes: Sequence[Writes], clock: Clock, hold_s: float) -> None:
@@ -97,6 +100,8 @@ class Promises:
         is_shared = [of.locality == "REMOTE" and not of.is_read_only for of in options]
         self._writes = list(compress(writes, is_shared))
         self._tiers = [of.tier for of in self._writes]
+        for of in self._writes:
+            of.is_promised = self.__contains__
         self._clock = clock
         self._patience = Patience(clock, hold_s)
         self._made: dict[OffloadKey, _Promise] = {}
@@ -104,6 +109,8 @@ class Promises:
         self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
         self._check_at = _NEVER
         self._are_names_private = False
+        self._hold_s = hold_s
+        self.num_broken = 0
 
     def __len__(self) -> int:
         return len(self._made)
@@ -162,15 +169,18 @@ class Promises:
             writes.promised.add(ready, {key: self._made[key].parent for key in ready})
 
     def note_written(self, keys: Iterable[OffloadKey]) -> None:
-        """Learn that a job that wrote these chunks has ended: promises for which no other tier has to write are over."""
+        """Learn that a job that wrote these chunks has ended: promises for which no tier has to write any more are over."""
         if not self._made:
             return  # nearly always
         promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is not None]
-        kept = [key for key in promised if not any(writes.is_to_write(key) for writes in self._writes)]
+        over = [key for key in promised if not any(writes.is_to_write(key) for writes in self._writes)]
+        there = [tier.last_known(over) for tier in self._tiers]
+        kept = [key for key, *answers in zip(over, *there, strict=True) if True in answers]
         self._kept.update(dict.fromkeys(kept))
         while len(self._kept) > self._host.capacity:
             self._kept.popitem(last=False)
-        self.give_up(kept)
+        self._forget(kept)
+        self.give_up(over)
 
     def make_room(self, num_chunks: int) -> None:
         """Remove from host memory up to ``num_chunks`` chunks that were promised and are written.
@@ -186,11 +196,16 @@ class Promises:
         self._host.remove(room)
 
     def give_up(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget promises. What waits to be written is written all the same if host memory still has it then."""
-        for key in keys:
-            promise = self._made.pop(key, None)
-            if promise is not None and promise.pin is not None:
+        """Break promises. What waits to be written is written all the same if host memory still has it then."""
+        self.num_broken += self._forget(keys)
+
+    def _forget(self, keys: Iterable[OffloadKey]) -> int:
+        """Forget promises; return how many there were."""
+        promises = [promise for key in keys if (promise := self._made.pop(key, None)) is not None]
+        for promise in promises:
+            if promise.pin is not None:
                 promise.pin.release()
+        return len(promises)
 
     def give_up_late(self) -> None:
         """Forget the promises whose time is over. Call it once in every step."""
@@ -218,8 +233,15 @@ class Promises:
         for writes in self._writes:
             answers = zip(keys, writes.tier.last_known(keys), strict=True)
             there.update(key for key, is_there in answers if is_there)
-            coming.update(writes.will_take([key for key in keys if key in self._made]))
+            coming.update(writes.will_take([key for key in keys if key in self._made], self._hold_s))
         return bytes(READY if key in there else NOT_YET if key in coming else ABSENT for key in keys)
+
+    def why_not(self, key: OffloadKey) -> str:
+        """Return why other engines will not find a chunk, as a clause; empty if they will."""
+        if self.states([key]) != bytes([ABSENT]):
+            return ""
+        reasons = (f"tier {of.tier.name} {why}" for of in self._writes if (why := of.why_not(key, self._hold_s)))
+        return next(reasons, "host memory has not got it")
 
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""

@@ -13,10 +13,22 @@ from typing import Final, TypeVar
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
-from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NOTHING_LISTED, SHOW_NOTHING, Access, JobKind, Listing
+from cargohold.tiers.port import (
+    ACCESS_OF,
+    DONE,
+    LISTED_AT_ONCE,
+    NOTHING_LISTED,
+    OPEN,
+    SHOW_NOTHING,
+    Access,
+    JobKind,
+    Listing,
+)
 
 _MAX_NAMES: Final = 2**18
 """Maximum number of names of which it is remembered whose they are. Of further chunks, nobody hears when tiers lose them."""
+_IS_DONE: Final = bytes(verdict & DONE for verdict in range(256))
+"""A table for ``bytes.translate``."""
 _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
 
@@ -67,7 +79,7 @@ class TierTask:
         num_after: for a probe, number of chunks that the look-up will ask the tier for if all of these are there.
         num_found: for a probe, number of chunks that are there, once it is answered.
         begun_at: time at which it was handed out.
-        answers: one byte per chunk: 1 if all workers that have answered were successful, else 0.
+        answers: one byte per chunk: the merged ``TierJob.verdicts`` of all workers that have answered.
         num_answers: number of workers that have answered.
         listing: what the first worker has listed, for a task that lists.
         lost: chunks that a worker has lost after it had answered, and before the task has ended.
@@ -102,7 +114,12 @@ class TierTask:
         """Return, per chunk, whether all ``num_workers`` workers were successful; ``False`` while some have not answered."""
         if self.num_answers != num_workers:
             return [False] * len(self.keys)
-        return list(map(bool, self.answers))
+        return list(map(bool, self.answers.translate(_IS_DONE)))
+
+    @property
+    def refused(self) -> list[bool]:
+        """Per chunk of a store, whether a worker had no room for it, so that it is no use to offer it again soon."""
+        return [not verdict & OPEN for verdict in self.answers] if self.num_answers else [False] * len(self.keys)
 
 
 class TaskTable:
@@ -259,6 +276,6 @@ class TaskTable:
 
 
 def both(left: bytes, right: bytes) -> bytes:
-    """Merge two answers, one byte per chunk: 1 if both say success, else 0."""
+    """Merge two workers' verdicts on the same chunks: success, or that a chunk can be tried again, is what both say."""
     assert len(left) == len(right), "two workers were asked for different chunks"
     return (int.from_bytes(left) & int.from_bytes(right)).to_bytes(len(left))

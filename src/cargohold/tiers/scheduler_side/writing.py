@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import compress, islice
 from typing import Final
 
 from cargohold.blocks import READY
@@ -31,6 +33,13 @@ START_S: Final = 60.0
 What an earlier process wrote is not known. If it were an hour's allowance, an engine that is started again and again would
 write many times the limit.
 """
+MAX_TRIES: Final = 12
+"""A chunk that a tier does not take for now is offered to it so many times, and after that when it is used."""
+RETRY_S: Final = 0.1
+"""Seconds after which it is offered again; each further time, twice as many."""
+MAX_RETRY_S: Final = 10.0
+MAX_PROMISED_RETRY_S: Final = 0.5
+"""Maximum number of these seconds; the latter for chunks for which another engine waits."""
 MAX_LOOKS: Final = 4096
 """Maximum number of chunks looked at for one batch: while writes are suspended, all that wait may leave host memory."""
 
@@ -42,10 +51,12 @@ class Backlog:
 
     Args:
         limit: maximum number of chunks; beyond it, those at the front are dropped.
+        max_retry_s: maximum number of seconds after which a chunk that the tier has not taken comes again.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, max_retry_s: float = MAX_RETRY_S) -> None:
         self._limit = limit
+        self.max_retry_s = max_retry_s
         self._parents: dict[OffloadKey, OffloadKey | None] = {}
 
     def __len__(self) -> int:
@@ -104,6 +115,105 @@ class Backlog:
         return first
 
 
+@dataclass(slots=True)
+class _Untaken:
+    """A chunk that a tier has not taken.
+
+    Attributes:
+        num_tries: how many times it was offered.
+        again_at: time from which it may be offered again.
+        backlog: where it goes to be offered again by itself; ``None`` if it waits for a use, or waits in a backlog.
+    """
+
+    num_tries: int = 0
+    again_at: float = 0.0
+    backlog: Backlog | None = None
+    is_refused: bool = False
+
+
+class Untaken:
+    """Chunks that a tier has not taken: it failed, put them off, or had no room for them.
+
+    What failed or was put off is offered again by itself, a few times, each time later. After that, and if there was no room,
+    it is offered again when it is used.
+
+    Args:
+        limit: maximum number of chunks; beyond it, those that were not taken first are forgotten.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, limit: int, clock: Clock) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._chunks: dict[OffloadKey, _Untaken] = {}
+        # When chunks are offered again by themselves, with the chunks before them. Some may have been forgotten since.
+        self._times: list[tuple[float, OffloadKey, OffloadKey | None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._chunks
+
+    @property
+    def is_any_coming(self) -> bool:
+        """Whether some chunk is offered again by itself."""
+        return bool(self._times)
+
+    def is_coming(self, key: OffloadKey) -> bool:
+        """Whether a chunk is offered again by itself."""
+        chunk = self._chunks.get(key)
+        return chunk is not None and chunk.backlog is not None
+
+    def why(self, key: OffloadKey) -> str:
+        """Return why the tier has not taken a chunk, as the end of a sentence about the tier; empty if that is not known."""
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            return ""
+        return "has no room for it" if chunk.is_refused else "did not take it in time"
+
+    def add(self, key: OffloadKey, parent: OffloadKey | None, backlog: Backlog, *, is_refused: bool) -> None:
+        """Note that a chunk, which came from ``backlog``, was not taken."""
+        chunk = self._chunks.setdefault(key, _Untaken())
+        again_at = self._clock() + min(RETRY_S * (2**chunk.num_tries - 1), backlog.max_retry_s)
+        num_tries = min(chunk.num_tries + 1, MAX_TRIES)
+        is_coming = num_tries < MAX_TRIES and not is_refused
+        self._chunks[key] = _Untaken(num_tries, again_at, backlog if is_coming else None, is_refused)
+        if is_coming:
+            heappush(self._times, (again_at, key, parent))
+        if len(self._chunks) > self._limit:
+            del self._chunks[next(iter(self._chunks))]
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget chunks: the tier has them by now, or they are new again."""
+        if self._chunks:  # seldom
+            for key in keys:
+                self._chunks.pop(key, None)
+
+    def offer_due(self) -> None:
+        """Put the chunks whose time has come back into their backlogs."""
+        now = self._clock()
+        while self._times and self._times[0][0] <= now:
+            again_at, key, parent = heappop(self._times)
+            chunk = self._chunks.get(key)
+            if chunk is not None and chunk.backlog is not None and chunk.again_at == again_at:
+                chunk.backlog.add([key], {key: parent})
+                chunk.backlog = None
+
+    def take_used(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of ``keys``, which were just used, that may be offered again for that."""
+        if not self._chunks:
+            return []  # nearly always
+        now = self._clock()
+        untaken = ((key, self._chunks.get(key)) for key in keys)
+        return [key for key, chunk in untaken if chunk is not None and chunk.backlog is None and chunk.again_at <= now]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._chunks.clear()
+        self._times.clear()
+
+
 class Allowance:
     """An allowance of chunks that accrues evenly over the day, and can be saved up for an hour.
 
@@ -148,8 +258,10 @@ class Writes:
         tier: as given.
         backlog: chunks that wait to be written.
         promised: chunks that wait to be written before all others, because another engine was promised them.
+        untaken: chunks that the tier did not take when they were offered to it last.
         num_writing: number of chunks that are being written.
         touching: chunks that the tier is being asked for and told of.
+        is_promised: whether another engine waits for a chunk.
     """
 
     def __init__(self, at: int, tier: TierState, host: OffloadManager, tasks: TaskTable, clock: Clock) -> None:
@@ -159,9 +271,14 @@ class Writes:
         self._host = host
         self._tasks = tasks
         self.backlog = Backlog(host.capacity)
-        self.promised = Backlog(host.capacity)
+        self.promised = Backlog(host.capacity, MAX_PROMISED_RETRY_S)
+        self.untaken = Untaken(host.capacity, clock)
+        self._clock = clock
+        # While a tier puts everything off, it is asked seldom; but for chunks that other engines wait for.
+        self._pause_s, self._paused_until, self._puts_off_since = 0.0, 0.0, float("inf")
         self.num_writing = 0
         self.touching: set[OffloadKey] = set()
+        self.is_promised: Callable[[OffloadKey], bool] = lambda _: False
         self._max_writing = max(1, min(tier.options.max_inflight_chunks, host.capacity // 4))
         daily = tier.options.max_daily_chunks
         self._allowance = None if daily is None else Allowance(daily, clock)
@@ -178,6 +295,7 @@ class Writes:
         """Learn that host memory has new chunks; add those that the tier is to get to the backlog."""
         if self._options.admission is Admission.REUSED:
             keys = [key for key in keys if self._was_seen(key)]
+        self.untaken.forget(keys)
         self.backlog.add(self._wanted(keys), parents)
 
     def note_used(self, keys: Sequence[OffloadKey], ready: Sequence[OffloadKey]) -> None:
@@ -186,8 +304,9 @@ class Writes:
             self.backlog.postpone(keys)
         if not ready:
             return  # a new prompt
-        if self._options.admission is Admission.REUSED:
-            self.backlog.add(self._wanted(ready), parents_in(keys))
+        again = ready if self._options.admission is Admission.REUSED else self.untaken.take_used(ready)
+        if again:
+            self.backlog.add(self._wanted(again), parents_in(keys))
         if self.tier.is_readable:
             self._touch(ready, keys)
 
@@ -195,6 +314,7 @@ class Writes:
         """Forget what is to be written, for a reset or because the tier is off."""
         self.backlog.clear()
         self.promised.clear()
+        self.untaken.clear()
         self._writing = set()
         self._seen.clear()
 
@@ -225,7 +345,7 @@ class Writes:
     @property
     def num_writable(self) -> int:
         """Number of chunks to hand out for writing now, promised ones first."""
-        num_waiting = len(self.backlog)
+        num_waiting = len(self.backlog) if self._clock() >= self._paused_until else 0
         if self._options.write_mode is WriteMode.BACK:
             # So many may wait: the rest of host memory can be evicted without loss.
             num_waiting = max(0, num_waiting - self._max_dirty)
@@ -235,8 +355,14 @@ class Writes:
             limit = min(limit, self._allowance.available)
         return max(0, min(num_waiting, limit))
 
+    @property
+    def has_more(self) -> bool:
+        """Whether chunks are to be written now, or soon."""
+        return self.tier.is_writable and (self.num_writable > 0 or self.untaken.is_any_coming)
+
     def take(self) -> Iterator[TierTask]:
         """Yield jobs, to be handed out at once, that write as many chunks of the backlog as may be in flight; pin them."""
+        self.untaken.offer_due()
         while (room := self.num_writable) and self.tier.is_writable:
             backlog, writable = (self.promised, self._promised) if self.promised else (self.backlog, self._writable)
             parents = backlog.take(min(room, BATCH_CHUNKS), writable)
@@ -266,25 +392,40 @@ class Writes:
         One that is there already is written again, because what was known of it is old.
         """
         states = zip(keys, self._host.lookup(keys), strict=True)
-        return [key for key, state in states if state == READY and not self.is_to_write(key)]
+        return [key for key, state in states if state == READY and key not in self._writing]
 
     def is_to_write(self, key: OffloadKey) -> bool:
         """Whether a promised chunk waits to be written, or is being written."""
-        return key in self.promised or key in self._writing
+        return key in self.promised or key in self._writing or self.untaken.is_coming(key)
 
-    def will_take(self, keys: Sequence[OffloadKey]) -> Iterator[OffloadKey]:
-        """Yield the promised chunks among ``keys`` that will be written here, unless something fails.
+    def will_take(self, keys: Sequence[OffloadKey], within_s: float) -> Iterator[OffloadKey]:
+        """Yield the promised chunks among ``keys`` that will be written here ``within_s`` seconds, unless something fails.
 
         Those that are being written, and as many more, in this order, as the daily allowance lasts for; none of these if
-        writes are suspended.
+        writes are suspended, or if the tier has put off everything for so long.
         """
         waiting = [key for key in keys if key not in self._writing]
-        num_left = len(waiting) if self.tier.health.of(Access.WRITE) is not BreakerState.OPEN else 0
+        num_left = 0 if self._obstacle(within_s) else len(waiting)
         if self._allowance is not None:
             num_others = len(self.promised) - sum(key in self.promised for key in waiting)
             num_left = min(num_left, max(0, self._allowance.available - num_others))
         taken = frozenset(waiting[:num_left])
         return (key for key in keys if key in self._writing or key in taken)
+
+    def why_not(self, key: OffloadKey, within_s: float) -> str:
+        """Return why a promised chunk is not written here, as the end of a sentence about the tier; empty if not known."""
+        if obstacle := self._obstacle(within_s):
+            return obstacle
+        if self._allowance is not None and not self._allowance.available:
+            return "has taken all that it may in a day"
+        return self.untaken.why(key)
+
+    def _obstacle(self, within_s: float) -> str:
+        if self.tier.health.of(Access.WRITE) is BreakerState.OPEN:
+            return f"takes no writes now: {self.tier.health.reason}"
+        if self._clock() >= self._puts_off_since + within_s:
+            return "has put off all writes for too long"
+        return ""
 
     def _end_write(
         self,
@@ -300,12 +441,33 @@ class Writes:
         num_stored = sum(succeeded)
         self.tier.stats["stored_chunks"] += num_stored
         self.tier.stats["not_stored_chunks"] += len(succeeded) - num_stored
-        if is_done and not task.is_cancelled:  # after a reset, names are others
-            self.tier.note_presence(task.keys, succeeded)
+        if task.is_cancelled:
+            return  # after a reset, names are others
+        self.untaken.forget(compress(task.keys, succeeded))
+        # Nothing is said of chunks that were not tried, or are not there only for now.
+        refused = task.refused if num_stored < len(succeeded) else [False] * len(succeeded)
+        is_told = [is_stored or is_refused for is_stored, is_refused in zip(succeeded, refused, strict=True)]
+        self.tier.note_presence(list(compress(task.keys, is_told)), list(compress(succeeded, is_told)))
+        for key, parent, is_stored, is_refused in zip(task.keys, task.parents, succeeded, refused, strict=True):
+            if not is_stored:
+                backlog = self.promised if self.is_promised(key) else self.backlog
+                self.untaken.add(key, parent, backlog, is_refused=is_refused)
+        self._pause(is_any_taken=any(is_told) or not is_done)
+
+    def _pause(self, *, is_any_taken: bool) -> None:
+        """Let a tier rest that puts off all that it is offered."""
+        now = self._clock()
+        if is_any_taken:
+            self._pause_s, self._paused_until, self._puts_off_since = 0.0, 0.0, float("inf")
+        elif now >= self._paused_until:
+            self._pause_s = min(max(RETRY_S, 2 * self._pause_s), MAX_RETRY_S)
+            self._paused_until = now + self._pause_s
+            self._puts_off_since = min(self._puts_off_since, now)
 
     def is_busy_with(self, key: OffloadKey) -> bool:
         """Whether the tier is being asked for a chunk or told of it, or the chunk is being written or waits to be."""
-        return any(key in chunks for chunks in (self.touching, self.tier.probing, self._writing, self.backlog))
+        chunks = (self.touching, self.tier.probing, self._writing, self.backlog, self.promised)
+        return any(key in some for some in chunks) or self.untaken.is_coming(key)
 
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
@@ -319,7 +481,7 @@ class Writes:
         """
         presence, options = self.tier.presence, self._options
         idle = ready
-        for busy in (self.touching, self.tier.probing, self._writing, self.backlog):
+        for busy in (self.touching, self.tier.probing, self._writing, self.backlog, self.untaken):
             if busy:  # seldom; a prompt has thousands of chunks
                 idle = [key for key in idle if key not in busy]
         told = presence.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []

@@ -48,12 +48,12 @@ class SharedTier(Tier):
         value = bytearray(end + len(details))
         value[:HEADER_BYTES], value[end:] = header, details
         copy_bytes(memoryview(value)[HEADER_BYTES:end], body)
-        if not self._put(key, value):
-            return StoreOutcome.REFUSED
-        with self._count_lock:
-            self._num_stored += 1
-            self._stored_bytes += len(value)
-        return StoreOutcome.STORED
+        outcome = self._put(key, value)
+        if outcome is StoreOutcome.STORED:
+            with self._count_lock:
+                self._num_stored += 1
+                self._stored_bytes += len(value)
+        return outcome
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
         """Fetch a chunk and verify it; a bad one is deleted, so that the next store replaces it.
@@ -83,8 +83,8 @@ class SharedTier(Tier):
             return TierUsage(self._num_stored, self._stored_bytes, None)
 
     @abstractmethod
-    def _put(self, key: OffloadKey, value: bytearray) -> bool:
-        """Write a value; return whether there was room. Raises ``TierError``."""
+    def _put(self, key: OffloadKey, value: bytearray) -> StoreOutcome:
+        """Write a value that is not there. Raises ``TierError``."""
 
     @abstractmethod
     def _get(self, key: OffloadKey) -> memoryview | None:

@@ -39,6 +39,7 @@ from cargohold.tiers.config import PARALLEL_PROBES, SharedOptions
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
 from cargohold.tiers.namespace import DESCRIPTION
 from cargohold.tiers.places import warn_of_readers, warn_of_writers
+from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.directory import (
     DirectoryPlace,
@@ -81,6 +82,9 @@ class StoreBudget:
         max_bytes: maximum size of all namespaces in the store together.
         num_workers: number of workers of this engine that keep the limit, each with a ``StoreBudget`` of its own.
         value_bytes: bytes of the largest object that a worker writes. A share is at least so large.
+
+    Attributes:
+        is_full: whether nothing could be deleted when room was needed last. If not, what is refused may be granted in a moment.
     """
 
     def __init__(self, store: ObjectStore, max_bytes: int, num_workers: int = 1, value_bytes: int = 0) -> None:
@@ -102,6 +106,7 @@ class StoreBudget:
         self._to_refuse = 0  # bytes to refuse before the next listing, because the last one found nothing to delete
         self._told: set[str] = set()  # namespaces of which was logged that they cannot be deleted
         self._has_told_full = False
+        self.is_full = False
 
     @contextmanager
     def room_for(self, num_bytes: int) -> Iterator[bool]:
@@ -160,6 +165,7 @@ class StoreBudget:
         if total + num_wanted > self._max_bytes:
             total = self._delete_oldest(objects, total, self._max_bytes - num_wanted)
         is_stuck = total + num_wanted > self._max_bytes
+        self.is_full = is_stuck
         self._to_refuse = self._due if is_stuck else 0
         if is_stuck and not self._has_told_full:
             self._has_told_full = True
@@ -296,16 +302,18 @@ class ObjectTier(SharedTier):
     def close(self) -> None:
         """Do nothing: connections close when the store's client is garbage-collected."""
 
-    def _put(self, key: OffloadKey, value: bytearray) -> bool:
+    def _put(self, key: OffloadKey, value: bytearray) -> StoreOutcome:
         with self._errors():
             if self._budget is None:
                 return self._write(self._path(key), value)
             self._require_place()  # where a mount has gone, room must neither be counted nor made
             with self._budget.room_for(len(value)) as has_room:
-                return has_room and self._write(self._path(key), value)
+                if has_room:
+                    return self._write(self._path(key), value)
+            return StoreOutcome.REFUSED if self._budget.is_full else StoreOutcome.LATER
 
-    def _write(self, path: str, value: bytearray) -> bool:
-        """Write an object; return whether there was room."""
+    def _write(self, path: str, value: bytearray) -> StoreOutcome:
+        """Write an object, if there is room."""
         self._require_place()  # also after room was made, because that takes time
         try:
             # In one part: if an upload in several parts is broken off, its parts stay, cost money, and no listing shows them.
@@ -319,8 +327,8 @@ class ObjectTier(SharedTier):
                 )
             elif not is_full(error):
                 raise
-            return False
-        return True
+            return StoreOutcome.REFUSED
+        return StoreOutcome.STORED
 
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():

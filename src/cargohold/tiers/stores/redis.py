@@ -20,6 +20,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import SharedOptions
+from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
 
 logger = logging.getLogger(__name__)
@@ -197,13 +198,13 @@ class RedisTier(SharedTier):
         """Close all connections."""
         self._client.close()
 
-    def _put(self, key: OffloadKey, value: bytearray) -> bool:
+    def _put(self, key: OffloadKey, value: bytearray) -> StoreOutcome:
         with self._errors():
             try:
                 self._client.set(self._name(key), memoryview(value), ex=self._ttl_s)
             except redis.exceptions.OutOfMemoryError:
-                return False
-        return True
+                return StoreOutcome.REFUSED
+        return StoreOutcome.STORED
 
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():
