@@ -100,7 +100,7 @@ def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found by playing: every store failed, and after a few of them there were no more."""
-    monkeypatch.setattr("cargohold.tiers.disk.tier._GROWTH_PAUSE", 0)
+    monkeypatch.setattr("cargohold.tiers.disk.shard._GROWTH_PAUSE", 0)
     tier = disk_tier(tmp_path, 2 * MIB)
     store(tier, 0)
     per_segment = slots_per_segment(tmp_path)
@@ -114,12 +114,26 @@ def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
     assert tier.usage().num_chunks == 4 * per_segment
 
 
+def test_the_pause_of_growth_ends_with_the_files_that_could_not_grow(tmp_path: Path) -> None:
+    """Found by reading: a tier at its budget whose files were deleted refused its next 64 stores."""
+    (tmp_path / "foreign").write_bytes(bytes(MIB // 2))
+    tier = disk_tier(tmp_path, MIB)
+    fill(tier, 200)
+    files = num_segments(tmp_path)
+    assert tier.usage().num_chunks < 200
+    (shard,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    shutil.rmtree(shard)
+    assert store(tier, 0) is StoreOutcome.STORED
+    fill(tier, 200)
+    assert num_segments(tmp_path) == files
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
 def test_free_space_that_cannot_be_read_does_not_count_as_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Found by playing: a directory that could not be listed was taken for an empty one, and the budget was exceeded."""
-    monkeypatch.setattr("cargohold.tiers.disk.tier._GROWTH_PAUSE", 0)
+    monkeypatch.setattr("cargohold.tiers.disk.shard._GROWTH_PAUSE", 0)
     tier = disk_tier(tmp_path, MIB)
     foreign = tmp_path / "foreign"
     foreign.mkdir()

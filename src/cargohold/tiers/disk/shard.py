@@ -51,6 +51,8 @@ _MOST_SEGMENTS: Final = 128
 """Maximum number of segments: each has three open files, and a process may usually have 1024, some for other purposes."""
 _OTHER_BYTES: Final = 32 * 1024
 """Part of a shard's budget that is kept for descriptions, locks and directories."""
+_GROWTH_PAUSE: Final = 64
+"""After a failed attempt to make the files larger, so many calls make none: an attempt looks at all files of the directory."""
 _LOCK_POLL_S: Final = 0.05
 _RANK: Final = re.compile(r"^rank \d+ ")
 """The worker's rank at the start of a namespace's ``split``. Namespaces that differ only in it are of one engine's workers."""
@@ -105,6 +107,7 @@ class Shard:
         self._direct_io = config.direct_io
         self.path = self._root / namespace.id
         self._segments: list[Segment] = []
+        self._growth_pause = 0
         self._shortage = SparingLog(logger)
         try:
             self._lock = self._take_lock(config)
@@ -172,6 +175,15 @@ class Shard:
         """
         if self.num_slots >= self.capacity:
             return False
+        if self._growth_pause:
+            self._growth_pause -= 1
+            return False
+        is_larger = self._try_to_grow()
+        if not is_larger:
+            self._growth_pause = _GROWTH_PAUSE
+        return is_larger
+
+    def _try_to_grow(self) -> bool:
         try:
             with brief_lock(self._root):
                 if not self._make_room():

@@ -40,8 +40,6 @@ _GROWTH_WAIT_S: Final = 1.0
 """Seconds that a store waits for another one that makes the files larger or opens them again. That one may itself wait for a
 process that deletes chunks of other models. If all threads waited for it, nothing could be loaded meanwhile."""
 _CURSOR_BYTES: Final = 8
-_GROWTH_PAUSE: Final = 64
-"""After a failed attempt to make the files larger, so many stores make none: an attempt looks at all files of the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,6 @@ class DiskTier(Tier):
         self._budget = Budget.of(config, num_shards)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
-        self._growth_pause = 0
         self._damage, self._unsaved, self._vanished = SparingLog(logger), SparingLog(logger), SparingLog(logger)
         self._lost: list[OffloadKey] = []
         self._is_all_lost = False
@@ -320,14 +317,9 @@ class DiskTier(Tier):
                 return True
             if state is not self._state:
                 return True  # the state's directory is gone; new files would belong to the new state's shard
-            if self._growth_pause:
-                self._growth_pause -= 1
-                return True
-            if not state.shard.grow():
-                self._growth_pause = _GROWTH_PAUSE
-                return True
-            with self._lock:
-                state.index.add_slots(state.shard.geometry.slots_per_segment)
+            if state.shard.grow():
+                with self._lock:
+                    state.index.add_slots(state.shard.geometry.slots_per_segment)
         return True
 
     @contextmanager
