@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import StoreOutcome
+from cargohold.tiers import StoreOutcome, Tier
 from cargohold.tiers.opening import SharedTierConfig, open_inventory
 from cargohold.tiers.stores.redis import open_client
 from tests.servers import Server, free_port, key_value_server
-from tests.tiers.common import in_thread, key, load, payload
+from tests.tiers.common import CHUNK, in_thread, key, load, payload
 from tests.tiers.shared import WAIT_S, shared, store
 
 
@@ -173,6 +173,50 @@ def test_the_rest_of_an_earlier_answer_is_not_taken_for_another_chunk() -> None:
         assert tier.probe([key(0)]) == [True]
         assert between.answer is not twice
         assert [load(tier, number) for number in range(3)] == [payload(number) for number in range(3)]
+
+
+MALFORMED = {
+    "a number that is none": b":abc\r\n",
+    "a length that is none": b"$abc\r\n",
+    "a count that is none": b"*abc\r\n",
+    "a number of too many digits": b":" + b"9" * 5000 + b"\r\n",
+    "lists in lists without end": b"*1\r\n" * 5000,
+    "no cursor": b"*1\r\n$1\r\n0\r\n",
+    "a place that is none": b"-MOVED somewhere\r\n",
+    "not the protocol": b"HTTP/1.1 400 Bad Request\r\n",
+}
+
+
+def answering(data: bytes) -> Callable[[socket.socket, bytes], None]:
+    return lambda client, _: client.sendall(data)
+
+
+def calls_of(tier: Tier, url: str) -> list[Callable[[], object]]:
+    return [
+        lambda: tier.probe([key(1)]),
+        lambda: tier.load(key(1), memoryview(bytearray(CHUNK))),
+        lambda: tier.store(key(2), memoryview(payload(2))),
+        lambda: tier.remove([key(2)]),
+        lambda: open_inventory(url).holdings(),
+    ]
+
+
+def test_answers_that_no_server_gives_are_failures_of_the_tier(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by attack: the client's package raised whatever it stumbled on, which ended an engine's start with a traceback."""
+    with key_value_server("valkey") as server, (between := Between(server.port)).serving():
+        url = f"redis://127.0.0.1:{between.port}"
+        with closing(shared(url)) as tier:
+            store(tier, 1)
+        for name, data in MALFORMED.items():
+            caplog.clear()
+            between.answer = answering(data)
+            with closing(shared(url)) as tier:
+                assert "the server does not answer yet as it should" in caplog.text, name
+                for call in calls_of(tier, url):
+                    with suppress(TierError):  # some of it is a good answer to some commands
+                        call()
+                between.answer = at_once
+                assert load(tier, 1) == payload(1), name
 
 
 def tls_of_a_server(directory: Path) -> ssl.SSLContext:

@@ -36,7 +36,7 @@ from cargohold.tiers.stores.directory import (
     read_pieces,
 )
 from cargohold.tiers.stores.objects import first_line, lacks_credentials
-from cargohold.tiers.stores.redis import PREFIX, is_wrong_type
+from cargohold.tiers.stores.redis import PREFIX, answers_understood, is_wrong_type
 
 _NAME = "shared"
 
@@ -272,6 +272,7 @@ def _other_types_left_out() -> Iterator[None]:
 @contextmanager
 def _redis_errors() -> Iterator[None]:
     try:
-        yield
+        with answers_understood():
+            yield
     except redis.exceptions.RedisError as error:
         raise TierError(_NAME, one_line(error)) from error

@@ -35,6 +35,7 @@ _WRONG_TYPE: Final = "WRONGTYPE"
 """Start of the answer to a command for strings if the value is a list, a hash or the like."""
 _ROOM_FOR_ANSWERS: Final = 1024**2
 """Bytes that an answer may have besides a chunk: short ones to many commands that were sent together, or an error's text."""
+_STUMBLES: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _NO_CHUNK: Final = memoryview(b"")
 """Stands for a value that cannot be a chunk, so that it is treated as a damaged one."""
 
@@ -142,6 +143,15 @@ def open_client(config: SharedOptions, max_answer_bytes: int | None = None) -> r
     return client
 
 
+@contextmanager
+def answers_understood() -> Iterator[None]:
+    """Raise ``InvalidResponse``, as the package should, for whatever it stumbles on in an answer that no server gives."""
+    try:
+        yield
+    except _STUMBLES as error:
+        raise redis.exceptions.InvalidResponse(f"its answer makes no sense: {one_line(error)}") from error
+
+
 def is_wrong_type(error: redis.exceptions.ResponseError) -> bool:
     """Whether a server answered that a value is no string, so that it cannot be a chunk."""
     return str(error).startswith(_WRONG_TYPE)
@@ -242,10 +252,11 @@ class RedisTier(SharedTier):
         Raises ``ConfigError`` if it does not. If the server does not answer, that is only logged.
         """
         try:
-            self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
-            self._client.get(self._prefix)
-            self._of_each("exists", _NO_KEYS)
-            self._of_each("unlink", _NO_KEYS)
+            with answers_understood():
+                self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
+                self._client.get(self._prefix)
+                self._of_each("exists", _NO_KEYS)
+                self._of_each("unlink", _NO_KEYS)
         except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
             raise ConfigError("url", config.shown_url, f"the server refuses access: {one_line(error)}") from error
         except redis.exceptions.MovedError as error:
@@ -256,11 +267,12 @@ class RedisTier(SharedTier):
         except redis.exceptions.RedisError as error:
             if _NO_SUCH_DATABASE in str(error):
                 raise ConfigError("url", config.shown_url, "the server has no such database") from error
-            logger.warning("shared tier: the server does not answer yet: %s", one_line(error))
+            logger.warning("shared tier: the server does not answer yet as it should: %s", one_line(error))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
-            yield
+            with answers_understood():
+                yield
         except redis.exceptions.RedisError as error:
             raise TierError(self.name, one_line(error)) from error
