@@ -149,7 +149,7 @@ class CacheReport:
     """Why a request hit or missed: the answer to "why was this prompt slow?".
 
     Attributes:
-        restored_tokens: tokens loaded, by the tier they came from.
+        restored_tokens: tokens loaded, by the tier they came from. A token that was loaded twice counts once.
         notes: what was decided for the request and why, in order, as sentences.
     """
 

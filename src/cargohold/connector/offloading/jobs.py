@@ -145,9 +145,11 @@ class Origins:
     names: Sequence[str]
     tiers: bytes
 
-    def count(self, num_tokens: int) -> Counter[str]:
-        """Count the first ``num_tokens`` tokens by tier; tiers without any are left out."""
-        counts = {name: self.tiers.count(at, 0, num_tokens) for at, name in enumerate(self.names)}
+    def count(self, num_tokens: int, known: range = range(0)) -> Counter[str]:
+        """Count the first ``num_tokens`` tokens by tier, but for those that are ``known``; tiers without any are left out."""
+        first, end = (min(max(at, 0), num_tokens) for at in (known.start, known.stop))
+        counted = self.tiers[:first] + self.tiers[end:num_tokens]
+        counts = {name: counted.count(at) for at, name in enumerate(self.names)}
         return Counter({name: count for name, count in counts.items() if count})
 
 

@@ -454,8 +454,12 @@ class Loads:
         if load.is_first:
             self._shared.stats.update({f"{tier}_hit_tokens": count for tier, count in counts.items()})
         state = self._requests.get(load.request_id)
-        if state is not None:
-            state.restored_tokens.update(counts)
+        if state is not None and num_tokens:
+            first, known = load.num_computed_tokens, state.restored
+            new = load.origins.count(num_tokens, range(known.start - first, known.stop - first))
+            state.restored_tokens.update(new)
+            end = first + num_tokens
+            state.restored = range(min(first, known.start), max(end, known.stop)) if known else range(first, end)
 
     def _note_failure(self, load: Load, outcome: TransferOutcome, bad_keys: set[OffloadKey], num_kept: int) -> None:
         tier = self._shared.tier

@@ -285,7 +285,8 @@ class RequestState:
         not_yet_since: since when the engine is told to ask again; ``None`` if the last look-up was answered.
         is_handed_off: whether its chunks are promised to another engine.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
-        restored_tokens: tokens loaded so far, by the tier they came from.
+        restored_tokens: tokens loaded so far, by the tier they came from first.
+        restored: these tokens, by their places.
         notes: what was decided and why, the last ``MAX_NOTES``.
         tenant: whose request it is, for quotas.
         grants: what its hints have led to.
@@ -309,6 +310,7 @@ class RequestState:
     is_handed_off: bool = False
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
+    restored: range = range(0)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
     tenant: str | None = field(init=False)
     grants: tuple[Grant, ...] = ()
