@@ -56,6 +56,7 @@ def test_of_two_cargohold_connectors_one_serves(
     engine = start(vllm_model("llama"), **beside(OURS, OURS))
     assert "another Cargohold connector serves this engine" in caplog.text
     assert restored(ask_twice(engine, make_prompts(2, 330))) == 640
+    assert "is stopped" not in caplog.text, "the workers of the second are told"
 
 
 @pytest.mark.parametrize("who", ["both sides", "workers"])

@@ -230,6 +230,7 @@ def test_a_version_that_lacks_something_is_served_without(
         "offloading is off, requests are served without it: its block pool has no teleport",
     ]
     assert restored(ask_twice(engine, make_prompts(2, 200))) == 0
+    assert "is stopped" not in caplog.text, "the workers are told"
 
 
 def test_a_version_with_other_hooks_is_served_without_or_refused(

@@ -66,6 +66,31 @@ def test_who_waits_for_a_place_does_not_wait_for_the_connector(
     assert ended["waits"].tokens == expected.tokens
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_connector_sees_waiting_requests_in_vllms_order(
+    policy: str, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    """Found by use: with priorities, they were shown in the order in which they had come."""
+    engine = start(vllm_model("llama"), EAGER, max_num_seqs=1, scheduling_policy=policy)
+    if not hasattr(engine.scheduler, "kv_holding_waiting"):
+        pytest.skip(f"vLLM {compat.VLLM_VERSION} has other queues")
+    (known,) = make_prompts(1, 330)
+    ask_twice(engine, [known])
+    forget(engine)
+    for number, priority in enumerate((0, 5, 3, 9, -1)):
+        engine.add(str(number), known if number == 4 else make_prompts(1, 60, seed=number)[0], 20, priority=priority)
+    scheduler, seen = engine.scheduler, set()
+    faults.hold_polls = 3  # a load keeps a request waiting for some steps
+    while engine.is_busy:
+        engine.step()
+        waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
+        assert [own.request_id for own in engine.side._context.waiting_requests()] == [
+            own.request_id for own in waiting
+        ]
+        seen.update(own.status.name for own in waiting)
+    assert seen >= {"WAITING", "WAITING_FOR_REMOTE_KVS"}
+
+
 RETAINED = "prefix_cache_retention_interval"
 HELD_STEPS = 200
 SPARSE = [("gemma3", 1500), ("mistral-window", 400), ("lfm2", 400)]

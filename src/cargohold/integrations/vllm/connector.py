@@ -306,8 +306,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return {source: num_external_tokens} if num_external_tokens else {}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMessage:
-        """This step's message to the workers."""
-        return StepMessage() if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+        """This step's message to the workers. If only this side knows that offloading is off, they learn it so."""
+        if self._scheduler is None:
+            return StepMessage(stop=bool(self._obstacles))
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports of a step."""
@@ -439,6 +441,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             adapter.follow_resets,
             dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),
+            by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",
             marks_load_ends=environment.shares_load_ends and not environment.shares_loads,
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.

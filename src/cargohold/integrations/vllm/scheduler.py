@@ -77,6 +77,7 @@ class SideOptions:
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
         loads: whether anything is loaded; see ``layout.may_load``.
+        by_priority: whether vLLM admits requests by priority (``--scheduling-policy``), and not as they come.
         marks_load_ends: whether to mark the end of a load for vLLM's prefix cache, which would not keep the windows and states
             there otherwise.
     """
@@ -85,6 +86,7 @@ class SideOptions:
     follow_resets: bool = True
     dropped_tokens: int = 0
     loads: bool = True
+    by_priority: bool = False
     marks_load_ends: bool = False
 
 
@@ -120,6 +122,7 @@ class SchedulerSide:
         self._timeout_s = options.load_timeout_s
         self._dropped_tokens = options.dropped_tokens
         self._loads = options.loads
+        self._by_priority = options.by_priority
         self._marks_load_ends = options.marks_load_ends
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
@@ -408,9 +411,13 @@ class SchedulerSide:
         )
 
     def _waiting_requests(self) -> Iterable[SeenRequest]:
-        """Waiting requests in a guessed order, because vLLM hides its queue: preempted ones first, then others by arrival."""
+        """Waiting requests in the order of vLLM's queues, which it hides: those that hold blocks, as for a load, come first."""
         waiting = [seen for seen in self._requests.values() if not seen.own.status.name.startswith("RUNNING")]
-        return sorted(waiting, key=lambda seen: seen.own.status.name != "PREEMPTED")
+        if self._by_priority:
+            waiting.sort(key=lambda seen: seen.own)  # vLLM's requests compare by priority, then by arrival
+        else:
+            waiting.sort(key=lambda seen: seen.own.status.name != "PREEMPTED")
+        return sorted(waiting, key=lambda seen: not (seen.request_id in self._parked or seen.own.num_computed_tokens))
 
     def _without_synchronous(self, output: KVConnectorOutput) -> KVConnectorOutput:
         """Note the loads that ended; return the output as the connector expects it, to which synchronous loads need no end."""
