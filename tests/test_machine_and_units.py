@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
 from cargohold.engine.model.info import cache_dir
 from cargohold.option_values import format_bytes, parse_bytes
-from cargohold.process import memory_limit_bytes
+from cargohold.process import available_memory_bytes, memory_limit_bytes
 from cargohold.tiers.opening import open_inventory
 
 TOTAL = psutil.virtual_memory().total
@@ -70,6 +70,11 @@ def test_units_that_there_are_not_are_told_of_those_that_there_are(written: str)
     assert "the units are B, KB, MB, GB, TB (1000 bytes and so on) and KiB, MiB, GiB, TiB" in raised.value.expected
 
 
+def test_a_unit_that_is_cut_short_is_told_in_full() -> None:
+    with pytest.raises(ConfigError, match=r"host_bytes='8G' .* write 8GiB or 8GB"):
+        parse_bytes("host_bytes", "8G")
+
+
 @given(st.integers(1, 2**60))
 def test_formatted_sizes_are_near_what_they_mean(num_bytes: int) -> None:
     assert parse_bytes("x", format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.051)
@@ -105,6 +110,40 @@ def test_the_lowest_limit_of_all_control_groups_counts(
     assert memory_limit_bytes(system(tmp_path, cgroup, limits)) == expected
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        (
+            "0::/a\n",
+            {"memory.max": "9000", "memory.current": "8000", "memory.stat": "active_file 30\ninactive_file 4\n"},
+            1034,
+        ),
+        (
+            "0::/a\n",
+            {"memory.max": "max", "memory.current": "8000", "memory.stat": "active_file 3\ninactive_file 4\n"},
+            None,
+        ),
+        (
+            "9:memory:/a\n",
+            {
+                "memory.limit_in_bytes": "9000",
+                "memory.usage_in_bytes": "9500",
+                "memory.stat": "active_file 1\ntotal_active_file 30\ntotal_inactive_file 4\n",
+            },
+            0,
+        ),
+    ],
+)
+def test_what_is_free_is_what_the_narrowest_group_leaves(
+    cgroup: str, files: dict[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    """What only caches files counts as free: the weights that an engine has just read fill a container with such files."""
+    folder = "memory/a" if cgroup.startswith("9") else "a"
+    root = system(tmp_path, cgroup, {f"{folder}/{name}": text for name, text in files.items()})
+    free = available_memory_bytes(root)
+    assert free == expected if expected is not None else 9000 < free <= TOTAL
+
+
 def test_where_there_are_no_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert memory_limit_bytes(tmp_path) == TOTAL
 
@@ -116,7 +155,7 @@ def test_more_than_the_control_group_allows_is_refused_before_anything_is_loaded
         raise AssertionError("weights were loaded before the error was found")
 
     monkeypatch.setattr("cargohold.engine.model.hf_runner.load_model", load)
-    for module in ("cargohold.connector.offloading.config", "cargohold.engine.config"):
+    for module in ("cargohold.connector.offloading.factory", "cargohold.engine.config"):
         monkeypatch.setattr(f"{module}.memory_limit_bytes", lambda: 64 * 1024**2)
     with pytest.raises(ConfigError, match=r"host_bytes='1GiB' .* this machine allows 64 MiB in all"):
         LLM(chat_model, offload=OffloadConfig(host_bytes="1GiB"))
@@ -139,7 +178,7 @@ def test_a_user_without_a_home_is_told_what_to_set(chat_model: str, monkeypatch:
     places: dict[str, Callable[[], object]] = {
         "CARGOHOLD_CACHE_DIR='~'": cache_dir,
         "model='~/model'": lambda: LLM("~/model"),
-        "directory='~/kv'": lambda: LLM(chat_model, num_device_blocks=8, offload=disk),
+        r"tiers\[0\].directory='~/kv'": lambda: LLM(chat_model, num_device_blocks=8, offload=disk),
         "PLACE='~/kv'": lambda: open_inventory("~/kv"),
     }
     for place, use in places.items():

@@ -19,6 +19,7 @@ from weakref import WeakSet, finalize
 from cargohold.connector.factory import (
     Offload,
     check_chunks,
+    check_memory,
     check_places,
     connector_factory,
     equal_parts,
@@ -97,6 +98,7 @@ class BaseLLM:
         if (
             self.plan.executor.kind is not ExecutorKind.RAY
         ):  # Ray's workers may run on machines with other disks and memory
+            check_memory(offload)
             _check_memory(self.plan, host_bytes_of(offload))
             check_places(offload, self.plan.layout)
         check_chunks(offload, self.plan.layout, self.plan.scheduler.max_model_len)

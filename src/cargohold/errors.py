@@ -29,7 +29,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 HIDDEN_OPTION: Final = r"([?&](?:\w*(?:username|password)|sig)=)"
@@ -67,6 +68,15 @@ class ConfigError(CargoholdError, ValueError):
         self.key = key
         self.value = value
         self.expected = expected
+
+
+@contextmanager
+def option_path(path: str) -> Iterator[None]:
+    """Inside the ``with`` block, put ``path`` in front of the option that a ``ConfigError`` names: ``tiers[0].directory``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}{error.key}", error.value, error.expected) from error.__cause__
 
 
 class ModelError(CargoholdError):

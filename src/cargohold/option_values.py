@@ -22,6 +22,7 @@ _UNITS = {
 NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
 """Pattern of a size's number. Its length is limited because Python refuses to convert very long numbers."""
 _SIZE = re.compile(rf"\s*({NUMBER})\s*([A-Za-z]*)\s*")
+_SHORT_UNIT = re.compile(rf"\s*({NUMBER})\s*([KMGTkmgt])\s*")
 MAX_TIMEOUT_S = 1_000_000
 _SUCH_AS = "such as 2GiB, 512MiB, 1.5GB or 1000000"
 SIZE_UNITS = "the units are B, KB, MB, GB, TB (1000 bytes and so on) and KiB, MiB, GiB, TiB (1024 bytes and so on)"
@@ -40,7 +41,9 @@ def parse_bytes(key: str, value: int | str) -> int:
     """
     num_bytes = _parse(value)
     if num_bytes is None:
-        raise ConfigError(key, value, f"it must be a number of bytes, {_SUCH_AS}; {SIZE_UNITS}")
+        short = _SHORT_UNIT.fullmatch(value) if isinstance(value, str) else None
+        meant = f"write {short[1]}{short[2].upper()}iB or {short[1]}{short[2].upper()}B" if short else _SUCH_AS
+        raise ConfigError(key, value, f"it must be a number of bytes, {meant}; {SIZE_UNITS}")
     if num_bytes < 1:
         raise ConfigError(key, value, f"it must be a size above 0, {_SUCH_AS}")
     return num_bytes

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -30,6 +30,27 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
         root: where the system's ``proc`` and ``sys`` are.
     """
     return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that is free here now, without that of other programs being swapped; what only caches files counts as free.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    free = [int(psutil.virtual_memory().available)]
+    for limit in _limit_files(root):
+        with suppress(OSError, ValueError, KeyError):  # there is no such group, or it has no limit
+            free.append(_free_in_group(limit))
+    return max(0, min(free))
+
+
+def _free_in_group(limit: Path) -> int:
+    """Bytes that a control group may take beyond what its processes hold, by the file with its limit."""
+    usage, prefix = ("memory.current", "") if limit.name == "memory.max" else ("memory.usage_in_bytes", "total_")
+    stat = dict(line.split() for line in limit.with_name("memory.stat").read_text(encoding="ascii").splitlines())
+    cached = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+    return int(limit.read_text(encoding="ascii")) - int(limit.with_name(usage).read_text(encoding="ascii")) + cached
 
 
 def can_share_memory() -> bool:

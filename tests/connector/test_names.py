@@ -48,6 +48,18 @@ TIER = {"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}
             {"host_bytes": 1000, "tiers": [{"type": "fs"}]},
             r"^tiers\[0\].type='fs' .* here that is kind, one of disk, shared",
         ),
+        (
+            {"host_bytes": 1000, "tiers": [{"kind": "disk", "dir": "/kv"}]},
+            r"^tiers\[0\].dir='/kv' .* directory of kind=disk",
+        ),
+        (
+            {"host_bytes": 1000, "tiers": [{"kind": "disk", "path": "/kv"}]},
+            r"^tiers\[0\].path='/kv' .* directory of kind",
+        ),
+        (
+            {"host_bytes": 1000, "tiers": [{"kind": "shared", "url": "/mnt/kv"}]},
+            r"^tiers\[0\].url='/mnt/kv' .* is written file:///mnt/kv",
+        ),
         ({"host_bytes": 1000, "tiers": [{**TIER, "n_read_threads": 9}]}, "n_read_threads=9 .* num_threads"),
         (
             {"cpu_bytes_to_use": 1, "block_size": 64, "eviction_policy": "arc"},

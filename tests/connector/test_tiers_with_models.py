@@ -240,7 +240,7 @@ def test_two_engines_do_not_share_a_directory(
     make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     with pytest.raises(ConfigError) as caught:
         SettledLLM(tiny_model("llama"), offload=config, **OPTIONS)
-    assert caught.value.key == "directory"
+    assert caught.value.key == "tiers[0].directory"
 
 
 class TwoReports(OffloadingFactory):
@@ -268,7 +268,7 @@ def test_an_engine_that_was_refused_leaves_its_directory_to_the_next(
 def test_a_directory_that_cannot_be_is_refused_by_name(directory: str, tiny_model: Callable[[str], str]) -> None:
     with pytest.raises(ConfigError) as caught:
         SettledLLM(tiny_model("llama"), offload=offload(disk(Path(directory))), **OPTIONS)
-    assert caught.value.key == "directory"
+    assert caught.value.key == "tiers[0].directory"
 
 
 @pytest.mark.parametrize("kind", [OffloadConfig, LazyOffloadConfig])
@@ -293,7 +293,7 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
     config = kind(host_bytes="16MiB", tiers=[replace(disk(tmp_path), **option)])
     with pytest.raises(ConfigError) as caught:
         SettledLLM(tiny_model("llama"), offload=[config], **OPTIONS)
-    assert caught.value.key == key
+    assert caught.value.key == f"connectors[0].tiers[0].{key}"
 
 
 @pytest.mark.parametrize("url", ["file:///dev/null/kv", "redis://127.0.0.1:1/0?no_such_option=1"])
@@ -303,7 +303,7 @@ def test_stores_that_cannot_be_are_refused_before_the_weights_are_loaded(
     monkeypatch.setattr("cargohold.base_llm.make_executor", lambda *_: pytest.fail("a worker was started"))
     with pytest.raises(ConfigError) as caught:
         SettledLLM(tiny_model("llama"), offload=offload(SharedTierConfig(url=url)), **OPTIONS)
-    assert caught.value.key == "url"
+    assert caught.value.key == "tiers[0].url"
 
 
 def test_a_small_host_over_a_large_disk(

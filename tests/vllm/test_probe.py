@@ -90,29 +90,6 @@ class TestWithoutVLLM:
         (line,) = [record.message for record in caplog.records]
         assert line.startswith("this vLLM takes no connectors by name, so it does not know CargoholdConnector: ")
 
-    @pytest.mark.parametrize(
-        ("options", "is_told"),
-        [
-            (["--kv-offloading-size", "8"], True),
-            (["--kv_offloading_size=8"], True),
-            (["--kv-offloading-backend", "native"], False),
-            ([], False),
-        ],
-    )
-    def test_kv_offloading_size_beside_our_connector_is_logged(
-        self, options: list[str], is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Found by reading: vLLM puts its own connector in our place, and nobody says so."""
-        fake(monkeypatch, FACTORY, KVConnectorFactory=SimpleNamespace(register_connector=lambda *_: None))
-        config = '--kv-transfer-config={"kv_connector": "CargoholdConnector", "kv_role": "kv_both"}'
-        monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", config, *options])
-        plugin.register()
-        assert ["--kv-offloading-size makes vLLM use" in line for line in caplog.messages] == [True] * is_told
-        caplog.clear()
-        monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *options])
-        plugin.register()
-        assert caplog.messages == []
-
     def test_the_connector_is_registered_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         registered: dict[str, tuple[str, str]] = {}
 

@@ -23,7 +23,6 @@ from cargohold.tiers import DiskTierConfig, SharedTierConfig
         ({"host_bytes": "1GiB", "polcy": "lru"}, "polcy"),
         ({"host_bytes": "1GiB", "policy": "mru"}, "policy"),
         ({"host_bytes": "a lot"}, "host_bytes"),
-        ({"host_bytes": "9000TiB"}, "host_bytes"),
         ({"host_bytes": "1GiB", "blocks_per_chunk": "2"}, "blocks_per_chunk"),
         ({"host_bytes": "1GiB", "if_unsupported": "shrug"}, "if_unsupported"),
         ({"host_bytes": "1GiB", "load_failure_policy": "retry"}, "load_failure_policy"),

@@ -83,7 +83,9 @@ def test_what_vllm_asks_before_it_loads_the_model_refuses_already(monkeypatch: p
             {**EAGER, "tiers": [{"kind": "shared", "url": "redis://h"}]}
         )
     disk = {"kind": "disk", "directory": "/var/kv", "max_bytes": "1GiB"}
-    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.directory='/var/kv'.*2 tiers of this engine"):
+    with pytest.raises(
+        ConfigError, match=r"kv_connector_extra_config\.tiers\[1\]\.directory='/var/kv'.*2 tiers of this engine"
+    ):
         CargoholdConnector.requires_piecewise_for_cudagraph({**EAGER, "tiers": [disk, disk]})
     assert not CargoholdConnector.requires_piecewise_for_cudagraph(dict(EAGER))
 
@@ -264,3 +266,17 @@ def test_a_request_that_lacks_something_turns_the_connector_off(
     assert tokens(answers) == expected
     assert restored(answers) == 0
     assert "a request has no soul" in str(engine.side.guard.broken)
+
+
+def test_more_host_memory_than_is_free_is_warned_of_and_more_than_there_is_is_refused(
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Found by use: 23 of a machine's 24 GiB started without a word."""
+    monkeypatch.setattr("cargohold.connector.factory.available_memory_bytes", lambda: 32 * 1024**2)
+    start(vllm_model("llama"), EAGER)
+    assert "host_bytes=64MiB: only 32 MiB of this machine's memory are free now" in caplog.text
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.host_bytes='9000TiB' .* this machine allows"):
+        start(vllm_model("llama"), {"host_bytes": "9000TiB"})

@@ -79,7 +79,8 @@ def test_a_connector_sees_waiting_requests_in_vllms_order(
     forget(engine)
     for number, priority in enumerate((0, 5, 3, 9, -1)):
         engine.add(str(number), known if number == 4 else make_prompts(1, 60, seed=number)[0], 20, priority=priority)
-    scheduler, seen = engine.scheduler, set()
+    scheduler = engine.scheduler
+    seen: set[str] = set()
     faults.hold_polls = 3  # a load keeps a request waiting for some steps
     while engine.is_busy:
         engine.step()

@@ -293,7 +293,7 @@ class _Commands(TyperGroup):
         if not isinstance(error, ConfigError) or command is None:
             return str(error)
         known = {name for parameter in command.params for name in parameter.opts}
-        key = error.key.removeprefix("kv_connector_extra_config.")
+        key = error.key.rpartition(".")[2]  # of tiers[0].directory, the command line gives the directory
         names = (f"--{name.replace('_', '-')}" for name in (key, _OPTIONS_OF_TIERS.get(key, "")))
         option = error.key if error.key.startswith("--") else next((name for name in names if name in known), None)
         if option is None:

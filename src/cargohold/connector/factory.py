@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,13 +13,16 @@ from typing import Final
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
-from cargohold.connector.offloading.factory import check_tiers
+from cargohold.connector.offloading.factory import check_tiers, require_memory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig, LazyOffloadingFactory
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, format_count, parse_path
+from cargohold.process import available_memory_bytes
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheLayout, KVConnectorFactory
 from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig, tier_names
 from cargohold.tiers.namespace import ID_PATTERN
+
+logger = logging.getLogger(__name__)
 
 Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
 
@@ -30,30 +33,52 @@ def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
     Raises:
         ConfigError: a directory, its budget or a URL cannot be used, the encryption key or a package is missing.
     """
-    for config in own_configs(offload):
-        check_tiers(config, layout)
+    for path, config in own_configs(offload):
+        with option_path(path):
+            check_tiers(config, layout)
 
 
-def own_configs(offload: Offload | Sequence[Offload] | None) -> Iterator[OffloadConfig]:
-    """Yield the options of each connector of ours in ``offload``, a lazy one's as an eager one's; third parties' have none."""
+def own_configs(offload: Offload | Sequence[Offload] | None, path: str = "") -> Iterator[tuple[str, OffloadConfig]]:
+    """Yield the options of each connector of ours in ``offload``, a lazy one's as an eager one's, with the path to them.
+
+    Third parties' connectors have none.
+    """
     match offload:
         case OffloadConfig():
-            yield offload
+            yield path, offload
         case LazyOffloadConfig():
-            yield offload.common()
+            yield path, offload.common()
         case Sequence():
-            for child in offload:
-                yield from own_configs(child)
+            for at, child in enumerate(offload):
+                yield from own_configs(child, f"{path}connectors[{at}].")
 
 
 def lower_tiers(offload: Offload | Sequence[Offload] | None) -> list[str]:
     """Return the names of all tiers below host memory in ``offload``, as counters have them."""
-    return list(dict.fromkeys(name for config in own_configs(offload) for name in tier_names(config.tiers)))
+    return list(dict.fromkeys(name for _, config in own_configs(offload) for name in tier_names(config.tiers)))
+
+
+def check_memory(offload: Offload | Sequence[Offload] | None) -> None:
+    """Check that this machine has the host memory that ``offload`` asks for; warn if it is in use at the moment.
+
+    Raises:
+        ConfigError: this machine does not allow so much in all.
+    """
+    wanted, free = host_bytes_of(offload), available_memory_bytes()
+    written = offload.host_bytes if isinstance(offload, OffloadConfig | LazyOffloadConfig) else format_bytes(wanted)
+    require_memory(written, wanted)
+    if wanted > free:
+        # It is taken bit by bit as KV is stored, so nothing would fail before the machine is full.
+        logger.warning(
+            "host_bytes=%s: only %s of this machine's memory are free now; once more is filled, the system may end processes",
+            written,
+            format_bytes(free),
+        )
 
 
 def host_bytes_of(offload: Offload | Sequence[Offload] | None) -> int:
     """Return the host memory that ``offload`` asks for in all. Third parties' connectors are not counted."""
-    return sum(config.num_host_bytes for config in own_configs(offload))
+    return sum(config.num_host_bytes for _, config in own_configs(offload))
 
 
 def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
@@ -65,18 +90,16 @@ def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
     Raises:
         ConfigError: two of them would.
     """
-    uses = Counter(_files(offload))
-    for (directory, _, _), count in uses.items():
-        if count > 1:
-            raise ConfigError(
-                "directory",
-                str(directory),
-                f"{count} tiers of this engine would use it; give each a directory of its own",
-            )
-    for (directory, _, _), shared in product(uses, _shared_directories(offload)):
+    used: dict[tuple[Path, int, str | None], str] = {}
+    for path, files in _files(offload):
+        if files in used:
+            expected = "2 tiers of this engine would use it; give each a directory of its own"
+            raise ConfigError(f"{path}directory", str(files[0]), expected)
+        used[files] = path
+    for ((directory, _, _), path), shared in product(used.items(), _shared_directories(offload)):
         if _is_in_the_way(shared, directory):
             reason = f"the shared tier of this engine in {shared} would be in its way; give each a directory of its own"
-            raise ConfigError("directory", str(directory), reason)
+            raise ConfigError(f"{path}directory", str(directory), reason)
 
 
 def check_chunks(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout, max_model_len: int) -> None:
@@ -94,8 +117,9 @@ def check_chunks(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
         case OffloadConfig():
             offload.check_chunks_can_be_filled(layout, max_model_len)
         case Sequence():
-            for child in offload:
-                check_chunks(child, layout, max_model_len)
+            for at, child in enumerate(offload):
+                with option_path(f"connectors[{at}]."):
+                    check_chunks(child, layout, max_model_len)
 
 
 def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
@@ -118,23 +142,26 @@ def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnecto
             return offload
 
 
-def _files(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[Path, int, str | None]]:
-    """Yield what decides which files each disk tier in ``offload`` uses: directory, chunk size and key."""
-    for tier, blocks_per_chunk in _tiers(offload):
+def _files(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[str, tuple[Path, int, str | None]]]:
+    """Yield what decides which files each disk tier uses: directory, chunk size and key; with the path of its options."""
+    for path, tier, blocks_per_chunk in tiers_of(offload):
         if isinstance(tier, DiskTierConfig):
-            yield _real(parse_path("directory", tier.directory)), blocks_per_chunk, tier.encryption_key
+            with option_path(path):
+                yield path, (_real(parse_path("directory", tier.directory)), blocks_per_chunk, tier.encryption_key)
 
 
 def _shared_directories(offload: Offload | Sequence[Offload] | None) -> Iterator[Path]:
     """Yield the directories of the shared tiers in ``offload`` that have one."""
-    for tier, _ in _tiers(offload):
+    for _, tier, _ in tiers_of(offload):
         if isinstance(tier, SharedTierConfig) and tier.directory is not None:
             yield _real(tier.directory)
 
 
-def _tiers(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[TierConfig, int]]:
-    """Yield the lower tiers in ``offload``, each with its number of blocks per chunk; third parties' connectors have none."""
-    return ((tier, config.blocks_per_chunk) for config in own_configs(offload) for tier in config.tiers)
+def tiers_of(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[str, TierConfig, int]]:
+    """Yield the lower tiers in ``offload``, each with the path of its options and its number of blocks per chunk."""
+    for path, config in own_configs(offload):
+        for at, tier in enumerate(config.tiers):
+            yield f"{path}tiers[{at}].", tier, config.blocks_per_chunk
 
 
 def _real(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from cargohold.connector.multi_worker import (
     split_job_id,
     worker_metadata_type_for,
 )
-from cargohold.errors import ConfigError, RequestError
+from cargohold.errors import ConfigError, RequestError, option_path
 from cargohold.protocol import (
     BlockIds,
     CacheReport,
@@ -259,21 +259,25 @@ class MultiConnectorFactory:
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> MultiConnectorScheduler:
         """Make the scheduler side. Raises the error of a child that cannot work in this environment; no child is left open."""
-        with _all_or_none(child.make_scheduler_side(environment) for child in self.children) as sides:
+        with _all_or_none(self.children, lambda child: child.make_scheduler_side(environment)) as sides:
             return MultiConnectorScheduler(sides, environment)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> MultiConnectorWorker:
         """Make the worker side. Raises the error of a child that cannot be opened; no child is left open."""
-        with _all_or_none(child.make_worker_side(environment) for child in self.children) as sides:
+        with _all_or_none(self.children, lambda child: child.make_worker_side(environment)) as sides:
             return MultiConnectorWorker(sides)
 
 
 @contextmanager
-def _all_or_none(children: Iterable[Side]) -> Iterator[list[Side]]:
+def _all_or_none(
+    children: Sequence[KVConnectorFactory], make: Callable[[KVConnectorFactory], Side]
+) -> Iterator[list[Side]]:
     """Make the sides and yield them; if anything raises, then or inside the ``with``, shut down those that were made."""
     with ExitStack() as on_failure:
         sides: list[Side] = []
-        for side in children:
+        for at, child in enumerate(children):
+            with option_path(f"connectors[{at}]."):
+                side = make(child)
             on_failure.callback(side.shutdown)
             sides.append(side)
         yield sides

@@ -31,7 +31,7 @@ from cargohold.connector.factory import Offload
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.config import HintConfig, TenantQuota
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
-from cargohold.errors import ConfigError, one_line
+from cargohold.errors import ConfigError, one_line, option_path
 from cargohold.option_values import import_named
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
@@ -88,12 +88,14 @@ NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
 NAMES_OF_TIERS_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
     {
         "backpressure": NAMES_ELSEWHERE["backpressure"],
+        "dir": "directory of kind=disk",
         "enable_kv_events": "nothing to set: there are events for all tiers if vLLM publishes events",
         "io_threads": "num_threads",
         "locality": "nothing to set: a disk is LOCAL and a shared store REMOTE",
         "module_path": "the first half of kind=MODULE:CLASS",
         "n_read_threads": "num_threads, which read and write",
         "n_write_threads": "num_threads, which read and write",
+        "path": "directory of kind=disk, or, if engines share it, url=file:///mnt/kv of kind=shared",
         "prefix": "the end of url, such as s3://bucket/prefix",
         "root_dir": "directory of kind=disk, or, if engines share it, url=file:///mnt/kv of kind=shared",
         "store_config": "url of kind=shared, such as s3://bucket/prefix; credentials come from the environment",
@@ -202,10 +204,8 @@ def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "", *
     for name, field in known.items():
         if name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{path}{name}", None, "it must be given")
-    try:
+    with option_path(path):
         return kind(**options)
-    except ConfigError as error:
-        raise ConfigError(f"{path}{error.key}", error.value, error.expected) from None
 
 
 def _tiers(tiers: object, path: str) -> tuple[TierConfig, ...]:

@@ -18,8 +18,8 @@ class RequestMetrics:
         prompt_tokens: tokens of the prompt.
         output_tokens: tokens generated.
         device_tokens: leading tokens found in the device pool when the request was first admitted.
-        restored_tokens: tokens loaded from each tier, by the tier's name, over the request's whole life. A token that was loaded
-            again after a preemption counts once.
+        restored_tokens: tokens loaded from each tier, by the tier's name, over the request's whole life. A token that was
+            loaded again after a preemption counts once.
         ttft_s: from arrival to the first generated token; ``None`` if there was none.
         load_wait_s: time spent waiting for loads, and before them for lower tiers to look chunks up or to bring them up.
         total_s: from arrival to the end.

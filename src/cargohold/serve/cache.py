@@ -258,7 +258,7 @@ def vessels(llm: AsyncLLM, stats: Mapping[str, float]) -> list[Vessel]:
         stats: its counters.
     """
     total = _added_up(stats)
-    configs = list(own_configs(llm.offload))
+    configs = [config for _, config in own_configs(llm.offload)]
     host = [_host(llm, configs, total)] if configs else []
     limits: dict[str, float | None] = {}
     for config in configs:

@@ -5,7 +5,14 @@ from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.health import BreakerConfig, BreakerState, TierHealth
 from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.tiers.namespace import Namespace, digest_weights
-from cargohold.tiers.opening import DiskTierConfig, SharedTierConfig, check_tier, open_tier, require_packages
+from cargohold.tiers.opening import (
+    DiskTierConfig,
+    SharedTierConfig,
+    check_place_here,
+    check_tier,
+    open_tier,
+    require_packages,
+)
 from cargohold.tiers.port import Answer, JobKind, JobStatus, LoadOutcome, StoreOutcome, Tier, TierJob, TierUsage
 from cargohold.tiers.queue import QueueConfig, TierQueue
 from cargohold.tiers.wrappers import CountingTier, FaultyTier, MemoryTier, NullTier, SlowTier
@@ -36,6 +43,7 @@ __all__ = [
     "TierJob",
     "TierQueue",
     "TierUsage",
+    "check_place_here",
     "check_tier",
     "digest_weights",
     "open_tier",

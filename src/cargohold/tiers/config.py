@@ -113,6 +113,9 @@ class TierConfig(ABC):
     def require_packages(self) -> None:  # noqa: B027  # most need none
         """Raise ``ConfigError`` if a package for this tier is not installed. Touches no medium; works on any machine."""
 
+    def require_place(self) -> None:  # noqa: B027  # most name no place on a machine
+        """Raise ``ConfigError`` if this machine has no place where the tier could be. Changes nothing, and asks no server."""
+
     def check(self, chunk_bytes: int, num_shards: int) -> None:
         """Raise ``ConfigError`` for what ``open`` would refuse with these arguments, before anything is loaded.
 

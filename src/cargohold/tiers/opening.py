@@ -14,11 +14,11 @@ from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import DiskOptions, SharedOptions, TierConfig
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.inventory import DiskInventory
-from cargohold.tiers.disk.shard import check_place
+from cargohold.tiers.disk.shard import check_place, require_place
 from cargohold.tiers.encryption import read_key, require_package
 from cargohold.tiers.inventory import Inventory
 from cargohold.tiers.namespace import Namespace
-from cargohold.tiers.places import REDIS_SCHEMES, SCHEMES
+from cargohold.tiers.places import REDIS_SCHEMES, SCHEMES, place_of
 from cargohold.tiers.port import Tier
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class DiskTierConfig(DiskOptions):
         """See ``TierConfig``. Refuses an unwritable directory, one in use, and a budget above the disk or below one chunk."""
         self.require_sizes(chunk_bytes, num_shards)
         return DiskTier(self, codec, chunk_bytes, num_shards)
+
+    def require_place(self) -> None:
+        """Refuse a directory that cannot be made or written to, and a budget above the file system."""
+        require_place(self)
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
         """Refuse a directory that cannot be used, an impossible budget, and chunks that can never be written."""
@@ -53,6 +57,14 @@ class SharedTierConfig(SharedOptions):
     def require_packages(self) -> None:
         """See ``TierConfig``. Each kind of store needs a package."""
         self._tier_class()
+
+    def require_place(self) -> None:
+        """Refuse a directory that cannot be made or written to."""
+        if self.directory is not None:
+            try:
+                place_of(self.directory)
+            except OSError as error:
+                raise ConfigError("url", self.shown_url, f"the store cannot be used: {error}") from error
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
         """Refuse what can be refused without asking the store: a missing package, an incomplete URL, impossible sizes."""
@@ -88,6 +100,13 @@ def require_packages(config: TierConfig) -> None:
     if config.encryption_key is not None:
         require_package()
     config.require_packages()
+
+
+def check_place_here(config: TierConfig) -> None:
+    """Raise ``ConfigError`` for what can be seen, without changing anything, on the machine where a tier will be opened."""
+    if config.encryption_key is not None:
+        read_key(config.encryption_key)
+    config.require_place()
 
 
 def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:

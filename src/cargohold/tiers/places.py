@@ -9,6 +9,7 @@ may do everything anyway.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -22,6 +23,22 @@ from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 from cargohold.errors import HIDDEN_OPTION, ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+def place_of(directory: Path) -> Path:
+    """Return the directory, or the one above in which it would be made. Raises ``OSError`` if files cannot be written there."""
+    place = next(each for each in (directory, *directory.parents) if os.path.lexists(each))
+    problem = None
+    if not place.is_dir():
+        problem = errno.ENOTDIR
+    elif os.statvfs(place).f_flag & os.ST_RDONLY:
+        problem = errno.EROFS
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = errno.EACCES
+    if problem is not None:
+        raise OSError(problem, os.strerror(problem), str(place))
+    return place
+
 
 # --- URLs of shared stores --------------------------------------------------------------------------------------------
 
@@ -61,7 +78,8 @@ def require_place(url: object) -> None:
         raise ConfigError("url", url, "it must be the URL of a store, such as s3://bucket/prefix")
     scheme, shown = scheme_of(url), without_secrets(url)
     if scheme not in SCHEMES:
-        raise ConfigError("url", shown, f"the scheme must be one of {', '.join(SCHEMES)}")
+        as_url = f"; a directory that engines share is written {url_of(Path(url))}" if url.startswith("/") else ""
+        raise ConfigError("url", shown, f"the scheme must be one of {', '.join(SCHEMES)}{as_url}")
     try:
         parts = urlsplit(url)
     except ValueError as error:

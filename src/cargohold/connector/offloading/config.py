@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.errors import ConfigError
-from cargohold.option_values import format_bytes, is_int, is_number, is_positive_int, is_positive_number, parse_bytes
-from cargohold.process import memory_limit_bytes
+from cargohold.option_values import is_int, is_number, is_positive_int, is_positive_number, parse_bytes
 from cargohold.protocol import AttentionKind, KVCacheLayout
 from cargohold.tiers import TierConfig
 
@@ -153,9 +152,7 @@ class HostOptions:
 
     def __post_init__(self) -> None:
         """Refuse invalid options. An override calls ``HostOptions.__post_init__(self)`` first: ``super()`` fails with slots."""
-        limit = memory_limit_bytes()
-        if self.num_host_bytes > limit:
-            raise ConfigError("host_bytes", self.host_bytes, f"this machine allows {format_bytes(limit)} in all")
+        parse_bytes("host_bytes", self.host_bytes)
         find_policy(self.policy)
         fraction = self.max_inflight_fraction
         self._require(

@@ -11,8 +11,9 @@ from cargohold.connector.offloading.config import OffloadConfig, limits_in_chunk
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
 from cargohold.connector.offloading.worker import Bystander, OffloadingWorker, TierWorker
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes
+from cargohold.process import memory_limit_bytes
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier, tier_names
 from cargohold.tiers.chunk_format import room_for_details
@@ -81,8 +82,16 @@ MAX_INFLIGHT_BYTES = 256 * 1024**2
 
 def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
     """Raise ``ConfigError`` if workers on this machine could not open a tier, before they load anything."""
-    for tier in config.tiers:
-        check_tier(tier, _shard_bytes(config, layout), layout.num_shards)
+    for at, tier in enumerate(config.tiers):
+        with option_path(f"tiers[{at}]."):
+            check_tier(tier, _shard_bytes(config, layout), layout.num_shards)
+
+
+def require_memory(host_bytes: int | str, num_bytes: int) -> None:
+    """Raise ``ConfigError`` for ``host_bytes`` if this machine does not allow the ``num_bytes`` that it is to have of them."""
+    limit = memory_limit_bytes()
+    if num_bytes > limit:
+        raise ConfigError("host_bytes", host_bytes, f"this machine allows {format_bytes(limit)} in all")
 
 
 def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptions]:
@@ -104,8 +113,9 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
     layout = environment.layout
     queues: dict[str, TierQueue] = {}
     try:
-        for tier, options in zip(config.tiers, tier_options(config, layout), strict=True):
-            opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.num_shards)
+        for at, (tier, options) in enumerate(zip(config.tiers, tier_options(config, layout), strict=True)):
+            with option_path(f"tiers[{at}]."):
+                opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.num_shards)
             limits = QueueConfig(num_threads=tier.num_threads, finish_s=config.shutdown_timeout_s)
             queues[options.name] = TierQueue(opened, environment.clock, limits)
     except BaseException:
@@ -205,7 +215,9 @@ class OffloadingFactory:
         layout, per_chunk = environment.layout, self.config.blocks_per_chunk
         # Workers that each had memory of their own would miss what the others store.
         assert (environment.exchange is None) == (layout.num_replicas == 1), "replicas share memory"
-        memory = HostMemory(self.num_slots(layout) * per_chunk, layout.block_bytes, environment.exchange)
+        num_rows = self.num_slots(layout) * per_chunk
+        require_memory(self.config.host_bytes, num_rows * layout.block_bytes)
+        memory = HostMemory(num_rows, layout.block_bytes, environment.exchange)
         replica = environment.rank % layout.num_replicas
 
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:

@@ -10,6 +10,7 @@ Nothing here decides what is kept or loaded: the adapter translates between vLLM
 entry point in ``plugin``.
 
     plugin       registers the connector's short name
+    command      refuses wrong options on the command line of vLLM's server
     compat       the one place that imports names from vLLM; the tested versions, and whether this one is like them
     settings     options
     layout       vLLM's KV cache and model as our layout, or why they cannot be served

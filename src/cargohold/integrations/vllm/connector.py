@@ -10,8 +10,16 @@ from functools import partial
 from typing import Any, Final, Self
 from weakref import WeakSet
 
-from cargohold.connector.factory import Parts, check_chunks, connector_factory, equal_parts, lower_tiers, start_report
-from cargohold.errors import ConfigError
+from cargohold.connector.factory import (
+    Parts,
+    check_chunks,
+    check_memory,
+    connector_factory,
+    equal_parts,
+    lower_tiers,
+    start_report,
+)
+from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.deferrals import LoadRoom
@@ -23,6 +31,7 @@ from cargohold.integrations.vllm.layout import (
     dropped_tokens,
     make_layout,
     may_load,
+    may_span_machines,
     replicas,
     shares_load_ends,
     shares_loads,
@@ -136,7 +145,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         is_off = self._turn_off(translation.obstacles)
         if not self._is_scheduler:
             # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.
-            self._worker = WorkerSide(int(vllm_config.parallel_config.rank), "; ".join(translation.obstacles) or None)
+            rank = int(vllm_config.parallel_config.rank)
+            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None)
+            if rank == 0 and not is_off and not may_span_machines(vllm_config.parallel_config):
+                with option_path("kv_connector_extra_config."):
+                    check_memory(self._settings.offload)
         elif not is_off:
             if self._settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
                 logger.info("%s", _SUDDEN_END)
@@ -430,11 +443,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
             give_up_loads_after_s=None if compat.TransferResults is None else self._settings.adapter.load_timeout_s / 2,
         )
-        try:
+        with option_path("kv_connector_extra_config."):
             check_chunks(self._settings.offload, layout, int(self._vllm_config.model_config.max_model_len))
             inner = self._factory().make_scheduler_side(environment)
-        except ConfigError as error:
-            raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         adapter = self._settings.adapter
         options = SideOptions(
             adapter.load_timeout_s,

@@ -295,11 +295,17 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
         return 1, ""
     if num_latent < len(layers):
         return 1, "the model also keeps KV that differs between them"
-    if parallel.distributed_executor_backend != "mp" or getattr(parallel, "nnodes", 1) > 1:
+    if parallel.distributed_executor_backend != "mp" or may_span_machines(parallel):
         return 1, "they may run on several machines; with mp and one node they do not"
     if compat.tensor_parallel_group is None or not can_share_memory():
         return 1, "they cannot share memory here"
     return num_workers, ""
+
+
+def may_span_machines(parallel_config: Any) -> bool:
+    """Whether an engine's workers may be on several machines."""
+    is_ray = parallel_config.distributed_executor_backend == "ray"
+    return is_ray or int(getattr(parallel_config, "nnodes", 1)) > 1
 
 
 def block_bytes(kv_cache_config: Any) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from collections.abc import Sequence
 from multiprocessing import parent_process
 from typing import Final
+
+from cargohold.errors import ConfigError
 
 logger = logging.getLogger("vllm.cargohold")  # vLLM shows only loggers below its own name
 
@@ -44,12 +44,13 @@ def ran_first_at() -> float | None:
 def register() -> None:
     """Register the connector. vLLM calls this in each of its processes, and may call it several times.
 
-    Every vLLM in this environment calls it, also one without a connector. So it must not raise, whatever vLLM is like.
+    Every vLLM in this environment calls it, also one without a connector. So it must not raise, whatever vLLM is like; it ends
+    only a server whose command line has impossible options of ours.
     """
     global _ran_first_at_s  # noqa: PLW0603  # it is the process's, as the registration is
     _ran_first_at_s = _ran_first_at_s or time.time()
-    if parent_process() is None and is_replaced(sys.argv):
-        logger.error("%s", _REPLACED)
+    if parent_process() is None:
+        _check_command()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM is there now
 
@@ -60,11 +61,21 @@ def register() -> None:
         logger.error("this vLLM takes no connectors by name, so it does not know %s: %s", NAME, error)  # noqa: TRY400  # one line
 
 
-def is_replaced(command: Sequence[str]) -> bool:
-    """Whether a command that names our connector has an option because of which vLLM replaces it by one of its own, silently.
-
-    No code of ours runs once vLLM has done that, and before, the command is all that can be seen of its configuration.
-    """
-    options = [word.replace("_", "-") for word in command]
-    has_size = any(option.split("=")[0] == "--kv-offloading-size" for option in options)
-    return has_size and any(NAME in word for word in command)
+def _check_command() -> None:
+    """End the process if it is vLLM's server, and was started with options of ours that cannot work."""
+    try:
+        from cargohold.integrations.vllm import command as command_line  # noqa: PLC0415  # imports vLLM
+    except ImportError as error:
+        logger.debug("this vLLM has its parser elsewhere, so wrong options are found later: %s", error)
+        return
+    command = command_line.of_this_process()
+    if command is None:
+        return
+    if command.is_replaced:
+        logger.error("%s", _REPLACED)
+    try:
+        command_line.check(command)
+    except ConfigError as error:
+        raise SystemExit(f"cargohold: {error}") from None
+    except Exception as error:  # noqa: BLE001  # a connector or tier of somebody else may raise anything; the engine says so
+        logger.debug("options were not checked: %r", error)

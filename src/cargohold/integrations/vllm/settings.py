@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self, TypeGuard
 
-from cargohold.connector.factory import Offload, check_apart, connector_factory
+from cargohold.connector.factory import Offload, check_apart, connector_factory, tiers_of
 from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.connector.options import parse_dataclass, parse_offload
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import is_positive_number
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import TierConfig, require_packages
@@ -77,12 +77,10 @@ class Settings:
     def parse(cls, extra_config: Mapping[str, Any]) -> Self:
         """Read ``kv_connector_extra_config``. Raises ``ConfigError`` naming the key that is unknown or impossible."""
         own = {field.name for field in fields(AdapterSettings)}
-        try:
+        with option_path("kv_connector_extra_config."):
             adapter = parse_dataclass(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
             offload = parse_offload({key: value for key, value in extra_config.items() if key not in own}, beside=own)
             check_apart(offload)
-        except ConfigError as error:
-            raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
         return cls(adapter, offload)
 
     def of_replica(self, replica: int) -> Self:
@@ -112,8 +110,9 @@ class Settings:
         """Raise ``ConfigError`` where a package for a tier, or for traces, is not installed."""
         if self.adapter.traces:
             require_tracing()
-        for tier in self._tiers:
-            require_packages(tier)
+        for path, tier, _ in tiers_of(self.offload):
+            with option_path(f"kv_connector_extra_config.{path}"):
+                require_packages(tier)
 
     def factory(self) -> KVConnectorFactory:
         """The factory that makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
@@ -125,7 +124,7 @@ class Settings:
     @property
     def _tiers(self) -> list[TierConfig]:
         """The tiers below host memory of all connectors of ours."""
-        return [tier for child in self._children if _is_ours(child) for tier in child.tiers]
+        return [tier for _, tier, _ in tiers_of(self.offload)]
 
     @property
     def _children(self) -> Sequence[Offload]:

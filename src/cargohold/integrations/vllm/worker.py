@@ -23,7 +23,7 @@ from typing import Any
 from torch import distributed
 
 from cargohold.connector.factory import Parts
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 from cargohold.integrations.vllm.regions import regions_of
@@ -233,12 +233,12 @@ class WorkerSide:
             # Padding between regions is left out, so a row may be shorter here than the scheduler side assumes: then there
             # are more of them than it will use.
             own = replace(layout, block_bytes=_checked(sum(region.shape[1] for region in regions), layout))
-            self._guard = WorkerConnectorGuard(
-                factory.make_worker_side(WorkerEnvironment(own, self._rank, clock, exchange))
-            )
+            with option_path("kv_connector_extra_config."):
+                inner = factory.make_worker_side(WorkerEnvironment(own, self._rank, clock, exchange))
+            self._guard = WorkerConnectorGuard(inner)
             self._layer_names = tuple(name for group in own.groups for name in group.layer_names)
-        except ConfigError as error:
-            raise ConfigError(f"kv_connector_extra_config.{error.key}", error.value, error.expected) from None
+        except ConfigError:
+            raise
         except Exception as error:  # whatever it is, vLLM can serve without offloading
             logger.exception("rank %d cannot take part in offloading", self._rank)
             self._untold_error = f"rank {self._rank} could not register the KV cache: {error!r}"

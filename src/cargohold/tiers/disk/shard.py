@@ -39,7 +39,7 @@ from cargohold.tiers.disk.root import (
 )
 from cargohold.tiers.memory import padded
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
-from cargohold.tiers.places import warn_of_owners, warn_of_writers
+from cargohold.tiers.places import place_of, warn_of_owners, warn_of_writers
 
 logger = logging.getLogger(__name__)
 
@@ -370,6 +370,14 @@ def check_place(config: DiskOptions, chunk_bytes: int, num_shards: int) -> None:
     except OSError as error:
         raise _unusable(config, error) from error
     _require_room(config, budget, Geometry(padded(chunk_bytes), 1))
+
+
+def require_place(config: DiskOptions) -> None:
+    """Raise ``ConfigError`` if a directory cannot be used, or holds less than the budget. Creates nothing."""
+    try:
+        check_budget(place_of(_root_of(config)), config, Budget.of(config, 1))
+    except OSError as error:
+        raise _unusable(config, error) from error
 
 
 def check_budget(root: Path, config: DiskOptions, budget: Budget) -> None:
