@@ -8,10 +8,10 @@ import re
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from urllib.error import URLError
@@ -22,7 +22,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # its types are a package of their own
 
 from cargohold import DiskTierConfig, OffloadConfig
-from tests.serve.running import call, running
+from cargohold.serve.records import metrics_url, scrape
+from cargohold.serve.server import Server
+from cargohold.serve.settings import ServeConfig, Tenant, with_shares
+from tests.serve.running import call, running, wait_until
 
 DASHBOARDS = Path(__file__).parents[1] / "dashboards"
 MANUAL = (DASHBOARDS.parent / "docs" / "operating.md").read_text(encoding="utf-8")
@@ -32,22 +35,14 @@ RULES = [
     for group in yaml.safe_load((DASHBOARDS / "alerts.yml").read_text(encoding="utf-8"))["groups"]
     for rule in group["rules"]
 ]
-QUERIES = {
+SHOWN = {
     f"{panel['title']}, {target['refId']}": target["expr"]
     for panel in DASHBOARD["panels"]
     for target in panel["targets"]
-} | {rule["alert"]: rule["expr"] for rule in RULES}
-EMPTY_WHERE_ALL_IS_WELL = (
-    *(
-        "What is out of use",
-        "Cargohold",
-        "Failures",
-        "Chunks that did not",
-        "How long chunks stay",
-        "What requests wait",
-    ),
-)
-"""Starts of the titles of panels and alerts that show nothing unless something fails, or takes its time."""
+}
+QUERIES = SHOWN | {rule["alert"]: rule["expr"] for rule in RULES}
+EMPTY_WHERE_ALL_IS_WELL = {"What is out of use, and why, A"}
+"""Panels that show nothing unless something fails."""
 
 
 def listed() -> dict[str, set[str]]:
@@ -65,7 +60,8 @@ def listed() -> dict[str, set[str]]:
 def test_every_query_is_about_metrics_and_labels_that_there_are(query: str) -> None:
     samples = listed()
     asked = re.findall(r"(cargohold_\w+)(?:\{(.*?)\})?", query)
-    assert asked and {name for name, _ in asked} <= samples.keys()
+    assert asked
+    assert {name for name, _ in asked} <= samples.keys()
     labels = set.intersection(*(samples[name] for name, _ in asked)) | {"instance"}
     for name, selectors in asked:
         assert set(re.findall(r"(\w+)!?=", selectors)) <= samples[name] | {"instance"}
@@ -93,9 +89,17 @@ def test_panels_do_not_lie_on_each_other() -> None:
 
 
 def test_the_manual_lists_the_alerts() -> None:
-    table = MANUAL.split("## Four alerts")[1].split("\n## ")[0]
+    table = MANUAL.split("## Alerts")[1].split("\n## ")[0]
     assert re.findall(r"(?m)^\| `(\w+)` ", table) == [rule["alert"] for rule in RULES]
-    assert len(RULES) == 4
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_no_alert_begins_anew_when_a_labels_text_changes(rule: Any) -> None:
+    """A reason, or what is out of use, changes while the fault goes on."""
+    samples, texts = listed(), {"what", "reason", "counter"}
+    for name in re.findall(r"(cargohold_\w+)", rule["expr"]):
+        kept = re.findall(rf" by \(([^)]*)\) \((?:rate\()?{name}", rule["expr"]) or [", ".join(samples[name])]
+        assert not set(re.findall(r"\w+", " ".join(kept))) & texts
 
 
 # --- with Grafana's own types -----------------------------------------------------------------------------------------
@@ -210,78 +214,213 @@ def test_prometheus_takes_the_rules(tools: dict[str, str]) -> None:
         assert checked.returncode == 0, checked.stderr
 
 
-class Prometheus:
-    """A real one, that scrapes an engine every half a second."""
+Series = Mapping[str, Sequence[float | None]]
+"""Values by time series, at one scrape after the other; ``None`` where it was not there."""
+INTERVAL_S = 15
+METRICS_KEY = "for metrics"
 
-    def __init__(self, url: str) -> None:
-        self._url = url
 
-    def ask(self, path: str, **query: str) -> Any:
-        with urlopen(f"{self._url}{path}?{urlencode(query)}", timeout=10) as answer:
-            return json.load(answer)["data"]
+def evaluated(tools: dict[str, str], series: Series, **wanted: Any) -> str:
+    """What Prometheus's own evaluation has to say about ``wanted``, given what was scraped when; empty if it holds.
 
-    def values(self, query: str) -> list[Any]:
-        # What Grafana fills in.
-        query = query.replace("$__rate_interval", "1m").replace("$instance", ".*")
-        return self.ask("/api/v1/query", query=query)["result"]  # type: ignore[no-any-return]  # JSON
-
-    def wait_for(self, query: str) -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                if self.values(query):
-                    return
-            except (URLError, ConnectionError):
-                pass  # it starts
-            time.sleep(0.1)
-        pytest.fail(f"Prometheus has no answer to {query}")
+    No server, no clock: the scrapes fall where the test puts them.
+    """
+    inputs = [
+        {"series": name, "values": " ".join("_" if value is None else repr(value) for value in values)}
+        for name, values in series.items()
+    ]
+    test = {"interval": f"{INTERVAL_S}s", "input_series": inputs, **wanted}
+    rules = {"rule_files": [os.fspath(DASHBOARDS / "alerts.yml")], "evaluation_interval": "15s", "tests": [test]}
+    with NamedTemporaryFile("w", suffix=".yml") as file:
+        yaml.safe_dump(rules, file)
+        file.flush()
+        told = subprocess.run(
+            [tools["promtool"], "test", "rules", file.name], capture_output=True, text=True, check=False
+        )
+    return told.stdout + told.stderr if told.returncode else ""
 
 
 @pytest.fixture(scope="module")
-def prometheus(
-    tools: dict[str, str], chat_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Prometheus]:
-    """Prometheus beside a server that has stored, evicted, fetched and loaded."""
-    directory = tmp_path_factory.mktemp("prometheus")
+def scraped(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Series:
+    """What Prometheus would scrape of a server that stores, evicts, fetches and loads: before, and after each round."""
     disk = DiskTierConfig(directory=tmp_path_factory.mktemp("disk"), max_bytes="64MiB", reserve_bytes=0)
-    offload = OffloadConfig(host_bytes="512KiB", tiers=[disk], restore="always")
-    with running(chat_model, offload=offload, num_device_blocks=30, max_model_len=350) as server:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    config = ServeConfig(port=0, tenants=(Tenant(name="acme", key="acme", hard="90%"),), metrics_key=METRICS_KEY)
+    offload = with_shares(OffloadConfig(host_bytes="512KiB", tiers=[disk], restore="always"), config)
+    scrapes = []
+    with running(chat_model, config, offload=offload, num_device_blocks=30, max_model_len=350) as server:
+        for _ in range(3):
+            settled(server)
+            scrapes.append(scrape(metrics_url(server.url), METRICS_KEY).samples)
+            for at in range(8):
+                body = {"model": "chat", "prompt": f"{at}. {'The ship sails on. ' * 40}", "max_tokens": 2}
+                assert call(server, "/v1/completions", body, {"x-api-key": "acme"}).status == 200
+    found: dict[str, list[float | None]] = {'up{instance="engine"}': [1.0, 1.0, 1.0]}
+    for name, labels in {(name, labels) for samples in scrapes for name, of in samples.items() for labels in of}:
+        told = ", ".join(f"{label}={json.dumps(value)}" for label, value in sorted({*labels, ("instance", "engine")}))
+        found[f"{name}{{{told}}}"] = [samples.get(name, {}).get(labels) for samples in scrapes]
+    return found
+
+
+def settled(server: Server) -> None:
+    """Wait until nothing moves any more, so that what is counted is counted."""
+    seen: list[Any] = []
+
+    def is_settled() -> bool:
+        seen.append(scrape(metrics_url(server.url), METRICS_KEY).samples.get("cargohold_moved_bytes_total"))
+        return len(seen) > 1 and seen[-1] == seen[-2] and server.desk.llm.status.num_running == 0
+
+    wait_until(is_settled)
+
+
+@pytest.mark.parametrize("title", SHOWN)
+def test_a_real_prometheus_answers_every_query(tools: dict[str, str], scraped: Series, title: str) -> None:
+    # What Grafana fills in.
+    query = SHOWN[title].replace("$__rate_interval", "1m").replace("$instance", ".*")
+    expected = [] if title in EMPTY_WHERE_ALL_IS_WELL else [{"labels": "{}", "value": 1}]
+    wanted = {"expr": f"count({query}) > bool 0", "eval_time": "30s", "exp_samples": expected}
+    fault = evaluated(tools, scraped, promql_expr_test=[wanted])
+    assert not fault, fault
+
+
+def test_what_the_device_still_had_is_not_shown_as_restored(tools: dict[str, str]) -> None:
+    found = {"device": 600.0, "host": 100.0, "computed": 300.0}
+    series = {
+        f'cargohold_prompt_tokens_total{{instance="a",tier="{tier}"}}': [0.0, tokens, 2 * tokens]
+        for tier, tokens in found.items()
+    }
+    headline, beside = (
+        query.replace("$__rate_interval", "1m").replace("$instance", ".*")
+        for title, query in SHOWN.items()
+        if title in ("Prompt tokens restored from tiers, A", "Prompt tokens still on the device, A")
+    )
+    wanted = [
+        {"expr": f"round(100 * {query})", "eval_time": "30s", "exp_samples": [{"labels": "{}", "value": part}]}
+        for query, part in ((headline, 10), (beside, 60))
+    ]
+    assert not evaluated(tools, series, promql_expr_test=wanted)
+
+
+Alerts = list[tuple[str, str, dict[str, str]]]
+SINCE = "cargohold_outage_since_timestamp_seconds"
+TENANT = 'instance="a",tier="host",tenant="acme"'
+ENGINE = {"instance": "a"}
+SCENES: dict[str, tuple[Series, Alerts]] = {
+    "a reason whose text changes is one outage": (
+        {
+            f'{SINCE}{{instance="a",tier="disk",what="writes",reason="full"}}': [9.0] * 30 + [0.0] * 30,
+            f'{SINCE}{{instance="a",tier="disk",what="loads and writes",reason="error 5"}}': [None] * 30 + [9.0] * 30,
+        },
+        [("11m", "CargoholdTierOutOfUse", {**ENGINE, "tier": "disk"})],
+    ),
+    "the first damaged load of an engine": (
+        {'cargohold_failures_total{instance="a",kind="load"}': [0.0] * 20 + [float(at) for at in range(1, 61)]},
+        [("16m", "CargoholdLoadsFail", ENGINE)],
+    ),
+    "a server that is down": (
+        {
+            'up{instance="a",job="any"}': [1.0] * 4 + [0.0] * 40,
+            'up{instance="of somebody else",job="any"}': [0.0] * 44,
+            'cargohold_prompt_tokens_total{instance="a",job="any",tier="computed"}': [5.0] * 4 + [None] * 40,
+        },
+        [("8m", "CargoholdDown", {**ENGINE, "job": "any"})],
+    ),
+    "an engine that has stopped behind a server": (
+        {'up{instance="a"}': [1.0] * 44, 'cargohold_up{instance="a"}': [1.0] * 4 + [0.0] * 40},
+        [("8m", "CargoholdDown", ENGINE)],
+    ),
+    "a queue that is full": (
+        {'cargohold_refused_requests_total{instance="a"}': [0.0] * 4 + [float(at) for at in range(40)]},
+        [("8m", "CargoholdQueueFull", ENGINE)],
+    ),
+    "a tenant at its quota": (
+        {
+            f"cargohold_tenant_bytes{{{TENANT}}}": [99.0] * 200,
+            f'cargohold_tenant_quota_bytes{{{TENANT},limit="hard"}}': [100.0] * 200,
+            f'cargohold_tenant_quota_bytes{{{TENANT},limit="reserved"}}': [10.0] * 200,
+        },
+        [("40m", "CargoholdQuotaReached", {**ENGINE, "tier": "host", "tenant": "acme"})],
+    ),
+    "all is well": (
+        {
+            'up{instance="a"}': [1.0] * 200,
+            'cargohold_up{instance="a"}': [1.0] * 200,
+            'cargohold_refused_requests_total{instance="a"}': [3.0] * 200,
+            f"cargohold_tenant_bytes{{{TENANT}}}": [50.0] * 200,
+            f'cargohold_tenant_quota_bytes{{{TENANT},limit="hard"}}': [100.0] * 200,
+        },
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_alerts_come_when_they_should_and_only_then(tools: dict[str, str], scene: str) -> None:
+    series, expected = SCENES[scene]
+    times = {at for at, _, _ in expected} or {"40m"}
+    count = "count by (alertname, instance, job, tier, tenant) (ALERTS{alertstate='firing'})"
+    samples = [
+        {
+            "labels": "{"
+            + ", ".join(f'{name}="{value}"' for name, value in labels.items())
+            + f', alertname="{alert}"}}',
+            "value": 1,
+        }
+        for _, alert, labels in expected
+    ]
+    wanted = [{"expr": count, "eval_time": at, "exp_samples": samples} for at in times]
+    fault = evaluated(tools, series, promql_expr_test=wanted)
+    assert not fault, fault
+
+
+def test_what_is_out_of_use_and_why_is_in_the_text_of_the_alert(tools: dict[str, str]) -> None:
+    series, _ = SCENES["a reason whose text changes is one outage"]
+    why = "loads and writes: error 5. Requests are served, and compute what they cannot load."
+    alert = {
+        "exp_labels": {**ENGINE, "tier": "disk", "severity": "warning"},
+        "exp_annotations": {"summary": "disk of a is out of use", "description": why},
+    }
+    wanted = [{"eval_time": "11m", "alertname": "CargoholdTierOutOfUse", "exp_alerts": [alert]}]
+    assert not evaluated(tools, series, alert_rule_test=wanted)
+
+
+def test_a_real_prometheus_scrapes_a_server_and_evaluates_every_alert(
+    tools: dict[str, str], chat_model: str, tmp_path: Path
+) -> None:
+    with running(chat_model, ServeConfig(port=0, metrics_key=METRICS_KEY)) as server, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
         config = yaml.safe_load((DASHBOARDS / "prometheus.yml").read_text(encoding="utf-8"))
         config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
         config["rule_files"] = [os.fspath(DASHBOARDS / "alerts.yml")]
         config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.removeprefix("http://")]
-        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        config["scrape_configs"][0]["authorization"] = {"credentials": METRICS_KEY}
+        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
         arguments = [
             tools["prometheus"],
-            f"--config.file={directory / 'prometheus.yml'}",
-            f"--storage.tsdb.path={directory / 'data'}",
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--storage.tsdb.path={tmp_path / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",
         ]
-        with (directory / "log").open("w") as log, subprocess.Popen(arguments, stdout=log, stderr=log) as process:
+        with (tmp_path / "log").open("w") as log, subprocess.Popen(arguments, stdout=log, stderr=log) as process:
             try:
-                asked = Prometheus(f"http://127.0.0.1:{port}")
-                asked.wait_for("cargohold_up")
-                for at in [*range(8)] * 2:
-                    body = {"model": "chat", "prompt": f"{at}. {'The ship sails on. ' * 40}", "max_tokens": 2}
-                    assert call(server, "/v1/completions", body).status == 200
-                asked.wait_for("cargohold_load_tokens_total > 0 and rate(cargohold_load_tokens_total[1m]) > 0")
-                asked.wait_for("rate(cargohold_removed_chunks_total[1m]) > 0")
-                asked.wait_for("rate(cargohold_load_seconds_sum[1m]) > 0")
-                yield asked
+                wait_until(lambda: asked(port, "query", query="cargohold_up == 1 and on (instance) up == 1"))
+                wait_until(lambda: {rule["health"] for rule in rules_of(port)} == {"ok"})
+                assert [rule["name"] for rule in rules_of(port)] == [rule["alert"] for rule in RULES]
             finally:
                 process.terminate()
                 process.wait(30)
 
 
-@pytest.mark.parametrize("title", QUERIES)
-def test_a_real_prometheus_answers_every_query(prometheus: Prometheus, title: str) -> None:
-    values = prometheus.values(QUERIES[title])
-    assert values or title.startswith(EMPTY_WHERE_ALL_IS_WELL)
+def asked(port: int, what: str, **query: str) -> Any:
+    """What Prometheus answers; ``None`` while it starts."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/api/v1/{what}?{urlencode(query)}", timeout=10) as answer:
+            data = json.load(answer)["data"]
+    except (URLError, ConnectionError):
+        return None
+    return data.get("result", data)
 
 
-def test_a_real_prometheus_evaluates_every_alert(prometheus: Prometheus) -> None:
-    (group,) = prometheus.ask("/api/v1/rules")["groups"]
-    assert [(rule["name"], rule["health"]) for rule in group["rules"]] == [(rule["alert"], "ok") for rule in RULES]
+def rules_of(port: int) -> list[dict[str, Any]]:
+    return [rule for group in (asked(port, "rules") or {}).get("groups", []) for rule in group["rules"]]
