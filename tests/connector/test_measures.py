@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from hashlib import sha256
-from types import SimpleNamespace
-from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import make_manager
-from cargohold.connector.offloading.jobs import Shared
 from cargohold.connector.offloading.measures import LOOK_S, MAX_KEPT, MAX_USED, ChunkAges
 from cargohold.protocol import times_part
 from cargohold.testing.simulation import VirtualClock
@@ -27,8 +24,8 @@ class Setup:
     def __init__(self, capacity: int = 1000) -> None:
         self.clock = VirtualClock()
         self.manager = make_manager("lru", capacity)
-        self.shared = cast("Shared", SimpleNamespace(tier="host", manager=self.manager, stats=Counter()))
-        self.ages = ChunkAges(self.shared, self.clock)
+        self.stats: Counter[str] = Counter()
+        self.ages = ChunkAges(self.manager, "host", self.clock, self.stats)
 
     def store(self, chunks: list[bytes]) -> None:
         handle = self.manager.prepare_store(chunks)
@@ -42,7 +39,7 @@ class Setup:
     def told(self, name: str) -> tuple[int, float]:
         """The number of times in a histogram, and their sum."""
         number, total = 0, 0.0
-        for counter, value in self.shared.stats.items():
+        for counter, value in self.stats.items():
             part = times_part(counter)
             if part is not None and part.name == name:
                 number, total = (number + value, total) if part.sum_counter else (number, total + value)

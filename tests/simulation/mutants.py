@@ -30,7 +30,7 @@ from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Budgets, Hints
-from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Shared, Store, TouchHolder
+from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import (
     BlocksToLoad,
@@ -42,6 +42,7 @@ from cargohold.connector.offloading.loads import (
 )
 from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports

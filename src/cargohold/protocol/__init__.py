@@ -30,7 +30,7 @@ from cargohold.protocol.engine_view import (
     ServedModel,
     StepView,
 )
-from cargohold.protocol.guard import ConnectorGuard
+from cargohold.protocol.guard import NOT_CONTAINED, ConnectorGuard
 from cargohold.protocol.hints import (
     HINTS_KEY,
     MAX_HINTS,
@@ -101,6 +101,7 @@ __all__ = [
     "MEDIUM_STORAGE",
     "NOTHING_ENDED",
     "NOTHING_TO_REPORT",
+    "NOT_CONTAINED",
     "NULL_BLOCK_ID",
     "NULL_CONNECTOR",
     "SEPARATOR",

@@ -22,15 +22,21 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import ge
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, split_key
+from cargohold.connector.offloading.guest import Guest, StoredPart
+from cargohold.connector.offloading.jobs import Store
+from cargohold.connector.offloading.requests import RequestState
 from cargohold.protocol import (
     MEDIUM_HOST,
     MEDIUM_STORAGE,
+    NULL_BLOCK_ID,
     Adapter,
+    BlockIds,
     BlockRemoved,
     BlockStored,
     ExtraKey,
@@ -38,7 +44,10 @@ from cargohold.protocol import (
     KVEvent,
     Locality,
     RequestView,
+    ScheduledRequest,
     SchedulerEnvironment,
+    StepView,
+    TransferOutcome,
 )
 from cargohold.tiers.chunk_format import NO_NOTE, TOKEN_TYPE, Details, Note, pack_tokens, unpack_tokens
 from cargohold.tiers.port import Found
@@ -180,7 +189,83 @@ class Medium:
         self.inner: Counter[tuple[int, bytes]] = Counter()
 
 
-class TierEvents:
+class BlockContents:
+    """What device blocks hold: their requests have the tokens, and may have ended when a block is stored.
+
+    Args:
+        is_published: whether anything may be announced of a request's chunks.
+    """
+
+    def __init__(self, is_published: Callable[[RequestView], bool]) -> None:
+        self._is_published = is_published
+        # By block id, the block's key when a request last filled it, and its contents, ``None`` if these are nobody's business:
+        # one entry per device block at most.
+        self._of_block: dict[int, tuple[OffloadKey, Contents | None]] = {}
+        # The requests that have blocks; by request, the number of its chunks noted so far, per group.
+        self._states: dict[str, RequestState] = {}
+        self._num_noted: dict[str, list[int]] = {}
+        # By request, its part of the last step that it was in.
+        self._last: dict[str, ScheduledRequest] = {}
+
+    def note_placed(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember the blocks that a request has got: all that its tokens fill, or will. Blocks of an earlier time are void."""
+        request_id = state.request.request_id
+        self._states[request_id] = state
+        self._forget(request_id)
+        self._note_filled(state, block_ids, state.request.num_tokens)
+
+    def note(self, step: StepView) -> None:
+        """Remember the blocks that this step fills, or that its requests have found on the device.
+
+        With asynchronous scheduling, a step may be planned before the tokens of the one before are known. So a request that is
+        preempted now may have filled a block in its last step whose key was not known then.
+        """
+        lost = (self._last.pop(request_id) for request_id in step.preempted_req_ids & self._last.keys())
+        for share in (*lost, *step.scheduled):
+            state = self._states.get(share.request_id)
+            if state is None:
+                continue  # it has ended
+            self._last[share.request_id] = share
+            num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
+            self._note_filled(state, share.block_ids, num_tokens)
+
+    def note_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember the last blocks of a request, and forget the request."""
+        request_id = state.request.request_id
+        self._states.pop(request_id, None)
+        self._note_filled(state, block_ids, state.request.num_tokens)
+        self._forget(request_id)
+
+    def knows(self, key: OffloadKey, block_id: int) -> bool:
+        """Whether it is known what a block holds now, whose chunk has this key."""
+        known = self._of_block.get(block_id)
+        return known is not None and known[0] == key
+
+    def of(self, block_ids: Iterable[int]) -> list[tuple[OffloadKey, Contents]]:
+        """Return the contents of blocks that are known, but for those of which nothing is to be announced."""
+        known = (self._of_block[block_id] for block_id in block_ids)
+        return [(key, contents) for key, contents in known if contents is not None]
+
+    def _note_filled(self, state: RequestState, block_ids: BlockIds, num_tokens: int) -> None:
+        noted = self._num_noted.setdefault(state.request.request_id, [0] * len(state.keys))
+        ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
+        if all(map(ge, noted, ends)):
+            return  # most, while generating
+        is_published = self._is_published(state.request)
+        state.extend_keys()
+        for group, (keys, table) in enumerate(zip(state.keys, block_ids, strict=True)):
+            for at in range(noted[group], min(ends[group], len(keys.keys), len(table))):
+                noted[group] = at + 1
+                if table[at] != NULL_BLOCK_ID:
+                    contents = contents_of(state.request, keys, at) if is_published else None
+                    self._of_block[table[at]] = keys.keys[at], contents
+
+    def _forget(self, request_id: str) -> None:
+        self._num_noted.pop(request_id, None)
+        self._last.pop(request_id, None)
+
+
+class TierEvents(Guest):
     """Translates what the tiers of one connector have and lose into KV events.
 
     The same chunk may come and go several times between two calls of ``take``. What has happened so far is translated before
@@ -191,7 +276,10 @@ class TierEvents:
         media: the tiers.
         is_asked_for: whether a chunk may become ready soon although no store of it was noted.
         salted: whether chunks of salted requests are announced, too.
+        follows_blocks: whether blocks are stored that no request holds any more, so that what they hold must be remembered.
     """
+
+    name = "events"
 
     def __init__(
         self,
@@ -200,7 +288,9 @@ class TierEvents:
         is_asked_for: Callable[[OffloadKey], bool],
         *,
         salted: bool,
+        follows_blocks: bool = False,
     ) -> None:
+        self._blocks = BlockContents(self.is_published) if follows_blocks else None
         self._block_tokens = [group.block_tokens for group in layout.groups]
         self._media = media
         self._is_asked_for = is_asked_for
@@ -215,24 +305,55 @@ class TierEvents:
         """The contents that are kept now: for inspection."""
         return self._contents
 
-    def note_store(self, request: RequestView, keys: ChunkKeys, stored: Sequence[OffloadKey], first_chunk: int) -> None:
-        """Remember the contents of chunks whose store begins.
+    # --- facts --------------------------------------------------------------------------------------------------------
 
-        Args:
-            request: the request whose chunks they are.
-            keys: its keys in the group.
-            stored: the chunks being stored, in prefix order.
-            first_chunk: number of the chunk at which to begin to search for them: at or before the first of them.
-        """
-        if not self.is_published(request):
-            return
-        self._make_room(len(stored))
-        at = first_chunk
-        for key in stored:
+    def request_placed(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember what its blocks will hold: what another connector loads may be free again before any step."""
+        if self._blocks is not None:
+            self._blocks.note_placed(state, block_ids)
+
+    def step_begins(self, step: StepView) -> None:
+        """Remember the blocks that this step fills."""
+        if self._blocks is not None:
+            self._blocks.note(step)
+
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember its last blocks: with asynchronous scheduling, its last tokens became known after its last step."""
+        if self._blocks is not None:
+            self._blocks.note_ended(state, block_ids)
+
+    def store_begins(self, store: Store, parts: Sequence[StoredPart]) -> None:
+        """Remember the contents of chunks whose store begins."""
+        for part in parts:
+            if self.is_published(part.state.request):
+                self._note_store(part)
+        if not parts and self._blocks is not None:
+            self.note_contents(self._blocks.of(store.block_ids))
+
+    def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
+        """Learn that a store of chunks has ended, well or not."""
+        self._storing.difference_update(store.handle.keys)
+
+    def may_store(self, key: OffloadKey, block_id: int) -> bool:
+        """Whether it is known what a block holds: what could not be announced, an index would never find."""
+        return self._blocks is None or self._blocks.knows(key, block_id)
+
+    def shutdown(self) -> None:
+        """Take back all that was announced: nobody follows these chunks any more."""
+        for medium in self._media:
+            self._take_back(medium, tuple(medium.announced))
+        self._media = ()
+
+    # --- contents that others bring -----------------------------------------------------------------------------------
+
+    def _note_store(self, part: StoredPart) -> None:
+        keys, at = part.state.keys[part.group], part.first_chunk
+        self._make_room(len(part.keys))
+        for key in part.keys:
             while keys.keys[at] != key:
                 at += 1
-            self._contents[key] = contents_of(request, keys, at)
-        self._storing.update(stored)
+            self._contents[key] = contents_of(part.state.request, keys, at)
+        self._storing.update(part.keys)
 
     def note_contents(self, stored: Sequence[tuple[OffloadKey, Contents]]) -> None:
         """Remember the contents of chunks whose store begins, or that are asked for right after this call."""
@@ -252,10 +373,6 @@ class TierEvents:
     def is_published(self, request: RequestView) -> bool:
         """Whether anything may be announced of a request's chunks."""
         return self._salted or request.salt is None
-
-    def note_ended(self, keys: Iterable[OffloadKey]) -> None:
-        """Learn that a store of chunks has ended, well or not."""
-        self._storing.difference_update(keys)
 
     def note_of(self, key: OffloadKey) -> Note:
         """Return what a tier is to keep of a chunk that is written down now."""
@@ -362,7 +479,11 @@ class TierEvents:
 
 
 def tier_events(
-    environment: SchedulerEnvironment, host: EventSource, lower: LowerTiers | None = None
+    environment: SchedulerEnvironment,
+    host: EventSource,
+    lower: LowerTiers | None = None,
+    *,
+    follows_blocks: bool = False,
 ) -> TierEvents | None:
     """Return the events of a connector's tiers; ``None`` if nobody listens.
 
@@ -370,6 +491,7 @@ def tier_events(
         environment: facts about the engine.
         host: the manager of host memory; must record events.
         lower: the tiers below, if there are any.
+        follows_blocks: see ``TierEvents``.
     """
     if not environment.emits_events:
         return None
@@ -379,4 +501,5 @@ def tier_events(
         most = MAX_ANNOUNCED if most is None else min(MAX_ANNOUNCED, most)
         media.append(Medium(tier, MEDIUM_STORAGE, tier.options.locality, most))
     is_asked_for = (lambda _: False) if lower is None else lower.is_asked_for
-    return TierEvents(environment.layout, media, is_asked_for, salted=environment.emits_salted_events)
+    salted = environment.emits_salted_events
+    return TierEvents(environment.layout, media, is_asked_for, salted=salted, follows_blocks=follows_blocks)

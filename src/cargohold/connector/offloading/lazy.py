@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
-from operator import ge
 from typing import Final
 
 from cargohold.blocks import READY
@@ -15,20 +14,18 @@ from cargohold.cache import make_manager
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
 from cargohold.cache.policies.base import LRUPolicy
 from cargohold.connector.offloading.config import HostOptions, OffloadConfig
-from cargohold.connector.offloading.events import Contents, TierEvents, contents_of
 from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options
-from cargohold.connector.offloading.jobs import Shared, Store, StoreJob
+from cargohold.connector.offloading.jobs import Store, StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, end_store, start_store
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
 from cargohold.option_values import is_positive_int
 from cargohold.protocol import (
-    NULL_BLOCK_ID,
     BlockIds,
     KVCacheBlockView,
-    ScheduledRequest,
     SchedulerContext,
     SchedulerEnvironment,
     StepView,
@@ -136,64 +133,6 @@ class FreeQueueScout:
         return block.ref_cnt == 0 and block.block_hash == block_hash
 
 
-class BlockContents:
-    """What device blocks hold, for events: their requests have the tokens, and may have ended when a block is stored."""
-
-    def __init__(self) -> None:
-        # By block id, the block's key when a request last filled it, and its contents, ``None`` if these are nobody's business:
-        # one entry per device block at most.
-        self._of_block: dict[int, tuple[OffloadKey, Contents | None]] = {}
-        # By request, the number of its chunks noted so far, per group.
-        self._num_noted: dict[str, list[int]] = {}
-        # By request, its part of the last step that it was in.
-        self._last: dict[str, ScheduledRequest] = {}
-
-    def note(self, step: StepView, requests: Mapping[str, RequestState], events: TierEvents) -> None:
-        """Remember the blocks that this step fills, or that its requests have found on the device.
-
-        With asynchronous scheduling, a step may be planned before the tokens of the one before are known. So a request that is
-        preempted now may have filled a block in its last step whose key was not known then.
-        """
-        lost = (self._last.pop(request_id) for request_id in step.preempted_req_ids & self._last.keys())
-        for share in (*lost, *step.scheduled):
-            state = requests.get(share.request_id)
-            if state is None:
-                continue  # it has ended
-            self._last[share.request_id] = share
-            num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
-            self.note_filled(state, share.block_ids, num_tokens, events)
-
-    def note_filled(self, state: RequestState, block_ids: BlockIds, num_tokens: int, events: TierEvents) -> None:
-        """Remember the blocks of a request that its leading ``num_tokens`` tokens fill now, or will."""
-        noted = self._num_noted.setdefault(state.request.request_id, [0] * len(state.keys))
-        ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
-        if all(map(ge, noted, ends)):
-            return  # most, while generating
-        is_published = events.is_published(state.request)
-        state.extend_keys()
-        for group, (keys, table) in enumerate(zip(state.keys, block_ids, strict=True)):
-            for at in range(noted[group], min(ends[group], len(keys.keys), len(table))):
-                noted[group] = at + 1
-                if table[at] != NULL_BLOCK_ID:
-                    contents = contents_of(state.request, keys, at) if is_published else None
-                    self._of_block[table[at]] = keys.keys[at], contents
-
-    def forget(self, request_id: str) -> None:
-        """Forget how many chunks of a request were noted: it has ended, or begins anew."""
-        self._num_noted.pop(request_id, None)
-        self._last.pop(request_id, None)
-
-    def knows(self, block: KVCacheBlockView) -> bool:
-        """Whether it is known what a block holds now."""
-        known = self._of_block.get(block.block_id)
-        return known is not None and known[0] == _key(block)
-
-    def of(self, blocks: Iterable[KVCacheBlockView]) -> list[tuple[OffloadKey, Contents]]:
-        """Return the contents of blocks that are known, but for those of which nothing is to be announced."""
-        known = (self._of_block[block.block_id] for block in blocks)
-        return [(key, contents) for key, contents in known if contents is not None]
-
-
 # --- stores of the lazy connector -------------------------------------------------------------------------------------
 
 
@@ -206,20 +145,18 @@ class LazyStores:
         lookahead: number of blocks ahead of eviction that are kept safe.
     """
 
+    stores_free_blocks = True
+
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lookahead: int) -> None:
         self._shared = shared
         self._requests = requests
         self._lookahead = lookahead
         self._scout: FreeQueueScout | None = None
-        self._seen = BlockContents()
         # Stores what other engines were promised, as it is computed.
         self._promised = EagerStores(shared, requests)
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Remember what the request's blocks will hold: what another connector loads may be free again before any step."""
-        self._seen.forget(state.request.request_id)  # blocks of an earlier admission may be others
-        if self._shared.events is not None:
-            self._seen.note_filled(state, block_ids, state.request.num_tokens, self._shared.events)
+        """Do nothing: blocks are looked at when they come near eviction."""
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -235,8 +172,6 @@ class LazyStores:
         shares = [share for share in step.scheduled if self._requests[share.request_id].is_handed_off]
         yield from self._promised.plan_for(shares)
         context = self._context()
-        if self._shared.events is not None:
-            self._seen.note(step, self._requests, self._shared.events)
         if self._scout is None:
             self._scout = FreeQueueScout(context, self._needs_no_copy, self._lookahead)
         blocks = self._scout.find_unsafe(self._shared.num_storable_blocks())
@@ -262,10 +197,6 @@ class LazyStores:
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember what another engine was promised; all other blocks are found when they come near eviction."""
-        if self._shared.events is not None:
-            # With asynchronous scheduling, its last tokens became known after the last step that named it.
-            self._seen.note_filled(state, block_ids, state.request.num_tokens, self._shared.events)
-        self._seen.forget(state.request.request_id)
         if state.is_handed_off:
             self._promised.end_request(state, block_ids)
 
@@ -293,11 +224,10 @@ class LazyStores:
             return
         blocks = [by_key[key] for key in handle.keys]
         context.touch(blocks)
-        if self._shared.events is not None:
-            self._shared.events.note_contents(self._seen.of(blocks))
         block_ids = tuple(block.block_id for block in blocks)
         # No request holds these blocks, so the store has no request ids.
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
+        self._shared.guests.store_begins(store, ())
         yield start_store(self._shared, store, tuple(handle.slots))
 
     def _num_needed_next(self, step: StepView) -> int:
@@ -311,9 +241,9 @@ class LazyStores:
         return num_blocks
 
     def _needs_no_copy(self, block: KVCacheBlockView) -> bool:
-        """Whether a block is kept already, or must not be kept: what could not be announced, an index would never find."""
-        is_nobodys = self._shared.events is not None and not self._seen.knows(block)
-        return is_nobodys or self._shared.manager.lookup([_key(block)])[0] == READY
+        """Whether a block is kept already, or must not be kept."""
+        key = _key(block)
+        return self._shared.manager.lookup([key])[0] == READY or not self._shared.guests.may_store(key, block.block_id)
 
     def _context(self) -> SchedulerContext:
         if self._shared.context is None:

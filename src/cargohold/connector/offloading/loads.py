@@ -14,7 +14,7 @@ slot ``s`` is the tier's row ``s * k + i``::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +22,19 @@ from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from cargohold.blocks import READY, GroupUnits, longest_hit
-from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.connector.offloading.events import TierEvents
-from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, Origins, Shared
+from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
+from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, Origins
 from cargohold.connector.offloading.requests import Lookup, RequestState
-from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVCacheGroup, KVConnectorOutput, Stats, TransferOutcome
+from cargohold.connector.offloading.shared import Shared
+from cargohold.protocol import (
+    NULL_BLOCK_ID,
+    BlockIds,
+    KVCacheGroup,
+    KVConnectorOutput,
+    RequestView,
+    Stats,
+    TransferOutcome,
+)
 from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted, sources_per_token
 
 
@@ -40,7 +48,7 @@ class TierLookup:
         shares_load_ends: whether at least those are found with which another request can continue where the load ends.
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
         prefetcher: fetches chunks from lower tiers first; ``None`` if there are no lower tiers.
-        events: KV events of all tiers; ``None`` if nobody listens.
+        on_ask: told of a request's chunks before lower tiers are asked for them; ``None`` if nobody listens.
     """
 
     def __init__(
@@ -52,11 +60,11 @@ class TierLookup:
         shares_load_ends: bool,
         full_hits: bool,
         prefetcher: Prefetcher | None = None,
-        events: TierEvents | None = None,
+        on_ask: Callable[[RequestView, Sequence[ChunkKeys]], None] | None = None,
     ) -> None:
         self._manager = manager
         self._prefetcher = prefetcher
-        self._events = events
+        self._on_ask = on_ask
         self._jobs = jobs
         self._shares_loads = shares_loads
         self._shares_load_ends = shares_load_ends
@@ -95,10 +103,10 @@ class TierLookup:
         may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
         if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
             found = lookup.num_tokens, self._num_announced(state)
-            if self._events is None:
+            if self._on_ask is None:
                 state.waiting = self._prefetcher.begin(wanted, state.notes, *found)
             else:
-                on_ask = partial(self._events.note_wanted, state.request, state.keys)
+                on_ask = partial(self._on_ask, state.request, state.keys)
                 state.waiting = self._prefetcher.begin(wanted, state.notes, *found, on_ask)
             if state.waiting.must_wait:
                 return None

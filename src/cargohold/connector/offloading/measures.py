@@ -9,6 +9,7 @@ on. So both are bounded, and neither prefers old chunks or young ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,11 +18,14 @@ from typing import Final, Self
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.connector.offloading.jobs import Load, Shared, Store
+from cargohold.connector.offloading.guest import Admission, Guest
+from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import (
     AGES_MS,
     AttentionKind,
+    BlockIds,
     Clock,
     Episode,
     KeptPrefix,
@@ -45,27 +49,37 @@ _NO_FACTS: Final[Mapping[str, int | str]] = MappingProxyType({})
 _MOST_APART: Final = 1 << 16
 
 
-class Measures:
+class Meters(Guest):
     """Measures one connector's scheduler side.
 
     Args:
-        shared: has the manager, and the counters.
+        shared: has the manager, and tells what is in flight.
         environment: facts about the engine; tells who observes.
         lower: the tiers below host memory, if there are any.
 
     Attributes:
         chunk_bytes: size of a chunk, over all shards.
+        prefixes: what the last requests have left in host memory.
     """
+
+    name = "meters"
 
     def __init__(self, shared: Shared, environment: SchedulerEnvironment, lower: LowerTiers | None) -> None:
         self._shared = shared
         self._clock = clock = environment.clock
         self._observe = environment.observe
         self._lower = lower
+        self._stats: Counter[str] = Counter()
         self._loads = Times(f"{shared.tier}_load")
         self._stores = Times(f"{shared.tier}_store")
         self._waits = Times("wait")
-        self.ages = ChunkAges(shared, clock)
+        self._ages = ChunkAges(shared.manager, shared.tier, clock, self._stats)
+        self.prefixes = Prefixes(shared.manager, shared.layout, clock)
+        # By request, since when the engine is told to ask again, as long as it is.
+        self._not_yet_since: dict[str, float] = {}
+        # By waiting request, when the engine asked for it first, and when the answer was not "not yet"; noted for who observes.
+        self._asked_at: dict[str, float] = {}
+        self._answered_at: dict[str, float] = {}
         self._levels: Stats = {}
         layout = shared.layout
         self.chunk_bytes = layout.block_bytes * layout.num_shards * shared.config.blocks_per_chunk
@@ -73,51 +87,104 @@ class Measures:
         self._limits = {
             f"num_{name}_capacity_bytes": num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
         }
-        quotas = getattr(shared.config, "quotas", ())
-        self._labels = {quota.tenant: quota.label or f"tenant {at}" for at, quota in enumerate(quotas, 1)}
         for tenant, limits in shared.manager.quotas.items():
             for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
                 if num_chunks is not None:
-                    name = labelled(f"num_{shared.tier}_quota_bytes", self._label(tenant), limit)
+                    name = labelled(f"num_{shared.tier}_quota_bytes", tenant, limit)
                     self._limits[name] = num_chunks * self.chunk_bytes
 
-    def note_answer(self, state: RequestState, *, is_known: bool) -> None:
-        """Note whether a look-up was answered with "not yet". Called for every look-up, most of which change nothing."""
-        since = state.not_yet_since
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def request_asked(self, state: RequestState, is_known: bool) -> None:  # as the port has it
+        """Note for how long a request has been told to wait. Called for every look-up, most of which change nothing."""
+        request_id = state.request.request_id
         if self._observe is not None:
-            self._note_looked_up(state, is_known=is_known)
-        if is_known and since is not None:
-            now = self._clock()
-            self._waits.note(now - since, self._shared.stats)
-            self._tell("wait", (state.request.request_id,), since, now)
-            state.not_yet_since = None
-        elif since is None and not is_known:
-            state.not_yet_since = self._clock()
+            self._asked_at.setdefault(request_id, self._clock())
+            if is_known:
+                self._answered_at.setdefault(request_id, self._clock())
+        if not is_known:
+            if request_id not in self._not_yet_since:
+                self._not_yet_since[request_id] = self._clock()
+        elif self._not_yet_since:
+            self._end_wait(request_id)
 
-    def _note_looked_up(self, state: RequestState, *, is_known: bool) -> None:
-        if state.asked_at is None:
-            state.asked_at = self._clock()
-        if is_known and state.answered_at is None:
-            state.answered_at = self._clock()
+    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+        """Note which chunks it uses, and tell who observes what its look-up has found."""
+        if self._observe is not None:
+            self._tell_found(state, admission)
+        if admission.is_first:
+            self._ages.note_used(state.keys[0].keys)
 
-    def note_admitted(self, state: RequestState, num_computed_tokens: int, sources: Mapping[str, int]) -> None:
-        """Tell who observes what the look-up of a request has found.
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Note the end of its wait, if it has not been admitted, and what it leaves."""
+        request_id = state.request.request_id
+        self._end_wait(request_id)
+        self._asked_at.pop(request_id, None)
+        self._answered_at.pop(request_id, None)
+        self.prefixes.note_ended(state)
 
-        Args:
-            state: the request, which is about to forget its wait for lower tiers.
-            num_computed_tokens: number of its leading tokens that are on the device.
-            sources: number of tokens to be loaded, by the tier they came from.
-        """
-        if self._observe is None or state.asked_at is None or state.answered_at is None:
+    def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
+        """Note how long it took. What failed or was not awaited says nothing of the speed."""
+        if since is None:
             return
-        ids, ended_at = (state.request.request_id,), state.answered_at
-        found = {f"found_tokens.{tier}": count for tier, count in sources.items()}
-        self._tell("look_up", ids, state.asked_at, ended_at, {"found_tokens.device": num_computed_tokens, **found})
+        num_tokens = len(load.origins.tiers)
+        facts: dict[str, int | str] = {"tokens": num_tokens, "outcome": outcome.name.lower()}
+        self._tell("load", (load.request_id,), since, self._clock(), facts)
+        if outcome is TransferOutcome.DONE:
+            self._loads.note(self._clock() - since, self._stats)
+            self._stats["load_tokens"] += num_tokens
+
+    def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
+        """Note how long it took, and follow some of its chunks."""
+        if since is None:
+            return
+        if self._observe is not None:
+            facts: dict[str, int | str] = {"chunks": len(store.keys), "outcome": outcome.name.lower()}
+            self._tell("store", store.request_ids, since, self._clock(), facts)
+        if outcome is TransferOutcome.DONE:
+            self._stores.note(self._clock() - since, self._stats)
+            if not store.is_spoiled:
+                self._ages.note_stored(store.handle.keys)
+
+    def reset(self) -> None:
+        """Forget the chunks that are followed: they were not evicted."""
+        self._ages.forget()
+        self.prefixes.forget()
+
+    # --- what it tells ------------------------------------------------------------------------------------------------
+
+    def take_stats(self) -> Stats:
+        """Return counters since the last call, and how levels have changed since then: summed up, these are the levels."""
+        self._ages.look()
+        stats = dict(self._stats)
+        self._stats.clear()
+        return {**stats, **self._take_levels()}
+
+    def _end_wait(self, request_id: str) -> None:
+        since = self._not_yet_since.pop(request_id, None)
+        if since is not None:
+            now = self._clock()
+            self._waits.note(now - since, self._stats)
+            self._tell("wait", (request_id,), since, now)
+
+    def _tell_found(self, state: RequestState, admission: Admission) -> None:
+        """Tell who observes what the look-up of a request has found, which is about to forget its wait for lower tiers."""
+        request_id = state.request.request_id
+        asked_at, ended_at = self._asked_at.pop(request_id, None), self._answered_at.pop(request_id, None)
+        if asked_at is None or ended_at is None:
+            return
+        found = {f"found_tokens.{tier}": count for tier, count in admission.sources.items()}
+        self._tell(
+            "look_up",
+            (request_id,),
+            asked_at,
+            ended_at,
+            {"found_tokens.device": admission.num_computed_tokens, **found},
+        )
         fetch = None if state.waiting is None else state.waiting.fetch
         if fetch is not None and self._lower is not None:
             began_at = self._clock() - (self._lower.clock() - fetch.started_at)
-            self._tell("prefetch", ids, began_at, max(began_at, ended_at), {"chunks": len(fetch.sources)})
-        state.asked_at = state.answered_at = None
+            self._tell("prefetch", (request_id,), began_at, max(began_at, ended_at), {"chunks": len(fetch.sources)})
 
     def _tell(
         self,
@@ -130,32 +197,7 @@ class Measures:
         if self._observe is not None:
             self._observe(Episode(what, request_ids, began_at, ended_at, facts))
 
-    def note_end(self, job: Load | Store | None, since: float | None, outcome: TransferOutcome) -> None:
-        """Note that a job has ended which began at ``since``. What failed or was not awaited says nothing of the speed."""
-        if job is None or since is None:
-            return
-        now = self._clock()
-        took_s, how = now - since, outcome.name.lower()
-        if isinstance(job, Load):
-            facts: dict[str, int | str] = {"tokens": len(job.origins.tiers), "outcome": how}
-            self._tell("load", (job.request_id,), since, now, facts)
-        elif self._observe is not None:
-            self._tell("store", job.request_ids, since, now, {"chunks": len(job.keys), "outcome": how})
-        if outcome is not TransferOutcome.DONE:
-            return
-        if isinstance(job, Load):
-            self._loads.note(took_s, self._shared.stats)
-            self._shared.stats["load_tokens"] += len(job.origins.tiers)
-        else:
-            self._stores.note(took_s, self._shared.stats)
-            if not job.is_spoiled:
-                self.ages.note_stored(job.handle.keys)
-
-    def _label(self, tenant: str) -> str:
-        return self._labels.get(tenant, tenant)
-
-    def take_levels(self) -> Stats:
-        """Return how levels have changed since the last call, so that the counters of all steps sum up to the level."""
+    def _take_levels(self) -> Stats:
         manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
         num_ready = manager.num_ready
         levels: dict[str, float] = {
@@ -170,7 +212,7 @@ class Measures:
             **self._limits,
         }
         for tenant, num_chunks in manager.usage().items():
-            levels[labelled(f"num_{tier}_tenant_bytes", self._label(tenant))] = num_chunks * chunk_bytes
+            levels[labelled(f"num_{tier}_tenant_bytes", tenant)] = num_chunks * chunk_bytes
         before, self._levels = self._levels, levels
         return level_changes(before, levels) if levels != before else {}
 
@@ -179,14 +221,17 @@ class ChunkAges:
     """Samples how long chunks stay in host memory, and after what time requests come back to them.
 
     Args:
-        shared: has the manager, and the counters.
+        manager: the manager of host memory.
+        tier: its name in counters.
         clock: monotonic time in seconds.
+        stats: the counters; mutated.
     """
 
-    def __init__(self, shared: Shared, clock: Clock) -> None:
-        self._shared = shared
+    def __init__(self, manager: OffloadManager, tier: str, clock: Clock, stats: Counter[str]) -> None:
+        self._manager = manager
         self._clock = clock
-        self._lifetimes = Times(f"{shared.tier}_lifetime", AGES_MS)
+        self._stats = stats
+        self._lifetimes = Times(f"{tier}_lifetime", AGES_MS)
         self._gaps = Times("reuse_gap", AGES_MS)
         # When each followed chunk was stored, and when each remembered one was used last; the oldest first.
         self._kept: dict[OffloadKey, float] = {}
@@ -216,7 +261,7 @@ class ChunkAges:
                 continue
             before = self._used.pop(key, None)
             if before is not None:
-                self._gaps.note(now - before, self._shared.stats)
+                self._gaps.note(now - before, self._stats)
             self._used[key] = now
         if len(self._used) > MAX_USED:
             self._used_apart = min(2 * self._used_apart, _MOST_APART)
@@ -230,9 +275,9 @@ class ChunkAges:
             return
         self._look_at = now + LOOK_S
         followed = list(self._kept)
-        for key, is_there in zip(followed, self._shared.manager.lookup(followed), strict=True):
+        for key, is_there in zip(followed, self._manager.lookup(followed), strict=True):
             if not is_there:
-                self._lifetimes.note(now - self._kept.pop(key), self._shared.stats)
+                self._lifetimes.note(now - self._kept.pop(key), self._stats)
         if self._apart > 1 and len(self._kept) < MAX_KEPT // 4:
             self._apart //= 2
 

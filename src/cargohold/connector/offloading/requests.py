@@ -280,9 +280,6 @@ class RequestState:
         lookup: the last look-up's answer.
         loads_in_step: whether the step that computes the rest of it is to wait for its load, as the last look-up's answer said.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
-        asked_at, answered_at: when the engine asked for it first, and when the answer was not "not yet", since it was admitted
-            last; noted only for traces.
-        not_yet_since: since when the engine is told to ask again; ``None`` if the last look-up was answered.
         is_handed_off: whether its chunks are promised to another engine.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from first.
@@ -304,9 +301,6 @@ class RequestState:
     lookup: Lookup | None = None
     loads_in_step: bool = False
     waiting: Waiting | None = None
-    asked_at: float | None = None
-    answered_at: float | None = None
-    not_yet_since: float | None = None
     is_handed_off: bool = False
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)

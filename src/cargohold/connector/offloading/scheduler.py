@@ -12,6 +12,7 @@ from typing import Any, Final
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
+from cargohold.connector.offloading.guest import Admission, Guests
 from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import (
     NOTHING_TO_DO,
@@ -20,14 +21,14 @@ from cargohold.connector.offloading.jobs import (
     LockHolder,
     OffloadingMetadata,
     RequestHolder,
-    Shared,
     Store,
     TierReport,
     TouchHolder,
 )
 from cargohold.connector.offloading.loads import Loads, TierLookup
-from cargohold.connector.offloading.measures import Measures, Prefixes
+from cargohold.connector.offloading.measures import Meters
 from cargohold.connector.offloading.requests import NEVER, Budget, Handoff, RequestState
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.protocol import (
@@ -84,7 +85,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         lower: LowerTiers | None = None,
     ) -> None:
         holder = LockHolder() if environment.applies_locks else RequestHolder()
-        events = tier_events(environment, manager, lower)
         self._shared = Shared(
             config,
             environment.layout,
@@ -93,16 +93,19 @@ class OffloadingScheduler(KVConnectorScheduler):
             holder,
             JobTable(environment.clock),
             environment.clock,
-            events,
             environment.finds_partial_loads,
             environment.prefix_caching,
         )
-        self._measures = Measures(self._shared, environment, lower)
-        self._prefixes = Prefixes(manager, environment.layout, environment.clock)
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
         self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
+        self._stores = make_stores(self._shared, self._requests)
+        self._meters = Meters(self._shared, environment, lower)
+        self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
+        # In the order in which they are told.
+        guests = Guests([self._meters] if self._events is None else [self._events, self._meters])
+        self._guests = self._shared.guests = guests
         self._lower = lower
         self._prefetcher = None
         if lower is not None:
@@ -111,8 +114,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
             hints = self._shared.hints
             hints.on_claims, lower.on_arrived = lower.rank, hints.note_stored
-            if events is not None:
-                hints.on_ask = events.note_wanted
+            if self._events is not None:
+                hints.on_ask = self._events.note_wanted
             hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
         self._lookup = TierLookup(
             manager if lower is None else lower.host,
@@ -121,11 +124,10 @@ class OffloadingScheduler(KVConnectorScheduler):
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
             prefetcher=self._prefetcher,
-            events=events,
+            on_ask=None if self._events is None else self._events.note_wanted,
         )
         lower_names = () if lower is None else [tier.name for tier in lower.tiers]
         self._loads = Loads(self._shared, self._requests, lower_names)
-        self._stores = make_stores(self._shared, self._requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
@@ -187,6 +189,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         )
         promises = shared.promises
         state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
+        self._guests.request_new(state)
         self._requests[request.request_id] = state
 
     def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
@@ -203,11 +206,10 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._lingering.add(request.request_id)
         state = self._requests[request.request_id]
         state.end_waiting()
-        self._measures.note_answer(state, is_known=True)
         self._stores.end_request(state, block_ids)
         if state.grants:
             self._shared.hints.note_ended(state)
-        self._prefixes.note_ended(state)
+        self._guests.request_ended(state, block_ids)
         return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
 
     def _announcement(self, state: RequestState) -> Mapping[str, Any] | None:
@@ -247,7 +249,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             return 0, False  # a load might get stuck, too, and take more blocks out of service
         state = self._requests[request.request_id]
         num_tokens = self._lookup.find(state, num_computed_tokens)
-        self._measures.note_answer(state, is_known=num_tokens is not None)
+        self._guests.request_asked(state, num_tokens is not None)
         if num_tokens is None:
             return None, False
         num_external_tokens = num_tokens - num_computed_tokens
@@ -258,6 +260,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
         state = self._requests[request.request_id]
         self._stores.note_blocks(state, blocks)
+        self._guests.request_placed(state, blocks)
         lookup, state.lookup = state.lookup, None
         if lookup is None:
             state.was_admitted = True
@@ -270,13 +273,12 @@ class OffloadingScheduler(KVConnectorScheduler):
         sources: Mapping[str, int] = {}
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
-        self._measures.note_admitted(state, lookup.num_computed_tokens, sources)
+        admission = Admission(lookup.num_computed_tokens, num_hit_tokens, sources, is_first=not state.was_admitted)
+        self._guests.request_admitted(state, admission)
         state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
-        if not state.was_admitted:
-            self._measures.ages.note_used(state.keys[0].keys)
         state.was_admitted = True
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
@@ -293,6 +295,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if self._shared.hints:
             self._shared.hints.expire()
         given_up = self._give_up_overdue()
+        self._guests.step_begins(step)
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
         loads, release = self._loads.take_planned(), self._take_released()
@@ -312,6 +315,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
+        self._guests.worker_reported(output)
         self._loads.note_copied(output.stats)
         self._loads.note_invalid(output.invalid_block_ids)
         if output.finished.step_failed or output.invalid_block_ids:
@@ -325,15 +329,17 @@ class OffloadingScheduler(KVConnectorScheduler):
                 continue
             is_stuck, since = self._shared.jobs.is_stuck(job_id), self._shared.jobs.since(job_id)
             job = self._shared.jobs.end(job_id)
-            if isinstance(job, Load) and is_stuck:
-                self._loads.end_stuck(job, outcome)
-            elif isinstance(job, Load):
-                self._loads.end(job, outcome, output)
+            if isinstance(job, Load):
+                if is_stuck:
+                    self._loads.end_stuck(job, outcome)
+                else:
+                    self._loads.end(job, outcome, output)
+                self._guests.load_ended(job, since, outcome)
             elif isinstance(job, Store):
                 self._stores.end(job, outcome)
+                self._guests.store_ended(job, since, outcome)
             else:
                 logger.warning("a worker reported job %d, which is not in flight", job_id)
-            self._measures.note_end(job, since, outcome)
         if self._lower is not None and isinstance(output.worker_meta, TierReport):
             for at, losses in output.worker_meta.losses.items():
                 self._lower.note_lost(at, losses.keys)
@@ -343,6 +349,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._pace.end(self._shared.stats)
         if self._prefetcher is not None:
             self._prefetcher.end_step()
+        self._guests.step_ends()
         return self._shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
@@ -358,8 +365,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def take_events(self) -> Iterable[KVEvent]:
         """Return the events of chunks that became available in the tiers or were removed, if anyone listens."""
-        events = self._shared.events
-        return () if events is None else events.take()
+        return () if self._events is None else self._events.take()
 
     def take_hint_events(self) -> Iterable[HintEvent]:
         """Return how hints have ended since the last call."""
@@ -368,7 +374,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def get_contents(self) -> Sequence[TierContents]:
         """Return what is in host memory; of a tier below, nobody keeps a list by tenant or prefix."""
         shared = self._shared
-        hints, chunk_bytes = shared.hints, self._measures.chunk_bytes
+        hints, chunk_bytes = shared.hints, self._meters.chunk_bytes
         return [
             TierContents(
                 tier=shared.tier,
@@ -379,7 +385,7 @@ class OffloadingScheduler(KVConnectorScheduler):
                     TenantUse(tenant, num_chunks, num_chunks * chunk_bytes)
                     for tenant, num_chunks in shared.manager.usage().items()
                 ],
-                prefixes=self._prefixes.kept(),
+                prefixes=self._meters.prefixes.kept(),
             )
         ]
 
@@ -395,22 +401,21 @@ class OffloadingScheduler(KVConnectorScheduler):
         is_reset = not self._shared.jobs and self._shared.manager.reset()
         if is_reset:
             self._shared.hints.void_all()
-            self._measures.ages.forget()
-            self._prefixes.forget()
+            self._guests.reset()
         return is_reset
 
     def shutdown(self) -> None:
         """End leases and priorities: the manager may outlive this connector."""
         self._shared.hints.void_all()
+        self._guests.shutdown()
 
     def get_stats(self) -> Stats:
         """Return counters since the last call."""
-        self._measures.ages.look()
         stats, self._shared.stats = dict(self._shared.stats), Counter()
         if self._shared.hints.stats:
             stats, self._shared.hints.stats = {**stats, **self._shared.hints.stats}, Counter()
         lower = {} if self._lower is None else self._lower.take_stats()
-        return {**stats, **self._measures.take_levels(), **lower}
+        return {**stats, **self._meters.take_stats(), **lower}
 
     def get_outages(self) -> Sequence[Outage]:
         """Return which tiers are out of use, as a whole or in part."""
@@ -418,7 +423,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def _notes_of(self, keys: Sequence[OffloadKey]) -> Sequence[Note]:
         """Return what lower tiers are to keep with chunks that are written down now; nothing if that is nothing for all."""
-        events, hints = self._shared.events, self._shared.hints
+        events, hints = self._events, self._shared.hints
         notes = [NO_NOTE] * len(keys) if events is None else list(map(events.note_of, keys))
         if hints:
             return [replace(note, claim=hints.claim_of(key)) for note, key in zip(notes, keys, strict=True)]

@@ -21,10 +21,12 @@ from typing import Final, Protocol, TypeAlias
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, StoreHandle
-from cargohold.connector.offloading.jobs import Shared, Store, StoreJob
+from cargohold.connector.offloading.guest import StoredPart
+from cargohold.connector.offloading.jobs import Store, StoreJob
 from cargohold.connector.offloading.loads import rows_to_store
 from cargohold.connector.offloading.offers import Chooser, Offer, Unstored
 from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
 from cargohold.tiers.scheduler_side.promises import Deadline, Patience
 from cargohold.tiers.scheduler_side.tier_state import parents_in
@@ -200,6 +202,11 @@ class StorePlanner(Protocol):
         """Blocks of ended requests that are held until their KV is stored; see ``EagerStores``."""
         ...
 
+    @property
+    def stores_free_blocks(self) -> bool:
+        """Whether it stores blocks that no request holds any more."""
+        ...
+
 
 MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
 """Makes a ``StorePlanner`` for the requests of a connector."""
@@ -220,6 +227,8 @@ class EagerStores:
         shared: the state that the connector's parts share.
         requests: the connector's requests, by id.
     """
+
+    stores_free_blocks = False
 
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
         self._shared = shared
@@ -402,7 +411,9 @@ class EagerStores:
         block_ids, rows = self._places(offered, handle)
         shared.holder.hold(block_ids)
         store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
-        store.request_ids = self._note_taken(offered, store.keys)
+        parts = self._note_taken(offered, store.keys)
+        store.request_ids = frozenset(part.state.request.request_id for part in parts)
+        shared.guests.store_begins(store, parts)
         yield start_store(shared, store, rows)
 
     def _promise(self, offered: Sequence[Offer]) -> None:
@@ -441,23 +452,21 @@ class EagerStores:
             starts = [start_of[key] for key in handle.keys]
         return rows_to_store(block_ids, starts, handle.slots, per_chunk)
 
-    def _note_taken(self, offered: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> AbstractSet[str]:
-        """Count the chunks that the manager takes, and remember them for events; return the requests that they are of."""
-        events = self._shared.events
-        request_ids: set[str] = set()
+    def _note_taken(self, offered: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> list[StoredPart]:
+        """Count the chunks that the manager takes; return of which requests they are."""
+        parts: list[StoredPart] = []
         num_again = 0
+        takes_all = len(taken) == sum([len(offer.keys) for offer in offered])
         for offer in offered:
             if taken.isdisjoint(offer.keys):
                 continue
-            request_ids.add(offer.state.request.request_id)
             num_again += offer.num_again(taken)
-            if events is not None:
-                stored = [key for key in offer.keys if key in taken]
-                events.note_store(offer.state.request, offer.of.keys, stored, offer.first)
+            stored = offer.keys if takes_all else [key for key in offer.keys if key in taken]
+            parts.append(StoredPart(offer.state, offer.group, stored, offer.first))
         num_computed = len(taken) - num_again
         self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
         self._shared.stats["stored_again_chunks"] += num_again
-        return request_ids
+        return parts
 
 
 class NoStores:
@@ -465,6 +474,7 @@ class NoStores:
 
     has_pending_work = False
     held_blocks = ()
+    stores_free_blocks = False
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
         """Do nothing."""
@@ -505,5 +515,3 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
         shared.stats["stores_failed"] += 1
         reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
         shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)
-    if shared.events is not None:
-        shared.events.note_ended(store.handle.keys)

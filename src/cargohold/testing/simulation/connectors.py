@@ -17,9 +17,9 @@ from cargohold.cache.shares import NORMAL
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
-from cargohold.connector.offloading.jobs import Shared
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, StorePlanner
 from cargohold.connector.options import named_factory
 from cargohold.option_values import search_current_directory
