@@ -294,3 +294,34 @@ def test_a_leased_request_whose_blocks_are_too_many_to_be_held_says_so() -> None
     offloading.transfers[0].auto = True
     finish(engine, offloading)
     assert present(offloading, prompt(0, 60)) == [READY] * 15, "nobody wanted its blocks"
+
+
+def share_a_prompt(**options: Any) -> tuple[SimulatedEngine, SimulatedOffloading, list[int]]:
+    """Two tenants without salts, one of which has stored a prompt that both use."""
+    engine, offloading = make(quotas=[TenantQuota(tenant="ann", hard="50%"), TenantQuota(tenant="bob")], **options)
+    tokens = prompt(1, 16)
+    engine.add("ann", tokens, 1, tenant="ann")
+    finish(engine)
+    return engine, offloading, tokens
+
+
+def test_a_lease_claims_no_chunk_that_counts_for_another_tenant() -> None:
+    engine, offloading, tokens = share_a_prompt()
+    outcome = hint(engine, Hint.pin(ttl_s=1000), prefix(tokens, tenant="bob"))
+    assert (outcome.status, outcome.num_tokens) == (MISSING, 0)
+    assert "another tenant" in outcome.reason
+    engine.add("bob", [*tokens, *prompt(2, 8)], 1, tenant="bob", hints=[Hint.pin(ttl_s=1000)])
+    finish(engine)
+    assert engine.requests["bob"].hint_outcomes[0].status is CLIPPED
+    assert engine.scheduler.connector.get_stats()["num_pinned_chunks"] == 2, "bob's own"
+    offloading.manager.check()
+
+
+def test_a_lease_lets_go_of_a_chunk_that_comes_back_for_another_tenant() -> None:
+    engine, offloading, tokens = share_a_prompt()
+    assert hint(engine, Hint.pin(ttl_s=1000), prefix(tokens, tenant="ann")).status is ACCEPTED
+    offloading.manager.remove(keys_of(tokens, 4))
+    engine.add("bob", tokens, 1, tenant="bob")
+    finish(engine)
+    assert offloading.manager.usage()["bob"] == 4
+    assert not engine.scheduler.connector.get_stats().get("num_pinned_chunks"), "nobody holds what nobody may"

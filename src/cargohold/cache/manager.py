@@ -165,6 +165,10 @@ class OffloadManager(ABC):
         """
         return 0
 
+    def others(self, keys: Sequence[OffloadKey], tenant: str | None) -> list[OffloadKey]:
+        """Return those of the chunks in the tier that count for another tenant than this one, so that it cannot rank them."""
+        return []
+
     @property
     def quotas(self) -> Mapping[str, Limits]:
         """The limits of tenants that have some, by tenant."""
@@ -389,6 +393,9 @@ class ForwardingManager(OffloadManager):
 
     def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:  # noqa: D102
         return self.inner.rank(keys, level, tenant)
+
+    def others(self, keys: Sequence[OffloadKey], tenant: str | None) -> list[OffloadKey]:  # noqa: D102
+        return self.inner.others(keys, tenant)
 
     @property
     def quotas(self) -> Mapping[str, Limits]:  # noqa: D102

@@ -193,6 +193,14 @@ class TierManager(OffloadManager):
         self._shares.rank(slots, level)
         return len(slots)
 
+    def others(self, keys: Sequence[OffloadKey], tenant: str | None) -> list[OffloadKey]:  # noqa: D102
+        shares, owners = self._shares, self._table.owners
+        if shares is None or owners is None:
+            return []
+        own = shares.share_of(tenant)
+        slots = self._table.find_each(keys)
+        return [key for key, slot in zip(keys, slots, strict=True) if slot is not None and owners[slot] != own]
+
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         keys = list(keys)
         slots = self._table.find_run(keys)

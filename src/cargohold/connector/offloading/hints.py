@@ -201,8 +201,14 @@ class Hints:
         is_renewal = hint.lease is not None and (grant.tenant, hint.lease) in self._leases
         if is_renewal:
             self._end(self._leases[grant.tenant, hint.lease or ""], HintEnd.RELEASED)
-        num_left = self._cover(grant, _in_range(keys, hint), only_present=state is None)
+        in_range = _in_range(keys, hint)
+        num_others = len(self._manager.others(in_range, grant.tenant))
+        num_left = self._cover(grant, in_range, only_present=state is None)
+        if num_others:
+            limits.append(f"{num_others} chunks count for another tenant")
         if state is None and not grant.keys:
+            if num_others:
+                return HintOutcome(hint.action_id, HintStatus.MISSING, "; ".join(limits))
             if num_left:
                 return HintOutcome(hint.action_id, HintStatus.CLIPPED, self._limit_reached(grant))
             return HintOutcome(hint.action_id, HintStatus.MISSING, "host memory has none of these chunks")
@@ -295,9 +301,19 @@ class Hints:
     # --- chunks come and are used -------------------------------------------------------------------------------------
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Learn that chunks have come into the tier: those with grants get their levels."""
-        if self._of:
-            self._rank([key for key in keys if key in self._of])
+        """Learn that chunks have come into the tier: those with grants get their levels.
+
+        Grants of other tenants than the one for whom a chunk has come let go of it: they cannot hold it.
+        """
+        if not self._of:
+            return
+        covered = [key for key in keys if key in self._of]
+        for grant in self._grants_on(covered) if self._manager.quotas else ():
+            others = self._manager.others([key for key in covered if key in grant.keys], grant.tenant)
+            for key in others:
+                self._uncover(grant, key)
+            self.on_claims(others)
+        self._rank([key for key in covered if key in self._of])
 
     def note_used(self, state: RequestState) -> None:
         """Learn that a request is admitted: it uses its chunks, which renews leases, and makes lowered chunks normal."""
@@ -305,7 +321,7 @@ class Hints:
             return
         used = [key for keys in state.keys for key in keys.keys if key in self._of]
         now, own = self._clock(), set(state.grants)
-        for grant in {grant for key in used for grant in self._of[key]}:
+        for grant in self._grants_on(used):
             if grant.is_lease and grant.tenant == state.request.tenant:
                 grant.ends_at = now + grant.ttl_s
                 if grant.told_until - now < grant.ttl_s / 2:
@@ -425,9 +441,11 @@ class Hints:
     def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:
         """Let a grant cover chunks, as far as its budget goes; return how many it cannot cover.
 
-        Chunks that are not there are covered too, unless ``only_present``: they get the level when they come.
+        Chunks that are not there are covered too, unless ``only_present``: they get the level when they come. Those that count
+        for another tenant are not.
         """
-        new = [key for key in keys if key not in grant.keys]
+        others = set(self._manager.others(keys, grant.tenant))
+        new = [key for key in keys if key not in grant.keys and key not in others]
         if only_present:
             new = [key for key, state in zip(new, self._manager.lookup(new), strict=True) if state == READY]
         covered = new[: self.budgets.room(grant.tenant, grant.budget)]
@@ -439,6 +457,10 @@ class Hints:
         self._rank(covered)
         self.on_claims(covered)
         return len(new) - len(covered)
+
+    def _grants_on(self, keys: Sequence[OffloadKey]) -> list[Grant]:
+        """Return the grants that cover some of these chunks, each once."""
+        return list(dict.fromkeys(grant for key in keys for grant in self._of[key]))
 
     def _uncover(self, grant: Grant, key: OffloadKey) -> None:
         """Let a grant cover a chunk no more."""

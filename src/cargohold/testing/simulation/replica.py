@@ -210,6 +210,7 @@ class Replica(ABC):
         kv_transfer_params: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
         hints: Sequence[Hint] = (),
+        tenant: str | None = None,
     ) -> Request:
         """Queue a request. Raises ``RequestError`` if it is refused."""
         request = Request(
@@ -224,17 +225,18 @@ class Replica(ABC):
             salt=salt,
             kv_transfer_params=kv_transfer_params,
             stop_token_ids=frozenset(stop_token_ids),
+            tenant=tenant,
         )
         self.requests[request_id] = request
         self.chains.forget(request_id)
         self._queue(request, hints)
         return request
 
-    def hint(self, prompt: Sequence[int], salt: str | None, hints: Sequence[Hint]) -> None:
-        """Give hints about a prefix to the connector."""
+    def hint(self, prompt: Sequence[int], salt: str | None, hints: Sequence[Hint], tenant: str | None = None) -> None:
+        """Give hints about a prefix to the connector; without a ``tenant``, they are the salt's."""
         hashes: list[bytes] = []
         extend_hashes(hashes, prompt, self._hash_block_tokens, root_hash(salt=salt))
-        self.scheduler.connector.on_hints(Prefix(hashes, prompt, len(prompt), salt, salt), hints)
+        self.scheduler.connector.on_hints(Prefix(hashes, prompt, len(prompt), salt, tenant or salt), hints)
 
     @abstractmethod
     def _queue(self, request: Request, hints: Sequence[Hint]) -> None:

@@ -263,7 +263,7 @@ class Run:
                     expected.is_aborted = True
                     self._engine.abort(action.request_id)
             case Tell():
-                self._engine.hint(action.prompt, action.salt, action.hints)
+                self._engine.hint(action.prompt, action.salt, action.hints, action.tenant)
             case Reset():
                 self._is_reset_due = True
             case Restart():
@@ -293,6 +293,7 @@ class Run:
                 kv_transfer_params=ask.params,
                 stop_token_ids=() if ask.stop is None else (ask.stop,),
                 hints=ask.hints,
+                tenant=ask.tenant,
             )
         except RequestError:
             # Refused for its ``kv_transfer_params``, or because an earlier request's blocks are still being copied under its
@@ -390,13 +391,14 @@ class Run:
         engine.load_weights(self._weights)
         struck = world.source.struck
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
+        known_tiers = () if scenario.connector.custom else scenario.connector.tiers
         self._oracles = [
             RequestOracle(self._expected, may_fail=may_fail),
             CopyOracle(engine, holds=scenario.connector.holds_copies),
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
             LookUpOracle(engine),
-            HintOracle(engine, world.listed_media, lambda: struck.total() > 0),
+            HintOracle(engine, known_tiers, world.listed_media, lambda: struck.total() > 0),
             ContainmentOracle(engine, self._is_excused),
             *world.oracles(engine),
         ]

@@ -568,7 +568,8 @@ class TieredOffloading:
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
-        host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events)
+        quotas = limits_in_chunks(self.config.quotas, self._num_slots, 1)
+        host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events, quotas=quotas)
         options = [plan.options for plan in self._plans]
         side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
         assert isinstance(side.manager, TieringManager)

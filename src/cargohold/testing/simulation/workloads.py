@@ -9,7 +9,14 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig, TenantQuota
+from cargohold.connector.offloading.config import (
+    HINTS_ALL,
+    HINTS_OFF,
+    HINTS_RETAIN,
+    RESTORE_IF_FASTER,
+    HintConfig,
+    TenantQuota,
+)
 from cargohold.connector.offloading.requests import HANDOFF
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.protocol import AttentionKind, Hint, HintKind
@@ -32,6 +39,7 @@ class Ask:
         priority, salt, params: see ``Request``; ``params`` are its ``kv_transfer_params``.
         stop: a token that ends the answer; ``None`` for none.
         hints: what its client says of its future.
+        tenant: whose request it is; ``None`` for the salt, if there is one.
     """
 
     at: float
@@ -43,6 +51,7 @@ class Ask:
     params: Mapping[str, Any] | None = None
     stop: int | None = None
     hints: tuple[Hint, ...] = ()
+    tenant: str | None = None
 
     def answer(self) -> list[int]:
         """The tokens that the request generates when it has an engine to itself."""
@@ -55,6 +64,7 @@ class Ask:
             for name, value in (
                 ("priority", self.priority),
                 ("salt", self.salt),
+                ("tenant", self.tenant),
                 ("params", self.params),
                 ("hints", [hint.kind.value for hint in self.hints]),
             )
@@ -82,10 +92,12 @@ class Tell:
     prompt: Tokens
     salt: str | None
     hints: tuple[Hint, ...]
+    tenant: str | None = None
 
     def __str__(self) -> str:
         kinds = ", ".join(hint.kind for hint in self.hints)
-        return f"hints about {len(self.prompt)} tokens, salt={self.salt!r}: {kinds}"
+        who = "" if self.tenant is None else f", tenant={self.tenant!r}"
+        return f"hints about {len(self.prompt)} tokens, salt={self.salt!r}{who}: {kinds}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,19 @@ class Restart:
 
 
 Action: TypeAlias = Ask | Abort | Tell | Reset | Restart
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """Who sends requests and hints.
+
+    Attributes:
+        salt: what keeps its KV apart from that of others; ``None`` if it shares prefixes with all who have none.
+        tenant: its name, if that is not its salt.
+    """
+
+    salt: str | None = None
+    tenant: str | None = None
 
 
 @dataclass(slots=True)
@@ -157,9 +182,9 @@ class Writer:
         self.actions += (Abort(again.at, ask.request_id), again)
         return again
 
-    def tell(self, prompt: Sequence[int], salt: str | None, hints: Sequence[Hint]) -> None:
-        """Write that hints are given now about a prefix."""
-        self.actions.append(Tell(self.now, tuple(prompt), salt, tuple(hints)))
+    def tell(self, prompt: Sequence[int], client: _Client, hints: Sequence[Hint]) -> None:
+        """Write that a client gives hints now about a prefix."""
+        self.actions.append(Tell(self.now, tuple(prompt), client.salt, tuple(hints), client.tenant))
 
     def reset(self) -> None:
         """Write that all caches are to be reset now."""
@@ -463,32 +488,58 @@ def stops(load: Workload) -> None:
             writer.reset()
 
 
+CLIENTS: Final = (
+    _Client(),
+    _Client(salt="tenant a"),
+    _Client(salt="tenant b"),
+    _Client(tenant="tenant c"),
+    _Client(tenant="tenant d"),
+    _Client(salt="tenant a", tenant="tenant c"),
+)
+"""Tenants with a salt meet no chunks of others; those without share prefixes with each other."""
+
+
+RIGHTS: Final = (HINTS_OFF, HINTS_RETAIN, HINTS_ALL)
+
+
 def hints(load: Workload) -> None:
-    """Clients and routers give hints of every kind, also floods, contradictory and foreign ones; tenants have quotas."""
+    """Hints of every kind, also floods, contradictory and foreign ones, of tenants that have rights and quotas."""
     writer, random = load.writer, load.random
     documents = [writer.text(12, 40) for _ in range(random.randint(3, 8))]
-    num_slots = random.randint(8, 30)
     load.options |= {
         "num_spare_blocks": random.randint(0, 6),
-        "tier_slots": num_slots,
+        "tier_slots": random.randint(8, 30),
         "hints": HintConfig(
+            allow=random.choice((HINTS_ALL, *RIGHTS)),
+            allow_of={f"tenant {name}": random.choice(RIGHTS) for name in "abcd" if random.random() < 0.4},
             pin_fraction=random.choice((0.1, 0.3, 0.6)),
             retain_fraction=random.choice((0.2, 0.6)),
             max_ttl_s=random.choice((1.0, 5.0, 60.0)),
         ),
-        "quotas": random.choice(((), (TenantQuota(tenant="tenant a", reserved="40%", hard="70%"),))),
+        "quotas": _quotas(random),
     }
-    salts = (None, None, "tenant a", "tenant b")
+    clients = random.choices(CLIENTS, k=3)
     for _ in range(random.randint(10, 40)):
         writer.pause(1.0)
+        client = random.choice(clients)
         document = _cut(random.choice(documents), random) + writer.text(1, 4)
         given = tuple(_hint(random) for _ in range(random.choice((0, 1, 1, 2, 8))))
-        writer.ask(document, random.randint(1, 6), salt=random.choice(salts), hints=given)
+        writer.ask(document, random.randint(1, 6), salt=client.salt, tenant=client.tenant, hints=given)
         if random.random() < 0.5:
             told = [_hint(random) for _ in range(random.choice((1, 1, 3)))]
-            writer.tell(random.choice(documents), random.choice(salts), told)
+            writer.tell(random.choice(documents), random.choice(clients), told)
         if random.random() < 0.02:
             writer.reset()
+
+
+def _quotas(random: Random) -> tuple[TenantQuota, ...]:
+    """Quotas of no tenant, of one or of several, which together reserve less than there is."""
+    possible = (
+        TenantQuota(tenant="tenant a", reserved="40%", hard="70%"),
+        TenantQuota(tenant="tenant c", reserved="20%", soft="30%"),
+        TenantQuota(tenant="tenant d", hard="40%"),
+    )
+    return tuple(random.sample(possible, random.choice((0, 1, 2, 3))))
 
 
 def _hint(random: Random) -> Hint:

@@ -41,7 +41,7 @@ from cargohold.testing.simulation.oracles import Oracle
 from cargohold.testing.simulation.replica import NO_OUTPUT, STEP_S, VOCAB_SIZE, Replica
 from cargohold.testing.simulation.run import NO_TIMELINE, Run, RunResult, Timeline, quiet_logging
 from cargohold.testing.simulation.transfers import CopiesInFlight
-from cargohold.testing.simulation.workloads import Ask, without_used_ids
+from cargohold.testing.simulation.workloads import Action, Ask, Tell, without_used_ids
 from cargohold.testing.simulation.world import ANY, Scenario, Shape, World, draw_scenario
 from cargohold.testing.vllm.configuration import (
     ASYNC,
@@ -443,7 +443,7 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
 
     * Recurrent state needs a prefix cache, and blocks no larger than those of other groups.
     * With chunked local attention, vLLM needs blocks of one size, and chunks of whole blocks.
-    * vLLM gives every request an id of its own.
+    * vLLM gives every request an id of its own, and knows its tenant by its salt.
     * The pool keeps its number of spare blocks, beyond those without which vLLM does not start. Where a prefix may end
       inside a block, it gets one more per group: vLLM copies such blocks, and does not make sure that it ever has room to.
     """
@@ -469,7 +469,12 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
     shape = replace(shape, groups=groups, scheduler=options)
     shape = replace(shape, num_blocks=num_blocks_needed(shape) + num_spare)
     plan = replace(scenario.connector, with_context=True, applies_locks=True)
-    return replace(scenario, shape=shape, connector=plan, actions=without_used_ids(scenario.actions))
+    actions = tuple(map(_with_salt, without_used_ids(scenario.actions)))
+    return replace(scenario, shape=shape, connector=plan, actions=actions)
+
+
+def _with_salt(action: Action) -> Action:
+    return replace(action, salt=action.tenant or action.salt, tenant=None) if isinstance(action, Ask | Tell) else action
 
 
 def _match_unit(groups: tuple[GroupPlan, ...], random: Random) -> int | None:

@@ -1,6 +1,7 @@
 """Oracles: checks of what must always hold in a simulated engine."""
 
 from cargohold.testing.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
+from cargohold.testing.simulation.oracles.hints import HintOracle
 from cargohold.testing.simulation.oracles.requests import (
     ContainmentOracle,
     Expectation,
@@ -9,7 +10,7 @@ from cargohold.testing.simulation.oracles.requests import (
     StatsOracle,
 )
 from cargohold.testing.simulation.oracles.tiers import LimitOracle, LookUpOracle, TierOracle
-from cargohold.testing.simulation.oracles.wishes import HintOracle, WishOracle
+from cargohold.testing.simulation.oracles.wishes import WishOracle
 from cargohold.testing.simulation.replica import Oracle, OracleError
 
 __all__ = [
