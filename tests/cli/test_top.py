@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import threading
@@ -11,8 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cargohold import OffloadConfig
+from cargohold.cli.top import draw
 from cargohold.errors import ConfigError
 from cargohold.serve.records import Scrape, metrics_url
 from tests.command import Command
@@ -68,7 +71,45 @@ def test_vllm_is_shown_with_our_connector_in_it(cargohold: Command, recorded: st
         assert expected in shown.out
 
 
-RECORDED_FACTS = ("1 running", "host", "speed: loads")
+RECORDED_FACTS = ("1 running", "host", "speed: restoring")
+
+
+LARGE = b"".join(
+    b'cargohold_%s{tier="%s"%s} %d\n' % (name, tier, more, number)
+    for tier in (b"device", b"host", b"disk", b"shared")
+    for name, more, number in (
+        (b"tier_ready_tokens", b"", 8_888_888),
+        (b"tier_capacity_tokens", b"", 9_999_999),
+        (b"tier_in_use_tokens", b"", 7_777_777),
+        (b"tier_pinned_tokens", b"", 6_666_666),
+        (b"tier_capacity_bytes", b"", 2**40),
+        (b"moved_bytes_total", b',direction="in"', 1023 * 2**30),
+        (b"moved_bytes_total", b',direction="out"', 1022 * 2**30),
+        (b"removed_chunks_total", b"", 5_555_555),
+    )
+)
+NUMBERS = ("89%", "8,889k", "10,000k", "7,778k", "6,667k", "1023 GiB", "1022 GiB", "5,556k")
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize("recorded", [LARGE], indirect=True)
+def test_numbers_stay_whole_however_narrow_the_terminal_is(
+    cargohold: Command, recorded: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = cargohold("top", recorded, "--once")
+    for number in NUMBERS:
+        assert shown.out.count(number) == 4, shown.out
+    assert "…" not in shown.out and max(map(len, shown.out.splitlines())) <= columns
+    tables = sum(line.startswith("│ tier") for line in shown.out.splitlines())
+    assert tables == (1 if columns == 160 else 2)
+
+
+def test_what_an_engine_does_not_tell_is_not_none() -> None:
+    shown = Console(width=100, file=io.StringIO())
+    shown.print(draw("engine", Scrape.parse(0.0, 'cargohold_tier_capacity_bytes{tier="host"} 1\n'), None))
+    text = shown.file.getvalue()  # type: ignore[attr-defined]  # of StringIO
+    assert "? running, ? waiting" in text and "prompts: not known" in text
 
 
 @pytest.mark.parametrize("recorded", [b"vllm:num_requests_running 3\n"], indirect=True)

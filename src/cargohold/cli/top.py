@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Final
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,6 +28,8 @@ from cargohold.serve.records import Scrape, metrics_url, scrape, tiers_of
 _MAX_AT_ONCE: Final = 32
 _COLOURS: Final = ("green", "blue", "magenta", "cyan", "yellow")
 """Colours of the tiers, in their order; what was computed has none."""
+_WIDE: Final = 1000
+"""Columns beyond those of any terminal: a table as wide as it wants to be."""
 
 # --- what people see --------------------------------------------------------------------------------------------------
 
@@ -38,7 +43,7 @@ def draw(name: str, now: Scrape, before: Scrape | None) -> RenderableType:
     tiers = tiers_of(now)
     parts = [_requests(now, grown, span_s), _prompts(grown, tiers)]
     if tiers:
-        parts += [_places(now, grown, span_s, tiers), _speeds(grown), _ages(now)]
+        parts += [_Places(now, grown, span_s, tiers), _speeds(grown), _ages(now)]
         parts += _troubles(now)
     else:
         parts.append(Text("no Cargohold here: its /metrics has none of our time series", style="yellow"))
@@ -47,15 +52,23 @@ def draw(name: str, now: Scrape, before: Scrape | None) -> RenderableType:
 
 def _requests(now: Scrape, grown: Scrape, span_s: float | None) -> Text:
     states = now.by("cargohold_engine_requests", "state")
-    running = states.get("running", now.total("vllm:num_requests_running"))
-    waiting = states.get("waiting", now.total("vllm:num_requests_waiting")) + states.get("loading", 0)
-    text = Text(f"requests: {running:g} running, {waiting:g} waiting")
-    tokens = grown.total("cargohold_generated_tokens_total", "vllm:generation_tokens_total")
-    return text.append(f"; {_rate(tokens, span_s)} tokens generated")
+    running = states.get("running", now.known("vllm:num_requests_running"))
+    waiting = states.get("waiting", now.known("vllm:num_requests_waiting"))
+    if waiting is not None:
+        waiting += states.get("loading", 0)
+    told = (f"{_known(number)} {what}" for number, what in ((running, "running"), (waiting, "waiting")))
+    text = Text(f"requests: {', '.join(told)}")
+    tokens = grown.known("cargohold_generated_tokens_total", "vllm:generation_tokens_total")
+    refused = grown.known("cargohold_refused_requests_total")
+    if refused:
+        text.append(f", {_rate(refused, span_s)} refused", style="bold red")
+    return text.append(f"; {_rate(tokens, span_s) or '?'} tokens generated")
 
 
 def _prompts(grown: Scrape, tiers: Sequence[str]) -> RenderableType:
     """Where prompts came from, as a bar and in words."""
+    if "cargohold_prompt_tokens_total" not in grown.samples:
+        return Text("prompts: not known", style="dim")
     found = grown.by("cargohold_prompt_tokens_total", "tier")
     total = sum(found.values())
     if not total:
@@ -71,49 +84,78 @@ def _prompts(grown: Scrape, tiers: Sequence[str]) -> RenderableType:
     return text
 
 
-def _places(now: Scrape, grown: Scrape, span_s: float | None, tiers: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("tier", "full", "", "tokens", "of", "in use", "pinned", "in", "out", "evicted"):
-        table.add_column(heading, justify="left" if heading in {"tier", "full"} else "right", no_wrap=True)
-    kinds = ("ready_tokens", "capacity_tokens", "in_use_tokens", "pinned_tokens")
-    gauges = {kind: now.by(f"cargohold_tier_{kind}", "tier") for kind in kinds}
-    moved = {
-        way: {
-            dict(labels)["tier"]: value
-            for labels, value in grown.samples.get("cargohold_moved_bytes_total", {}).items()
-            if ("direction", way) in labels
-        }
-        for way in ("in", "out")
-    }
-    removed = grown.by("cargohold_removed_chunks_total", "tier")
-    for tier, colour in zip(tiers, _COLOURS * len(tiers), strict=False):
-        ready, capacity = gauges["ready_tokens"].get(tier), gauges["capacity_tokens"].get(tier)
-        is_known = ready is not None and bool(capacity)
-        bar: RenderableType = ""
-        if is_known:
-            bar = ProgressBar(
-                total=capacity, completed=ready or 0, width=20, complete_style=colour, finished_style=colour
-            )
-        table.add_row(
-            Text(tier, style=colour),
-            bar,
-            f"{(ready or 0) / (capacity or 1):.0%}" if is_known else "",
-            _count(ready),
-            _count(capacity),
-            *(_count(gauges[kind].get(tier)) for kind in ("in_use_tokens", "pinned_tokens")),
-            *(_rate(moved[way].get(tier), span_s, as_bytes=True) for way in ("in", "out")),
-            _rate(removed.get(tier), span_s),
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The tiers as a table, or as two below each other where it is too narrow: numbers stay whole.
+
+    Attributes:
+        now, grown, span_s: what there is now, and what was done in how many seconds.
+        tiers: names of the tiers.
+    """
+
+    now: Scrape
+    grown: Scrape
+    span_s: float | None
+    tiers: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        held, moved = list(zip(*self._held(), strict=True)), list(zip(*self._moved(), strict=True))
+        whole = self._table([*held, *moved])
+        if Measurement.get(console, options.update(width=_WIDE), whole).maximum <= options.max_width:
+            yield whole
+        else:
+            yield from (self._table(held), self._table(moved))
+
+    def _table(self, columns: Sequence[Sequence[RenderableType]]) -> Table:
+        """A table of columns, each with its heading, behind the names of the tiers."""
+        names = [Text(tier, style=colour) for tier, colour in self._colours()]
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for heading, *_ in (("tier",), *columns):
+            is_left = heading in {"tier", "full"}
+            table.add_column(heading, justify="left" if is_left else "right", no_wrap=True)
+        for cells in zip(names, *(column[1:] for column in columns), strict=True):
+            table.add_row(*cells)
+        return table
+
+    def _colours(self) -> Iterator[tuple[str, str]]:
+        return zip(self.tiers, _COLOURS * len(self.tiers), strict=False)
+
+    def _held(self) -> Iterator[tuple[RenderableType, ...]]:
+        """What is in each tier, row by row."""
+        yield "full", "", "tokens", "of", "in use", "pinned"
+        ready, capacity, *others = (
+            self.now.by(f"cargohold_tier_{kind}_tokens", "tier") for kind in ("ready", "capacity", "in_use", "pinned")
         )
-    return table
+        for tier, colour in self._colours():
+            held, most = ready.get(tier), capacity.get(tier)
+            bar: RenderableType = ""
+            if held is not None and most:
+                bar = ProgressBar(total=most, completed=held, width=20, complete_style=colour, finished_style=colour)
+            part = f"{held / most:.0%}" if held is not None and most else ""
+            yield bar, part, _count(held), _count(most), *(_count(gauge.get(tier)) for gauge in others)
+
+    def _moved(self) -> Iterator[tuple[str, ...]]:
+        """What went into each tier and out of it, row by row."""
+        yield "in", "out", "evicted"
+        moved: Counter[tuple[str, str]] = Counter()
+        for labels, value in self.grown.samples.get("cargohold_moved_bytes_total", {}).items():
+            moved[dict(labels)["tier"], dict(labels)["direction"]] += value  # type: ignore[assignment]  # a Counter adds what can be added
+        removed = self.grown.by("cargohold_removed_chunks_total", "tier")
+        for tier in self.tiers:
+            ways = (moved.get((tier, way)) for way in ("in", "out"))
+            told = (_rate(amount, self.span_s, as_bytes=True) for amount in ways)
+            yield *told, _rate(removed.get(tier), self.span_s)
 
 
 def _speeds(grown: Scrape) -> Text:
-    load_s, prefill_s = grown.total("cargohold_load_seconds_sum"), grown.total("cargohold_prefill_seconds_total")
-    loads = grown.total("cargohold_load_tokens_total") / load_s if load_s else None
-    prefill = grown.total("cargohold_prefill_tokens_total") / prefill_s if prefill_s else None
-    text = Text(f"speed: loads {_count(loads) or '-'} tokens/s, computing {_count(prefill) or '-'} tokens/s")
-    if loads and prefill:
-        text.append(f" ({loads / prefill:.1f} times)", style="" if loads > prefill else "bold red")
+    restore_s = grown.total("cargohold_load_seconds_sum") + grown.total("cargohold_wait_seconds_sum")
+    prefill_s = grown.total("cargohold_prefill_seconds_total")
+    restored = grown.total("cargohold_load_tokens_total")
+    restoring = restored / restore_s if restored and restore_s else None
+    computing = grown.total("cargohold_prefill_tokens_total") / prefill_s if prefill_s else None
+    text = Text(f"speed: restoring {_known(restoring)} tokens/s, computing {_known(computing)} tokens/s")
+    if restoring and computing:
+        text.append(f" ({restoring / computing:.1f} times)", style="" if restoring > computing else "bold red")
     for what in ("load", "fetch", "look_up", "wait"):
         for tier, window in sorted(grown.times(f"cargohold_{what}_seconds").items()):
             half, most = window.quantile(0.5), window.quantile(0.95)
@@ -164,6 +206,10 @@ def _count(number: float | None) -> str:
         if number >= 10 * size:
             return f"{number / size:,.0f}{unit}"
     return f"{number:,.0f}"
+
+
+def _known(number: float | None) -> str:
+    return "?" if number is None else _count(number)
 
 
 def _rate(amount: float | None, span_s: float | None, *, as_bytes: bool = False) -> str:

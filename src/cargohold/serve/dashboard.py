@@ -142,13 +142,12 @@ def _used_bytes(now: Scrape) -> float:
 
 def _requests(now: Scrape) -> dict[str, Any]:
     """How many requests there are, as far as the engine says that: vLLM does not tell those that wait for loads apart."""
-    states = now.by("cargohold_engine_requests", "state")
-    of_vllm = {state: now.total(f"vllm:num_requests_{state}") for state in ("running", "waiting")}
-    known = states or {state: value for state, value in of_vllm.items() if f"vllm:num_requests_{state}" in now.samples}
-    is_counted = "cargohold_refused_requests_total" in now.samples
+    states: dict[str, float | None] = {**now.by("cargohold_engine_requests", "state")}
+    if not states:
+        states = {state: now.known(f"vllm:num_requests_{state}") for state in ("running", "waiting")}
     return {
-        **{state: known.get(state) for state in ("running", "waiting", "loading")},
-        "refused": now.total("cargohold_refused_requests_total") if is_counted else None,
+        **{state: states.get(state) for state in ("running", "waiting", "loading")},
+        "refused": now.known("cargohold_refused_requests_total"),
         "connector_error": None,
     }
 

@@ -319,9 +319,13 @@ class Scrape:
             values[dict(labels).get(label, "")] += value  # type: ignore[assignment]  # a Counter adds what can be added
         return dict(values)
 
+    def known(self, *names: str) -> float | None:
+        """Return the sum of all values of the first of these metrics that there is; ``None`` if there is none."""
+        return next((sum(self.samples[name].values()) for name in names if name in self.samples), None)
+
     def total(self, *names: str) -> float:
-        """Return the sum of all values of the first of these metrics that there is; 0 if there is none."""
-        return next((sum(self.samples[name].values()) for name in names if name in self.samples), 0.0)
+        """Return the same; 0 if there is none."""
+        return self.known(*names) or 0.0
 
     def since(self, before: Scrape | None) -> Scrape:
         """Return how counters have grown since an earlier scrape, or since the start: if there is none, or it restarted."""
