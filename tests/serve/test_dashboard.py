@@ -166,13 +166,17 @@ def test_each_engine_can_be_asked_for(tiered: Server) -> None:
 @pytest.mark.browser
 def test_the_page_shows_one_engine_after_the_other(tiered: Server) -> None:
     of_vllm = Engine("of vLLM", "", lambda _: Scrape.parse(time.monotonic(), OF_VLLM))
-    with dashboard([Engine("one", metrics_url(tiered.url)), of_vllm]) as server, browsing(server) as page:
+    dead = Engine("dead", "", lambda _: Scrape(time.monotonic(), error="refused"))
+    with dashboard([Engine("one", metrics_url(tiered.url)), of_vllm, dead]) as server, browsing(server) as page:
         page.wait_for_selector("#vessels li:nth-child(3)")
         assert page.locator("#chat-section").is_hidden() and page.locator("#requests-section").is_hidden()
         assert "prompt tokens were restored from tiers below the device" in page.inner_text("#answer")
         page.select_option("#which", label="of vLLM")
         page.wait_for_selector("text=75 %")
         assert "it is full" in page.inner_text("#vessels")
+        page.select_option("#which", label="dead (not reachable)")
+        page.wait_for_selector("text=Nothing is known: the engine does not answer.")
+        assert not page.locator("#kept-title, #past").filter(visible=True).count()
 
 
 @pytest.mark.parametrize("url", ["ftp://here", "http://", ":x"])

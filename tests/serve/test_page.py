@@ -139,6 +139,7 @@ def test_it_asks_for_a_key_where_one_is_needed(chat_model: str) -> None:
     with running(chat_model, ServeConfig(port=0, api_keys=("one",))) as server, browsing(server) as page:
         page.wait_for_selector("#key")
         assert page.inner_text("#answer") == "Locked: give a key to see what the cache does."
+        assert not page.locator("#requests-section, #vessels, #kept-title, #past").filter(visible=True).count()
         assert page.inner_text("#state") == "locked" and "bad" not in (page.get_attribute("#state", "class") or "")
         page.fill("#key", "one")
         page.press("#key", "Enter")
@@ -175,7 +176,10 @@ def test_what_the_device_still_had_stands_apart_from_what_was_restored(tiered: S
         fed(page, {**shown, "history": [bucket]})
         page.wait_for_function("document.getElementById('share').textContent === '10 %'")
         told = "10 % of 1,000 prompt tokens were restored from tiers below the device; 60 % were still on it."
-        assert page.inner_text("#answer") == f"{told} Restoring 1,000 tokens took 0.1 s, computing 1,000 took 2 s."
+        assert (
+            page.inner_text("#answer")
+            == f"{told} Restoring 1,000 tokens took 0.1\u00a0s, computing 1,000 took 2\u00a0s."
+        )
         fed(page, {**shown, "history": [{**bucket, "tokens": {"device": 700, "computed": 300}, "restored_tokens": 0}]})
         page.wait_for_function("document.getElementById('share').textContent === '0 %'")
         assert "Restoring" not in page.inner_text("#answer"), "nothing was restored, so it has no speed"
