@@ -181,7 +181,6 @@ MALFORMED = {
     "a count that is none": b"*abc\r\n",
     "a number of too many digits": b":" + b"9" * 5000 + b"\r\n",
     "lists in lists without end": b"*1\r\n" * 5000,
-    "no cursor": b"*1\r\n$1\r\n0\r\n",
     "a place that is none": b"-MOVED somewhere\r\n",
     "not the protocol": b"HTTP/1.1 400 Bad Request\r\n",
 }
