@@ -21,8 +21,8 @@ from cargohold.cli.app import app
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
+from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.inventory import DiskInventory
-from cargohold.tiers.disk.root import bytes_in
 from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.stores.objects import ObjectTier
 from cargohold.tiers.stores.redis import RedisTier
@@ -121,7 +121,8 @@ def test_what_a_store_says_is_shown_and_nothing_else(tmp_path: Path, label: str)
     """Found by forging: brackets were markup, an error where it was wrong, and a terminal did what it was told."""
     disk_place(tmp_path).fill(1, label=label)
     shown = "".join(char if char.isprintable() else "?" for char in label)
-    (line,) = run("ls", str(tmp_path)).splitlines()[1:]
+    _, line, spare = run("ls", str(tmp_path)).splitlines()
+    assert spare.endswith("preallocated for more")
     assert shown in line and line.isprintable()
 
 
@@ -374,9 +375,70 @@ def test_old_namespaces_are_pruned(place: Place, tmp_path: Path) -> None:
     run("verify", place.name)  # a look is no use
     run("prune", place.name, "--max-days", "2")
     assert set(listed(place)) == set(names[:2])
-    run("prune", place.name, "--max-bytes", str(bytes_in(tmp_path) - 1))
+    run("prune", place.name, "--max-bytes", str(listed(place)[names[0]]["bytes"]))
     assert set(listed(place)) == {names[0]}
     assert "deleted 0 B" in run("prune", place.name, "--max-bytes", "1GiB")
+
+
+SLOT = 12 * 1024
+"""Bytes that a chunk takes on a disk: whole pages."""
+
+
+def space(directory: Path) -> int:
+    """Bytes that files take on the disk, whatever their size."""
+    return sum(512 * path.lstat().st_blocks for path in directory.rglob("*") if path.is_file())
+
+
+def test_room_without_chunks_is_given_back_before_a_chunk_is_deleted(tmp_path: Path) -> None:
+    """Found by use: a few chunks in files that were preallocated for many were all deleted, though they fit."""
+    place = disk_place(tmp_path)
+    name = place.fill(5)
+    limit = 8 * SLOT
+    assert int(str(listed(place)[name]["bytes"])) < limit < space(tmp_path)
+    words = ["prune", place.name, "--max-bytes", str(limit)]
+    said = run(*words, "--dry-run")
+    done = run(*words)
+    assert done.startswith("deleted 0 B; gave back ") and done.endswith(" are left\n")
+    assert said == done.replace("deleted", "would delete").replace("gave", "would give").replace("are", "would be")
+    assert space(tmp_path) <= limit
+    assert run(*words) == done.split(";")[0] + ";" + done.split(";")[2]
+    assert "5 chunks are good, 0 damaged" in run("verify", place.name)
+    place.fill(100, is_closed=False)  # where the room was
+    assert [load(place.tier, number) for number in range(100)] == [payload(number) for number in range(100)]
+
+
+def test_of_a_namespace_on_a_disk_what_was_used_last_is_kept_with_all_before_it(tmp_path: Path) -> None:
+    """In a prefix the later chunk goes first: nobody finds it without the one before."""
+    place = disk_place(tmp_path)
+    name = place.fill(0, is_closed=False)
+    for first in (0, 10, 20):
+        for number in range(first, first + 4):
+            parent = key(number - 1) if number > first else None
+            place.tier.store(key(number), memoryview(payload(number)), parent)
+    place.tier.touch([key(0), key(1)])
+    place.tier.close()
+    words = ["prune", place.name, "--max-bytes", str(int(str(listed(place)[name]["bytes"])) - 6 * SLOT)]
+    assert run(*words).startswith(f"deleted 72 KiB of {name[:8]}; ")
+    place.fill(0, is_closed=False)
+    here = [number for number in range(24) if load(place.tier, number) == payload(number)]
+    assert here == [0, 1, 20, 21, 22, 23]
+
+
+def test_where_files_cannot_have_holes_nothing_is_deleted_but_whole_namespaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (place := disk_place(tmp_path)).fill(5), place.fill(5, weights="other")
+    os.utime(tmp_path / old / "lock", (1, 1))
+
+    def give_back(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(Segment, "give_back", give_back)
+    held = int(str(listed(place)[old]["bytes"]))
+    result = CliRunner().invoke(app, ["cache", "prune", place.name, "--max-bytes", str(held - SLOT)])
+    assert result.exit_code == 1 and "this file system cannot give back a part of a file" in result.stderr
+    assert result.stdout.startswith("deleted ") and set(listed(place)) == {new}
+    assert "5 chunks are good, 0 damaged" in run("verify", place.name)
 
 
 @pytest.mark.parametrize("kind", ["directory"])
@@ -453,7 +515,9 @@ def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
     said = run(*words, "--dry-run", place.name)
     assert files_in(tmp_path) == before and listed(place) == held
     done = run(*words, place.name)
-    assert said == done.replace("deleted", "would delete").replace("are left", "would be left")
+    assert said == done.replace("deleted", "would delete").replace("gave", "would give").replace(
+        "are left", "would be left"
+    )
     assert done.startswith("deleted ") and not done.startswith("deleted 0"), done
     assert len(files_in(tmp_path)) < len(before)
 

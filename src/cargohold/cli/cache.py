@@ -46,6 +46,9 @@ def list_namespaces(place: Place, as_json: AsJson = False) -> None:
         return
     if holdings:
         Answers().print_table(_table(holdings))
+        spare_bytes = sum(holding.spare_bytes for holding in holdings)
+        if spare_bytes:
+            typer.echo(f"and {format_bytes(spare_bytes)} that are preallocated for more")
         _tell_remarks(holdings)
     else:
         typer.echo(f"nothing is stored in {without_secrets(place) if '://' in place else place}")
@@ -106,10 +109,9 @@ def prune(
                     deleted.remove(holding)
         if limit is not None:
             deleted.trim([holding for holding in holdings if holding not in deleted.holdings], limit)
-    left = sum(holding.num_bytes for holding in _listed(inventory))
-    of_what = f" of {_short_ids(deleted.holdings)}" if deleted.holdings else ""
-    verb, are = ("would delete", "would be") if dry_run else ("deleted", "are")
-    typer.echo(f"{verb} {format_bytes(deleted.num_bytes)}{of_what}; {format_bytes(left)} {are} left")
+    left = _listed(inventory)
+    verbs = ("would delete", "would give back", "would be") if dry_run else ("deleted", "gave back", "are")
+    typer.echo(_pruned(deleted, left, verbs))
     deleted.failures.end()
 
 
@@ -136,7 +138,7 @@ def rm(
     which = f": {_short_ids(deleted.holdings)}" if deleted.holdings else ""
     number = format_count(len(deleted.holdings), "namespace")
     verb = "would delete" if dry_run else "deleted"
-    typer.echo(f"{verb} {number}, {format_bytes(deleted.num_bytes)}{which}")
+    typer.echo(f"{verb} {number}, {format_bytes(deleted.num_bytes + deleted.spare_bytes)}{which}")
     for holding in used:
         typer.echo(f"{holding.short_id} is {_use(holding)} and would stay")
     deleted.failures.end()
@@ -180,7 +182,8 @@ class _Deletions:
 
     Attributes:
         holdings: namespaces of which something was deleted, as they were before.
-        num_bytes: bytes that were deleted.
+        num_bytes: bytes of chunks that were deleted.
+        spare_bytes: bytes without chunks that were given back.
         failures: the namespaces that could not be deleted.
 
     Args:
@@ -189,7 +192,7 @@ class _Deletions:
 
     def __init__(self, inventory: Inventory) -> None:
         self.holdings: list[Holding] = []
-        self.num_bytes = 0
+        self.num_bytes = self.spare_bytes = 0
         self.failures = _Failures()
         self._inventory = inventory
 
@@ -200,18 +203,34 @@ class _Deletions:
             self._count(holding, holding.num_bytes)
 
     def trim(self, holdings: Sequence[Holding], limit: int) -> None:
-        """Delete chunks until at most ``limit`` bytes are left of namespaces, if possible, but nothing that is in use."""
+        """Let namespaces take at most ``limit`` bytes, if possible, without touching what is in use.
+
+        What chunks take beyond that is deleted. What is spare is given back, if with it the medium would have more.
+        """
         excess = sum(holding.num_bytes for holding in holdings) - limit
+        spare = sum(holding.spare_bytes for holding in holdings)
         for holding in holdings:
-            if excess > 0 and not holding.is_in_use and holding.id not in self.failures.ids:
+            if excess + spare > 0 and not holding.is_in_use and holding.id not in self.failures.ids:
                 with self.failures.noted(holding):
-                    gone = self._inventory.trim(holding.id, excess)
+                    gone = self._inventory.trim(holding.id, max(0, excess))
                     self._count(holding, gone)
                     excess -= gone
+                    spare -= holding.spare_bytes
 
     def _count(self, holding: Holding, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self.holdings.append(holding)
+        self.spare_bytes += holding.spare_bytes
+        if num_bytes:
+            self.holdings.append(holding)
+
+
+def _pruned(deleted: _Deletions, left: Sequence[Holding], verbs: tuple[str, str, str]) -> str:
+    """What was deleted, what was given back, and what is left, in a sentence."""
+    deleted_, gave_back, are = verbs
+    of_what = f" of {_short_ids(deleted.holdings)}" if deleted.holdings else ""
+    spare = f"; {gave_back} {format_bytes(deleted.spare_bytes)} without chunks" if deleted.spare_bytes else ""
+    num_bytes = format_bytes(sum(holding.num_bytes for holding in left))
+    return f"{deleted_} {format_bytes(deleted.num_bytes)}{of_what}{spare}; {num_bytes} {are} left"
 
 
 def _listed(inventory: Inventory) -> list[Holding]:
@@ -280,6 +299,7 @@ def _as_dict(holding: Holding) -> dict[str, object]:
         "id": holding.id,
         "chunks": holding.num_chunks,
         "bytes": holding.num_bytes,
+        "spare_bytes": holding.spare_bytes,
         "last_used_s": holding.last_used_s,
         "in_use": holding.is_in_use,
         "remark": holding.remark,

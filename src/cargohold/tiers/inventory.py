@@ -28,12 +28,13 @@ class Holding:
         id: id of the namespace; in a directory of several engine replicas, behind the path of the replica's subdirectory.
         facts: description of the namespace, as ``Namespace.describe`` gives it; empty if it is not known.
         num_chunks: number of chunks that seem to be there; they were not verified. ``None`` if they cannot be counted.
-        num_bytes: bytes that the namespace takes on the medium, headers, padding and descriptions included, as far as they can
-            be counted.
+        num_bytes: bytes that its chunks take on the medium, headers, padding and descriptions included, as far as they can be
+            counted.
         last_used_s: time of its last use, in seconds since 1970; ``None`` if the medium does not tell.
         is_in_use: whether a process on this machine has it open, or may have it open, for instance another user's process;
             ``False`` if the medium never tells.
         remark: what could not be found out, with the files and the reasons; empty if there is nothing to say.
+        spare_bytes: bytes that the namespace takes beyond ``num_bytes``, for chunks to come: files are preallocated.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Holding:
     last_used_s: float | None
     is_in_use: bool
     remark: str = ""
+    spare_bytes: int = 0
 
     @property
     def short_id(self) -> str:
@@ -83,9 +85,9 @@ class Inventory(ABC):
         """Delete a namespace with all its chunks. Raises ``TierError``, also if it is in use."""
 
     def trim(self, namespace_id: str, num_bytes: int) -> int:
-        """Delete the chunks stored longest ago, of at least ``num_bytes`` bytes; return how many bytes were deleted.
+        """Delete the oldest chunks, of at least ``num_bytes`` bytes; return how many bytes were deleted.
 
-        For a medium that evicts by itself, or frees space only as a whole, all of the namespace is deleted.
+        Also gives back what is spare. For a medium that evicts by itself all of the namespace is deleted.
         """
         del num_bytes
         holding = next((found for found in self.holdings() if found.id == namespace_id), None)
@@ -210,7 +212,7 @@ class DryRun(Inventory):
         """Take chunks of a namespace for deleted."""
         holding = self._known()[namespace_id]
         gone = self._inner.bytes_to_trim(holding, num_bytes)
-        self._known()[namespace_id] = replace(holding, num_bytes=holding.num_bytes - gone)
+        self._known()[namespace_id] = replace(holding, num_bytes=holding.num_bytes - gone, spare_bytes=0)
         return gone
 
     def _known(self) -> dict[str, Holding]:

@@ -14,6 +14,7 @@ failure, one whose checksum does not match.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -33,6 +34,8 @@ _NO_HEADER: Final = bytes(HEADER_BYTES)
 USE_BYTES: Final = 8
 _PRIVATE: Final = 0o600
 _PIECE_BYTES: Final = 1024**2
+_PUNCH_HOLE: Final = 1 | 2
+"""Of ``fallocate``: free the space, and keep the size of the file. Python's own function cannot do that."""
 _NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR})
 """Errors of opening a link, a socket, or a directory."""
 
@@ -129,6 +132,11 @@ class Segment:
         """Bytes of a slot, so of the largest payload."""
         return self._geometry.slot_bytes
 
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return self._geometry.slots_per_segment
+
     def is_whole(self) -> bool:
         """Whether payloads and headers have their full size."""
         sizes = (os.fstat(self._headers.number).st_size, os.fstat(self._data.number).st_size)
@@ -197,6 +205,14 @@ class Segment:
         rest = bounce_buffer(len(payload) - main)
         copy_bytes(rest[: len(payload) - main], payload[main:])
         _require(os.pwritev(self._data.number, [payload[:main], rest], self._offset(slot)) == padded(len(payload)))
+
+    def give_back(self, slot: int, count: int) -> None:
+        """Give the file system back the space of the payloads in ``count`` slots from ``slot`` on. They read as zeros then."""
+        punch = ctypes.CDLL(None, use_errno=True).fallocate
+        punch.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+        if punch(self._data.number, _PUNCH_HOLE, self._offset(slot), count * self.slot_bytes):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), os.fspath(self._data_path))
 
     def _offset(self, slot: int) -> int:
         return slot * self._geometry.slot_bytes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, unpack_header
+from cargohold.tiers.disk import trimming
 from cargohold.tiers.disk.files import (
     DirectoryLock,
     Geometry,
@@ -24,7 +26,6 @@ from cargohold.tiers.disk.root import (
     DESCRIPTION_FILE,
     Owner,
     ShardDescription,
-    bytes_in,
     delete_shard,
     last_used,
     owner_of,
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = "disk"
 _EMPTY = bytes(HEADER_BYTES)
+_NO_HOLES = "this file system cannot give back a part of a file; `cargohold cache rm` deletes namespaces as a whole"
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -105,6 +107,33 @@ class DiskInventory(Inventory):
             with suppress(FileNotFoundError):  # another process has deleted it already
                 delete_shard(shard)
 
+    def trim(self, namespace_id: str, num_bytes: int) -> int:
+        """Delete the chunks used longest ago, and give back what no chunk takes; delete the shard if no chunk would be left."""
+        shard = self._root / namespace_id
+        with _errors():
+            if not shard.is_dir():
+                return 0  # another process has deleted it already
+            holding = self._describe(shard)
+            if num_bytes < holding.num_bytes:
+                lock = self._lock(shard)
+                try:
+                    segments, planned = _plan(shard, num_bytes)
+                    if planned.num_left:
+                        trimming.carry_out(planned, segments)
+                        return planned.num_bytes
+                finally:
+                    lock.release()
+        self.remove(namespace_id)
+        return holding.num_bytes
+
+    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
+        """See ``Inventory``. What a shard has is read, but not locked."""
+        if num_bytes >= holding.num_bytes:
+            return holding.num_bytes
+        with _errors():
+            _, planned = _plan(self._root / holding.id, num_bytes)
+        return planned.num_bytes if planned.num_left else holding.num_bytes
+
     def _shards_of_replicas(self) -> Iterator[Path]:
         for replica in replicas_in(self._root):
             try:
@@ -115,7 +144,8 @@ class DiskInventory(Inventory):
     def _describe(self, shard: Path) -> Holding:
         """Find out about a shard what can be found out: one that is bad, or another user's, must not hide the others."""
         remarks: list[str] = []
-        num_bytes, description = 0, ShardDescription({}, None)
+        num_bytes = spare_bytes = 0
+        description = ShardDescription({}, None)
         num_chunks = _count_chunks(shard, remarks)
         with noted(remarks, shard):
             description = read_description(shard)
@@ -123,16 +153,19 @@ class DiskInventory(Inventory):
             if description.geometry is None and num_chunks != 0:
                 remarks.append(_not_described(shard))
         with noted(remarks, shard):
-            num_bytes = bytes_in(shard)
+            num_bytes, payload_bytes = _space(shard)
+            if num_chunks is not None and description.geometry is not None:
+                spare_bytes = max(0, payload_bytes - num_chunks * description.geometry.slot_bytes)
         is_in_use = _is_in_use(shard, remarks)
         return Holding(
             id=shard.relative_to(self._root).as_posix(),
             facts=description.namespace,
             num_chunks=num_chunks,
-            num_bytes=num_bytes,
+            num_bytes=num_bytes - spare_bytes,
             last_used_s=last_used(shard) or None,
             is_in_use=is_in_use,
             remark=in_short(remarks),
+            spare_bytes=spare_bytes,
         )
 
     def _lock(self, shard: Path) -> DirectoryLock:
@@ -189,6 +222,23 @@ def _count_headers(path: Path) -> int:
             # Only headers begin like this. Details lie behind them, in steps of a header's size.
             count += sum(piece.startswith(MAGIC, at) for at in range(0, len(piece), HEADER_BYTES))
     return count
+
+
+def _space(shard: Path) -> tuple[int, int]:
+    """Return the bytes that the files of a shard take on the disk, and those of its payloads alone. Raises ``OSError``."""
+    total = payloads = 0
+    with suppress(FileNotFoundError, PermissionError), os.scandir(shard) as files:  # deleted meanwhile, or another's
+        for file in files:
+            taken = 512 * file.stat(follow_symlinks=False).st_blocks
+            total += taken
+            payloads += taken * file.name.endswith(".data")
+    return total, payloads
+
+
+def _plan(shard: Path, num_bytes: int) -> tuple[list[Segment], trimming.Plan]:
+    """Return the segments of a shard, and how to delete so many bytes of them. Raises ``OSError``, ``TierError``."""
+    segments = [Segment(path, geometry, direct_io=False) for path, geometry in _segments(shard)]
+    return segments, trimming.plan(segments, num_bytes)
 
 
 def _segments(shard: Path) -> Iterator[tuple[Path, Geometry]]:
@@ -290,4 +340,5 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TierError(_NAME, reason_of(error)) from error
+        reason = _NO_HOLES if error.errno == errno.EOPNOTSUPP else reason_of(error)
+        raise TierError(_NAME, reason) from error
