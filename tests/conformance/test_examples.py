@@ -13,7 +13,7 @@ import pytest
 
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
-from cargohold.testing.conformance import PolicyConformance, TierConformance
+from cargohold.testing.conformance import GuestConformance, PolicyConformance, TierConformance
 from cargohold.testing.conformance.policy import Tree, key
 from cargohold.tiers import Namespace, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
@@ -28,6 +28,13 @@ DOCUMENT = (DOCS / "conformance.md").read_text(encoding="utf-8")
 class TestOldestEnds(PolicyConformance):
     def policy(self, table: ChunkTable) -> ReplacementPolicy:
         return OldestEnds(table)
+
+
+class TestEvictedUnused(GuestConformance):
+    num_seeds = 1
+
+    def guest(self) -> str:
+        return "examples.own_guest.unused:EvictedUnused"
 
 
 NAMESPACE = Namespace(label="any", weights="w", config="c", dtype="bfloat16", layout="l", split="rank 0 of 1")
@@ -66,7 +73,7 @@ def test_the_examples_for_authors_of_policies_run() -> None:
     assert names["codec"].encode(key("a"), memoryview(b"abc"), None)[1] == b"abc"
 
 
-@pytest.mark.parametrize("suite", ["TestShelf", "TestOldestEnds", "TestFolder"])
+@pytest.mark.parametrize("suite", ["TestShelf", "TestOldestEnds", "TestEvictedUnused", "TestFolder"])
 def test_the_document_shows_their_suites_as_they_are(suite: str) -> None:
     (shown,) = (block for block in python_blocks() if f"class {suite}(" in block)
     file = "test_connectors.py" if suite == "TestShelf" else "test_examples.py"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.cache.shares import MAX_SHARES, Limits
+from cargohold.connector.offloading.guest import find_guest
 from cargohold.errors import ConfigError
 from cargohold.option_values import is_int, is_number, is_positive_int, is_positive_number, parse_bytes
 from cargohold.protocol import AttentionKind, KVCacheLayout
@@ -136,6 +137,8 @@ class HostOptions:
             ended by then are not there after a restart.
         read_only: whether nothing is stored: for engines that only use what others have stored in tiers that they share.
         hints: what hints may do.
+        guests: features of your own that hear what the connector does, as ``MODULE:CLASS``; see
+            ``cargohold.connector.offloading.guest.Guest``.
     """
 
     host_bytes: int | str
@@ -149,6 +152,7 @@ class HostOptions:
     shutdown_timeout_s: float = 3.0
     read_only: bool = False
     hints: HintConfig = HintConfig()
+    guests: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Refuse invalid options. An override calls ``HostOptions.__post_init__(self)`` first: ``super()`` fails with slots."""
@@ -180,6 +184,9 @@ class HostOptions:
         )
         self._require("read_only", isinstance(self.read_only, bool), "True or False")
         self._require("hints", isinstance(self.hints, HintConfig), "a HintConfig")
+        self._require("guests", isinstance(self.guests, list | tuple), "a list of MODULE:CLASS")
+        for guest in self.guests:
+            find_guest(guest)
 
     @property
     def num_host_bytes(self) -> int:

@@ -24,12 +24,66 @@ from typing import Any, Final, TypeVar, cast
 from cargohold.cache.manager import OffloadKey
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.errors import RequestError
-from cargohold.protocol import NOT_CONTAINED, BlockIds, KVConnectorOutput, StepView, TransferOutcome
+from cargohold.errors import ConfigError, RequestError, one_line
+from cargohold.option_values import import_named
+from cargohold.protocol import (
+    NOT_CONTAINED,
+    BlockIds,
+    Clock,
+    KVCacheLayout,
+    KVConnectorOutput,
+    StepView,
+    TransferOutcome,
+)
 
 logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class GuestView:
+    """What a guest of somebody else's may see.
+
+    Attributes:
+        layout: the engine's paged KV.
+        clock: monotonic time in seconds.
+        lookup: returns one byte per chunk, ``cargohold.blocks.READY`` for those that host memory has; changes nothing.
+    """
+
+    layout: KVCacheLayout
+    clock: Clock
+    lookup: Callable[[Sequence[OffloadKey]], bytes]
+
+
+def find_guest(name: object, key: str = "guests") -> Callable[[GuestView], Guest]:
+    """Return the class of the guest that an option names, as ``MODULE:CLASS``; the module is imported.
+
+    Raises:
+        ConfigError: there is no such class, or it is no guest's.
+    """
+    expected = "it must be MODULE:CLASS, a class derived from cargohold.connector.offloading.guest.Guest"
+    if not isinstance(name, str) or ":" not in name:
+        raise ConfigError(key, name, expected)
+    found = import_named(key, name)
+    if not isinstance(found, type) or not issubclass(found, Guest):
+        raise ConfigError(key, name, expected)
+    return cast("Callable[[GuestView], Guest]", found)
+
+
+def own_guests(names: Sequence[str], view: GuestView) -> list[Guest]:
+    """Make the guests that options name. Raises ``ConfigError`` if one cannot be made."""
+    guests = []
+    for name in names:
+        try:
+            guests.append(find_guest(name)(view))
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's class may raise anything
+            raise ConfigError(
+                "guests", name, f"it cannot be made: {type(error).__name__}: {one_line(error)}"
+            ) from error
+    return guests
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +122,9 @@ class StoredPart:
 
 class Guest:
     """Hears what the kernel does. Every method does nothing by default, and then is not called.
+
+    One of your own is a class that is called with a ``GuestView``, and that options name as ``MODULE:CLASS``. Its methods are
+    called in the scheduler's thread, so they must be quick; ``GuestConformance`` tests it.
 
     Attributes:
         name: its name in log lines.

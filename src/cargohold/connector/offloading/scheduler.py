@@ -12,7 +12,7 @@ from typing import Any, Final
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
-from cargohold.connector.offloading.guest import Admission, Guests
+from cargohold.connector.offloading.guest import Admission, Guests, GuestView, own_guests
 from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import (
     NOTHING_TO_DO,
@@ -104,7 +104,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._meters = Meters(self._shared, environment, lower)
         self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
         # In the order in which they are told.
-        guests = Guests([self._meters] if self._events is None else [self._events, self._meters])
+        own = own_guests(config.guests, GuestView(environment.layout, environment.clock, manager.lookup))
+        guests = Guests([*([] if self._events is None else [self._events]), self._meters, *own])
         self._guests = self._shared.guests = guests
         self._lower = lower
         self._prefetcher = None

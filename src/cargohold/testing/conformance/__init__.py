@@ -1,4 +1,4 @@
-"""Conformance suites for users' own connectors, policies and tiers: pytest runs all tests of a suite on your subclass of it.
+"""Conformance suites for users' own connectors, guests, policies and tiers: pytest runs a suite's tests on your subclass of it.
 
 The suites need pytest. ``docs/conformance.md`` shows how to use them, with a connector that passes.
 """
@@ -7,10 +7,11 @@ import pytest
 
 # Must precede the imports. By itself, pytest rewrites assertions only in test files; assertions elsewhere fail without showing
 # the values compared.
-pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("connector", "policy", "strict", "tier")))
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("connector", "guest", "policy", "strict", "tier")))
 
 from cargohold.testing.conformance.connector import ConnectorConformance  # noqa: E402  # see above
+from cargohold.testing.conformance.guest import GuestConformance  # noqa: E402  # see above
 from cargohold.testing.conformance.policy import PolicyConformance  # noqa: E402  # see above
 from cargohold.testing.conformance.tier import TierConformance  # noqa: E402  # see above
 
-__all__ = ["ConnectorConformance", "PolicyConformance", "TierConformance"]
+__all__ = ["ConnectorConformance", "GuestConformance", "PolicyConformance", "TierConformance"]
