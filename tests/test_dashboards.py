@@ -23,9 +23,8 @@ import yaml  # type: ignore[import-untyped]  # its types are a package of their 
 
 from cargohold import DiskTierConfig, OffloadConfig
 from cargohold.serve.records import metrics_url, scrape
-from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig, Tenant, with_shares
-from tests.serve.running import call, running, wait_until
+from tests.serve.running import call, running, settle, wait_until
 
 DASHBOARDS = Path(__file__).parents[1] / "dashboards"
 MANUAL = (DASHBOARDS.parent / "docs" / "operating.md").read_text(encoding="utf-8")
@@ -249,7 +248,7 @@ def scraped(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Series
     scrapes = []
     with running(chat_model, config, offload=offload, num_device_blocks=30, max_model_len=350) as server:
         for _ in range(3):
-            settled(server)
+            settle(server)
             scrapes.append(scrape(metrics_url(server.url), METRICS_KEY).samples)
             for at in range(8):
                 body = {"model": "chat", "prompt": f"{at}. {'The ship sails on. ' * 40}", "max_tokens": 2}
@@ -259,17 +258,6 @@ def scraped(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Series
         told = ", ".join(f"{label}={json.dumps(value)}" for label, value in sorted({*labels, ("instance", "engine")}))
         found[f"{name}{{{told}}}"] = [samples.get(name, {}).get(labels) for samples in scrapes]
     return found
-
-
-def settled(server: Server) -> None:
-    """Wait until nothing moves any more, so that what is counted is counted."""
-    seen: list[Any] = []
-
-    def is_settled() -> bool:
-        seen.append(scrape(metrics_url(server.url), METRICS_KEY).samples.get("cargohold_moved_bytes_total"))
-        return len(seen) > 1 and seen[-1] == seen[-2] and server.desk.llm.status.num_running == 0
-
-    wait_until(is_settled)
 
 
 @pytest.mark.parametrize("title", SHOWN)

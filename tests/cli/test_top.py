@@ -20,7 +20,7 @@ from cargohold.errors import ConfigError
 from cargohold.serve.records import Scrape, metrics_url
 from tests.command import Command
 from tests.forks import ForkedCommand
-from tests.serve.running import call, running
+from tests.serve.running import call, running, settle
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_metrics.txt"
 
@@ -56,6 +56,7 @@ def test_a_real_server_is_shown(cargohold: Command, chat_model: str) -> None:
         body = {"model": "chat", "prompt": "The ship sails on. " * 40, "max_tokens": 2}
         for _ in range(2):
             assert call(server, "/v1/completions", body).status == 200
+        settle(server)
         shown = cargohold("top", server.url)
     assert shown.status == 0
     assert "0 running, 0 waiting" in shown.out

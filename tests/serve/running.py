@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -79,6 +80,11 @@ def posted(path: str, body: Any) -> bytes:
         f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
     )
     return head.encode() + sent
+
+
+def settle(server: Server) -> None:
+    """Wait until nothing moves any more: what is counted then is the same however often one looks, until the next request."""
+    wait_until(lambda: asyncio.run(server.desk.llm.settle(PATIENCE_S)))
 
 
 def wait_until(holds: Callable[[], object]) -> None:

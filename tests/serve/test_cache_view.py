@@ -14,7 +14,7 @@ from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.shares import MAX_SHARES
 from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig, with_shares
-from tests.serve.running import Reply, call, running, wait_until
+from tests.serve.running import Reply, call, running, settle, wait_until
 
 PROMPT = "The ship sails on. " * 40
 
@@ -74,6 +74,7 @@ def test_a_request_is_explained_where_its_prompt_came_from(tiered: Server) -> No
 
 
 def test_history_adds_up_to_the_requests(tiered: Server) -> None:
+    settle(tiered)
     shown = call(tiered, "/cache").json
     requests = [request for request in shown["requests"] if request["state"] == "finished"]
     assert sum(bucket["requests"] for bucket in shown["history"]) == len(requests)
@@ -90,14 +91,17 @@ def test_history_adds_up_to_the_bytes_that_were_moved(tiered: Server) -> None:
         assert below[0]["evicted_chunks"] == sum(bucket["evicted_chunks"] for bucket in history)
         return float(sum(bucket["down_bytes"] for bucket in history))
 
+    settle(tiered)
     before = moved_down()
     assert complete(tiered, "Moved. " + PROMPT).status == 200
-    wait_until(lambda: moved_down() > before)
+    settle(tiered)
+    assert moved_down() > before
 
 
 def test_prometheus_reads_the_same(tiered: Server) -> None:
     before = samples(tiered)
     answer = complete(tiered, "Third. ").json
+    settle(tiered)
     after = samples(tiered)
 
     def grown(*name: str) -> float:

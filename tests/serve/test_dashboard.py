@@ -16,7 +16,7 @@ from cargohold.serve.dashboard import Engine, make_dashboard
 from cargohold.serve.records import Scrape, metrics_url
 from cargohold.serve.server import Server, listening
 from cargohold.serve.settings import ServeConfig
-from tests.serve.running import call, running, wait_until
+from tests.serve.running import call, running, settle, wait_until
 from tests.serve.test_page import browsing
 
 TEXT = "The ship sails on. " * 40
@@ -51,24 +51,13 @@ def ask(server: Server, *starts: str) -> None:
         assert call(server, "/v1/completions", body).status == 200
 
 
-def settled(server: Server) -> Any:
-    """What the server shows of itself, once nothing moves any more."""
-    seen: list[Any] = []
-
-    def is_settled() -> bool:
-        seen.append(call(server, "/cache").json)
-        return len(seen) > 1 and seen[-1]["tiers"] == seen[-2]["tiers"]
-
-    wait_until(is_settled)
-    return seen[-1]
-
-
 def test_a_server_looks_as_on_its_own_page(tiered: Server) -> None:
     engine = Engine("one", metrics_url(tiered.url))
     assert engine.state == "connecting"
     engine.look()
     ask(tiered, "Third. ", "First. ")
-    own = settled(tiered)
+    settle(tiered)
+    own = call(tiered, "/cache").json
     engine.look()
     shown = engine.as_json()
     assert (shown["state"], shown["requests"], shown["log"]) == ("serving", None, [])

@@ -17,7 +17,7 @@ from cargohold.connector.metrics import FAMILIES, Kind
 from cargohold.serve.meters import OWN_FAMILIES
 from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig
-from tests.serve.running import call, running, wait_until
+from tests.serve.running import call, running, settle, wait_until
 
 KEY = "for metrics"
 Labelled = tuple[str, frozenset[tuple[str, str]]]
@@ -61,8 +61,15 @@ def rising(server: Server) -> dict[Labelled, float]:
 
 
 def value(server: Server, name: str, **labels: str) -> float:
-    family = scrape(server)[name]
-    return next(sample.value for sample in family.samples if (sample.name, sample.labels) == (name, labels))
+    found = told(server, name, **labels)
+    assert found is not None, (name, labels)
+    return found
+
+
+def told(server: Server, name: str, **labels: str) -> float | None:
+    """The value; ``None`` as long as nobody has told it."""
+    samples = [sample for family in scrape(server).values() for sample in family.samples]
+    return next((sample.value for sample in samples if (sample.name, sample.labels) == (name, labels)), None)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +81,8 @@ def server(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         STARTED[server.url] = rising(server)
         for prompt in [f"{at}. " for at in range(8)] * 2:
             complete(server, prompt + PROMPT)
-            wait_until(lambda: server.desk.llm.status.num_running == 0)
-        wait_until(lambda: value(server, "cargohold_tier_ready_bytes", tier="disk"))
+        wait_until(lambda: told(server, "cargohold_tier_ready_bytes", tier="disk"))
+        settle(server)
         yield server
 
 
@@ -132,7 +139,7 @@ def test_quotas_and_what_tenants_have_are_told_by_tenant(chat_model: str) -> Non
     with running(chat_model, ServeConfig(port=0, metrics_key=KEY), offload=offload, num_device_blocks=60) as server:
         body = {"model": "chat", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "a salt"}
         assert call(server, "/v1/completions", body).status == 200
-        wait_until(lambda: value(server, "cargohold_tenant_tokens", tier="host", tenant="acme"))
+        wait_until(lambda: told(server, "cargohold_tenant_tokens", tier="host", tenant="acme"))
         assert value(server, "cargohold_tenant_bytes", tier="host", tenant="others") == 0
         limits = {
             limit: value(server, "cargohold_tenant_quota_bytes", tier="host", tenant="acme", limit=limit)
@@ -166,7 +173,7 @@ def test_a_tier_that_is_out_of_use_is_told_with_why_since_when_and_when_it_is_tr
     with running(chat_model, offload=offload, num_device_blocks=60, max_model_len=350) as server:
         complete(server, "First. " + PROMPT)
         assert call(server, "/health").json == {"status": "serving", "outages": []}
-        wait_until(lambda: value(server, "cargohold_tier_ready_bytes", tier="shared"))
+        wait_until(lambda: told(server, "cargohold_tier_ready_bytes", tier="shared"))
         shutil.rmtree(shared)
         shared.write_text("no directory any more")
 
