@@ -87,10 +87,12 @@ class Meters(Guest):
         self._limits = {
             f"num_{name}_capacity_bytes": num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
         }
+        quotas = getattr(shared.config, "quotas", ())
+        self._labels = {quota.tenant: quota.label or f"tenant {at}" for at, quota in enumerate(quotas, 1)}
         for tenant, limits in shared.manager.quotas.items():
             for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
                 if num_chunks is not None:
-                    name = labelled(f"num_{shared.tier}_quota_bytes", tenant, limit)
+                    name = labelled(f"num_{shared.tier}_quota_bytes", self._label(tenant), limit)
                     self._limits[name] = num_chunks * self.chunk_bytes
 
     # --- facts --------------------------------------------------------------------------------------------------------
@@ -197,6 +199,10 @@ class Meters(Guest):
         if self._observe is not None:
             self._observe(Episode(what, request_ids, began_at, ended_at, facts))
 
+    def _label(self, tenant: str) -> str:
+        """What metrics call a tenant: never the salt, with which one could find out what is cached under it."""
+        return self._labels.get(tenant, tenant)
+
     def _take_levels(self) -> Stats:
         manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
         num_ready = manager.num_ready
@@ -212,7 +218,7 @@ class Meters(Guest):
             **self._limits,
         }
         for tenant, num_chunks in manager.usage().items():
-            levels[labelled(f"num_{tier}_tenant_bytes", tenant)] = num_chunks * chunk_bytes
+            levels[labelled(f"num_{tier}_tenant_bytes", self._label(tenant))] = num_chunks * chunk_bytes
         before, self._levels = self._levels, levels
         return level_changes(before, levels) if levels != before else {}
 
