@@ -29,15 +29,10 @@ READY: Final = 2
 LEAVING: Final = 3
 NO_SLOT: Final = -1
 
-_READY, _WRITING = bytes([READY]), bytes([WRITING])
-
 _MAX_ONE_DICT: Final = 1 << 16
 _NUM_DICTS: Final = 256
 _STRETCH: Final = 128
 """Maximum number of neighbours that are compared at once: where a prefix is scattered over the tier, no more are in vain."""
-
-_MANY: Final = 64
-"""From so many neighbours on, slices are quicker than one slot after the other."""
 
 
 def spread_dicts(capacity: int) -> list[dict[bytes, Any]]:
@@ -85,7 +80,6 @@ class ChunkTable:
         self.used: list[int] = []
         # Each slot's number, so that there is one object for it, and slices of neighbours need not be counted up.
         self._numbers = list(range(capacity))
-        self._ascending = array("i", self._numbers)
         self.num_slots = 0
         self._free: list[int] = []
         self._dict_of: list[dict[bytes, int]] = spread_dicts(capacity)
@@ -203,30 +197,28 @@ class ChunkTable:
             self.used[owner] += len(slots)
             for slot in slots:
                 self.owners[slot] = owner
+        column, parents, children = self.keys, self.parents, self.children
+        pins, states, dict_of = self.pins, self.states, self._dict_of
         before = parent
-        for first, end, are_neighbours in self._pieces(slots):
-            if are_neighbours:
-                self._place_neighbours(keys[first:end], slots[first], before)
-            else:
-                self._place_each(keys[first:end], slots[first:end], before)
-            before = slots[end - 1]
-        self.children[before] = 0
+        for key, slot in zip(keys, slots, strict=True):
+            dict_of[key[0]][key] = slot
+            column[slot] = key
+            parents[slot] = before
+            children[slot] = 1
+            pins[slot] = 1
+            states[slot] = WRITING
+            before = slot
+        children[before] = 0
         if parent != NO_SLOT:
-            self.children[parent] += 1
+            children[parent] += 1
         self.num_writing += len(slots)
 
     def publish(self, slots: Sequence[int]) -> None:
         """Make written chunks ready, and give back the writer's pins."""
         pins, states = self.pins, self.states
-        for first, end, are_neighbours in self._pieces(slots):
-            if are_neighbours:
-                slot, length = slots[first], end - first
-                states[slot : slot + length] = _READY * length
-                pins[slot : slot + length] = [0] * length
-            else:
-                for slot in slots[first:end]:
-                    states[slot] = READY
-                    pins[slot] = 0
+        for slot in slots:
+            states[slot] = READY
+            pins[slot] = 0
         self.num_writing -= len(slots)
         self.num_ready += len(slots)
 
@@ -265,22 +257,15 @@ class ChunkTable:
         exposed: list[int] = []
         at, end = len(slots), max(0, len(slots) - num_chunks)
         parent = NO_SLOT
-        is_stuck = False
-        while at > end and not is_stuck:
-            first = max(end, at - _STRETCH)
-            # The question before is cheap, and seldom a wrong guess.
-            is_row = at - first >= _MANY and slots[at - 1] - slots[first] == at - 1 - first
-            is_chain = is_row and self._is_chain(slots[first:at])
-            for begin in (first,) if is_chain else range(at - 1, first - 1, -1):
-                last = slots[at - 1]
-                if children[last] or pins[last]:
-                    is_stuck = True
-                    break
-                if parent not in (last, NO_SLOT) and not children[parent]:
-                    exposed.append(parent)
-                at, parent = begin, parents[slots[begin]]
-                if parent != NO_SLOT:
-                    children[parent] -= 1
+        while at > end:
+            last = slots[at - 1]
+            if children[last] or pins[last]:
+                break
+            if parent not in (last, NO_SLOT) and not children[parent]:
+                exposed.append(parent)
+            at, parent = at - 1, parents[last]
+            if parent != NO_SLOT:
+                children[parent] -= 1
         victims = slots[at:]
         if parent != NO_SLOT and not children[parent]:
             exposed.append(parent)
@@ -360,60 +345,6 @@ class ChunkTable:
         )
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _pieces(self, slots: Sequence[int]) -> Iterable[tuple[int, int, bool]]:
-        """Divide slots into pieces ``[first, end)``, with whether those of each are neighbours, in order: then slices do."""
-        if len(slots) < _MANY:
-            return ((0, len(slots), False),)
-        pieces: list[tuple[int, int, bool]] = []
-        at = 0
-        while at < len(slots):
-            end = min(at + _STRETCH, len(slots))
-            first = slots[at]
-            are_neighbours = (
-                slots[end - 1] - first == end - 1 - at and slots[at:end] == self._numbers[first : first + end - at]
-            )
-            pieces.append((at, end, are_neighbours))
-            at = end
-        return pieces
-
-    def _place_neighbours(self, keys: Sequence[bytes], slot: int, before: int) -> None:
-        """Put chunks, each the parent of the next, into ``slot`` and those behind it."""
-        length, end = len(keys), slot + len(keys)
-        self.keys[slot:end] = keys
-        self.parents[slot] = before
-        self.parents[slot + 1 : end] = self._ascending[slot : end - 1]
-        self.children[slot:end] = self.pins[slot:end] = [1] * length
-        self.states[slot:end] = _WRITING * length
-        if self._is_one_dict:
-            self._dict_of[0].update(zip(keys, self._numbers[slot:end], strict=True))
-        else:
-            for key, number in zip(keys, self._numbers[slot:end], strict=True):
-                self._dict_of[key[0]][key] = number
-
-    def _place_each(self, keys: Sequence[bytes], slots: Sequence[int], before: int) -> None:
-        """Put chunks, each the parent of the next, into ``slots``."""
-        column, parents, children = self.keys, self.parents, self.children
-        pins, states, dict_of = self.pins, self.states, self._dict_of
-        for key, slot in zip(keys, slots, strict=True):
-            dict_of[key[0]][key] = slot
-            column[slot] = key
-            parents[slot] = before
-            children[slot] = 1
-            pins[slot] = 1
-            states[slot] = WRITING
-            before = slot
-
-    def _is_chain(self, slots: list[int]) -> bool:
-        """Whether neighbours are each the parent of the next, and needed by nothing else, so that all can be evicted."""
-        first, end = slots[0], slots[0] + len(slots)
-        return (
-            slots == self._numbers[first:end]
-            and not self.children[end - 1]
-            and self.children[first : end - 1].count(1) == len(slots) - 1
-            and self.pins[first:end].count(0) == len(slots)
-            and self.parents[first + 1 : end] == self._ascending[first : end - 1]
-        )
 
     def _erase(self, slots: list[int]) -> None:
         """Take ready chunks, the last one of a prefix first, out of all columns."""
