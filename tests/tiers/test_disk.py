@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,14 @@ def test_impossible_options_are_refused_by_name(tmp_path: Path, options: dict[st
     with pytest.raises(ConfigError) as caught:
         open_tier(DiskTierConfig(**given), NAMESPACE, CHUNK)  # type: ignore[arg-type]  # wrong on purpose
     assert caught.value.key == key_of_error
+
+
+def test_tiers_in_one_directory_may_have_shares_of_different_sizes(tmp_path: Path) -> None:
+    config = DiskTierConfig(directory=tmp_path, max_bytes="64MiB", reserve_bytes=0)
+    sizes = []
+    for layout, share in (("large", 0.75), ("small", 0.25)):
+        tier = open_tier(config.with_share(share), replace(NAMESPACE, layout=layout), CHUNK)
+        sizes.append(tier.usage().capacity_bytes or 0)
+        tier.close()
+    assert 2.8 < sizes[0] / sizes[1] < 3.2
+    assert 0.9 * 64 * 2**20 < sum(sizes) <= 64 * 2**20

@@ -19,6 +19,7 @@ from cargohold.tiers import (
     TierJob,
     TierQueue,
 )
+from cargohold.tiers.memory import Pieces
 from cargohold.tiers.queue import IoThread
 from tests.tiers.common import in_thread
 from tests.tiers.queues import CHUNK, WAIT_S, Gate, Setup, chunk, faulty, queue_on
@@ -227,3 +228,51 @@ def test_an_interrupt_ends_the_wait_for_writes(monkeypatch: pytest.MonkeyPatch) 
     assert [result.status for result in setup.queue.poll()] == [JobStatus.CANCELLED]
     gate.opened.set()
     setup.queue.shutdown(WAIT_S)
+
+
+def test_several_threads_may_each_wait_for_a_job_of_their_own() -> None:
+    queue = TierQueue(MemoryTier(CHUNK), time.monotonic, QueueConfig(num_threads=2))
+    loaded: dict[int, bytearray] = {}
+
+    def use(at: int) -> None:
+        key, deadline = b"%d" % at, time.monotonic() + WAIT_S
+        assert queue.perform(TierJob(2 * at, JobKind.STORE, [key], deadline, [memoryview(chunk(at))]))
+        loaded[at] = bytearray(CHUNK)
+        load = TierJob(
+            2 * at + 1, JobKind.LOAD, [key, b"absent"], deadline, [memoryview(loaded[at]), memoryview(bytearray(9))]
+        )
+        assert queue.perform(load) and load.succeeded == [True, False]
+
+    threads = [threading.Thread(target=use, args=(at,)) for at in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert loaded == {at: chunk(at) for at in range(8)}
+    assert queue.poll() == []
+    queue.shutdown(WAIT_S)
+
+
+def test_who_waits_for_a_hanging_medium_waits_until_the_deadline_and_owns_the_buffer_again() -> None:
+    gate = Gate("load")
+    queue = TierQueue(faulty(gate), time.monotonic, QueueConfig(num_threads=1))
+    into = bytearray(CHUNK)
+    job = TierJob(1, JobKind.LOAD, [b"a"], time.monotonic() + 0.01, [memoryview(into)])
+    assert queue.perform(job)
+    assert job.status is JobStatus.EXPIRED and job.succeeded == [False]
+    gate.opened.set()
+    queue.shutdown(WAIT_S)
+    assert into == bytearray(CHUNK)
+    assert not queue.perform(TierJob(2, JobKind.LOAD, [b"a"], time.monotonic() + WAIT_S, [memoryview(into)]))
+    assert queue.poll() == []
+
+
+def test_a_chunk_may_lie_in_several_places() -> None:
+    with queue_on(MemoryTier(CHUNK)) as setup:
+        source, target = bytearray(chunk(3)), bytearray(CHUNK)
+        cuts = [(0, 10), (10, 10), (10, 4000), (4000, CHUNK)]
+        pieces = [Pieces([memoryview(of)[begin:end] for begin, end in cuts]) for of in (source, target)]
+        for at, kind in enumerate((JobKind.STORE, JobKind.LOAD)):
+            assert setup.queue.submit(TierJob(at, kind, [b"a"], WAIT_S, [pieces[at]]))
+            assert setup.finish().succeeded == [True]
+        assert len(pieces[0]) == CHUNK and target == source

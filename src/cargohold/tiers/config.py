@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
@@ -129,6 +129,11 @@ class TierConfig(ABC):
         del replica
         return self
 
+    def with_share(self, share: float) -> Self:
+        """Return the options for a tier that gets this part of the limits, and others the rest. By default the same."""
+        del share
+        return self
+
     def describe(self) -> str:
         """Return where chunks go, for people, without secrets."""
         return self.kind
@@ -184,6 +189,7 @@ class DiskOptions(TierConfig):
             could use.
         lock_wait_s: maximum time to wait at the start for another process that still uses the same subdirectory, such as one
             that is just ending.
+        share: part of ``max_bytes`` that one tier in the directory may take; see ``with_share``.
     """
 
     kind = "disk"
@@ -198,6 +204,7 @@ class DiskOptions(TierConfig):
     max_daily_bytes: int | str | None = None
     direct_io: bool = True
     lock_wait_s: float = 3.0
+    share: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
         TierConfig.__post_init__(self)
@@ -219,6 +226,13 @@ class DiskOptions(TierConfig):
         if replica == 0:
             return self
         return replace(self, directory=Path(self.directory) / REPLICA_DIRECTORY.format(replica))
+
+    def with_share(self, share: float) -> Self:
+        """See ``TierConfig``. The directory is one for all of them."""
+        assert 0 < share <= 1
+        of_tier = replace(self)
+        object.__setattr__(of_tier, "share", share)
+        return of_tier
 
     def describe(self) -> str:
         """Return the directory, its limit and its eviction policy, for people."""

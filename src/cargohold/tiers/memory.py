@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -80,9 +82,61 @@ def address_of(view: memoryview) -> int:
     return address
 
 
-def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """Copy ``source`` to ``into``, which has the same length, without holding the interpreter's lock."""
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+class Pieces:
+    """Memory of one chunk that lies in several places.
+
+    Args:
+        views: the pieces, in the order in which the chunk has their bytes.
+    """
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._num_bytes = sum(len(view) for view in views)
+
+    def __len__(self) -> int:
+        """Bytes of all pieces."""
+        return self._num_bytes
+
+    def fill(self, source: memoryview) -> None:
+        """Copy bytes to the pieces."""
+        for view, at in self._places():
+            copy_bytes(view, source[at : at + len(view)])
+
+    def gather(self, into: memoryview) -> None:
+        """Copy the bytes of all pieces."""
+        for view, at in self._places():
+            copy_bytes(into[at : at + len(view)], view)
+
+    def _places(self) -> Iterator[tuple[memoryview, int]]:
+        at = 0
+        for view in self._views:
+            yield view, at
+            at += len(view)
+
+
+Buffer: TypeAlias = memoryview | Pieces
+"""Memory of one chunk, in one place or in several."""
+
+
+def copy_bytes(into: Buffer, source: Buffer) -> None:
+    """Copy ``source`` to ``into``, which has the same length, without holding the interpreter's lock.
+
+    One of them at most lies in several places.
+    """
+    if isinstance(into, Pieces):
+        assert isinstance(source, memoryview)
+        into.fill(source)
+    elif isinstance(source, Pieces):
+        source.gather(into)
+    else:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def bytes_in(buffer: Buffer) -> bytes:
+    """Return a copy of what is in a buffer."""
+    into = bytearray(len(buffer))
+    copy_bytes(memoryview(into), buffer)
+    return bytes(into)
 
 
 # --- host memory as a tier --------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from typing import Final, TypeAlias
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE, Claim, Details, Note
+from cargohold.tiers.memory import Buffer
 
 
 class StoreOutcome(Enum):
@@ -323,7 +324,7 @@ class TierJob:
     kind: JobKind
     keys: Sequence[OffloadKey]
     deadline: float
-    buffers: Sequence[memoryview] = field(default=(), repr=False)
+    buffers: Sequence[Buffer] = field(default=(), repr=False)
     parents: Sequence[OffloadKey | None] = ()
     notes: Sequence[Note] = ()
     listing: Listing = field(default=NOTHING_LISTED, init=False)

@@ -25,7 +25,7 @@ from cargohold.errors import TierError, one_line
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE
 from cargohold.tiers.health import BreakerConfig, BreakerState, MediumHealth, TierHealth
-from cargohold.tiers.memory import Staging, copy_bytes
+from cargohold.tiers.memory import Buffer, Staging, copy_bytes
 from cargohold.tiers.port import (
     ACCESS_OF,
     LISTED_AT_ONCE,
@@ -120,7 +120,7 @@ class IoThread(threading.Thread):
         parent = job.parents[at] if job.parents else None
         return self._tier.store(job.keys[at], staged, parent, job.notes[at] if job.notes else NO_NOTE)
 
-    def _copy(self, job: TierJob, into: memoryview, source: memoryview) -> bool:
+    def _copy(self, job: TierJob, into: Buffer, source: Buffer) -> bool:
         """Copy if the job is still live; return whether it was."""
         if not self._queue.begin_copy(job):
             return False
@@ -163,7 +163,7 @@ class TierQueue:
     """Carries out jobs on one tier in threads of its own.
 
     One thread owns the queue: it submits, cancels and polls. Only ``drain`` and ``shutdown`` wait. Every job that was taken is
-    returned by ``poll`` exactly once.
+    returned by ``poll`` exactly once. Or else many threads use it by ``perform``, each of which waits for its job.
 
     Args:
         tier: the medium; closed by ``shutdown``.
@@ -210,6 +210,23 @@ class TierQueue:
                 self._end(job, JobStatus.EXPIRED, "not done by its deadline")
             ended, self._ledger.ended = self._ledger.ended, []
         return ended
+
+    def perform(self, job: TierJob) -> bool:
+        """Submit a job and wait until it has ended, which is at its deadline at the latest; return whether it was taken.
+
+        For callers that may wait, in any thread; nobody polls then. The clock must be ``time.monotonic``.
+        """
+        with self._changed:
+            if not self.submit(job):
+                return False
+            while self._ledger.find(job.job_id) is job:
+                if job.status:
+                    self._changed.wait()  # for the end of a copy from or to its buffers
+                elif not self._changed.wait(max(0.0, job.deadline - self._clock())):
+                    self._end(job, JobStatus.EXPIRED, "not done by its deadline")
+                self._replace_dead_threads()
+            self._ledger.ended.remove(job)
+        return True
 
     def cancel(self, job_id: int) -> None:
         """Cancel a job that has not ended yet, because nobody waits for it any more."""

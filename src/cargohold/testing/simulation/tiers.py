@@ -22,6 +22,7 @@ from cargohold.testing.simulation.transfers import ByteRows, HeldTransfers, as_a
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Claim, Note
 from cargohold.tiers.health import MediumHealth
+from cargohold.tiers.memory import Buffer, bytes_in, copy_bytes
 from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses
 from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -78,18 +79,18 @@ class SimulatedMedium:
             if chunk is None and self.not_now:
                 return self.not_now.pop(0)
             if chunk is None:
-                self._add(key, bytes(job.buffers[at]), job.notes[at] if job.notes else NO_NOTE, now)
+                self._add(key, bytes_in(job.buffers[at]), job.notes[at] if job.notes else NO_NOTE, now)
             return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT
         return self._load(key, job.buffers[at])
 
-    def _load(self, key: OffloadKey, buffer: memoryview) -> LoadOutcome:
+    def _load(self, key: OffloadKey, buffer: Buffer) -> LoadOutcome:
         chunk = self.chunks.get(key)
         if chunk is None:
             return LoadOutcome.ABSENT
         if len(chunk) != len(buffer):
             self.lose(key)
             return LoadOutcome.CORRUPT
-        buffer[:] = chunk
+        copy_bytes(buffer, memoryview(chunk))
         return LoadOutcome.LOADED
 
     def _add(self, key: OffloadKey, chunk: bytes, note: Note, now: float) -> None:
@@ -470,7 +471,7 @@ class LinkedQueue:
                 if pending.ends < _NEVER:  # what a medium that hangs has done, nobody learns
                     self._health.note_answers(job, [answer])
             elif job.kind is JobKind.LOAD and buffer is not None:
-                buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
+                copy_bytes(buffer, memoryview(bytes([GARBAGE_BYTE]) * len(buffer)))
         job.status, job.reason = status, f"simulated: {status.value}"
         if (access := self._health.note_end(job)) is not None:
             for other in [other for other in self._pending if ACCESS_OF[other.job.kind] is access]:
@@ -483,7 +484,7 @@ class LinkedQueue:
         self._pending.remove(pending)
         pending.job.status = JobStatus.FAILED
         for buffer in pending.job.buffers if pending.job.kind is JobKind.LOAD else ():
-            buffer[:] = bytes([GARBAGE_BYTE]) * len(buffer)
+            copy_bytes(buffer, memoryview(bytes([GARBAGE_BYTE]) * len(buffer)))
         self._ended.append(pending.job)
 
 

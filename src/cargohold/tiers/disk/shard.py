@@ -78,7 +78,7 @@ class Budget:
     def of(cls, config: DiskOptions, num_shards: int) -> Budget:
         """Return the budget of one of ``num_shards`` workers."""
         total = config.num_max_bytes
-        return cls(total, total // num_shards, config.num_reserve_bytes)
+        return cls(total, int(total * config.share) // num_shards, config.num_reserve_bytes)
 
 
 class Shard:
