@@ -9,7 +9,7 @@ import pytest
 from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
 from cargohold.connector.offloading import HintConfig, TenantQuota
 from cargohold.errors import ConfigError
-from cargohold.protocol import Hint, HintEnd, HintOutcome, HintStatus, Prefix
+from cargohold.protocol import Hint, HintEnd, HintKind, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.testing.simulation.faults import VirtualClock
 from tests.connector.common import alone, evict_everything, finish, prompt
@@ -175,6 +175,70 @@ def test_demoted_chunks_go_first_but_a_use_makes_them_normal() -> None:
     assert hint(engine, Hint.demote("nowhere"), prefix(tokens)).status is ACCEPTED
     flood(engine, 1, first=2000)
     assert present(offloading, tokens)[-1] == ABSENT
+
+
+@pytest.mark.parametrize("one", [Hint.pin(ttl_s=1000), Hint.retain(ttl_s=1000), Hint.demote("lower")])
+@pytest.mark.parametrize("fraction", [0.5, 0.05])
+def test_a_hint_right_after_an_answer_is_about_chunks_on_their_way_too(one: Hint, fraction: float) -> None:
+    """Found by use: an agent pins its conversation when it learns that a tool runs, which is right after the answer."""
+    engine, offloading = make(max_inflight_fraction=fraction)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    tokens = prompt(1, 25)
+    engine.add("first", tokens, 1)
+    engine.step()
+    assert not engine.scheduler.num_unfinished and not offloading.manager.num_ready
+    outcome = hint(engine, one, prefix(tokens))
+    assert (outcome.status, outcome.num_tokens) == (ACCEPTED, 24)
+    transfers.auto = True
+    finish(engine, offloading)
+    assert present(offloading, tokens) == [READY] * 6
+    flood(engine)
+    assert (present(offloading, tokens)[-1] == READY) == (one.kind is HintKind.PIN or one.kind is HintKind.RETAIN)
+
+
+def test_what_is_demoted_to_nowhere_leaves_at_once_but_for_what_others_use() -> None:
+    engine, offloading = make(100)
+    shared = prompt(1, 12)
+    serve(engine, "first", shared + prompt(2, 13), 1)
+    serve(engine, "second", shared + prompt(3, 13), 1)
+    outcome = hint(engine, Hint.demote("nowhere"), prefix(shared + prompt(2, 12)))
+    assert (outcome.status, outcome.num_tokens) == (ACCEPTED, 24)
+    assert present(offloading, shared + prompt(2, 12)) == [READY] * 3 + [ABSENT] * 3
+    assert not ends(engine), "three chunks are left"
+    assert hint(engine, Hint.demote("nowhere"), prefix(shared + prompt(3, 12))).status is ACCEPTED
+    assert present(offloading, shared + prompt(3, 12)) == [ABSENT] * 6
+    assert ends(engine) == [HintEnd.DONE]
+    serve(engine, "again", shared + prompt(2, 13), 1)
+    assert present(offloading, shared + prompt(2, 12)) == [READY] * 6, "a use makes it normal again"
+
+
+@pytest.mark.parametrize("with_request", [True, False])
+def test_what_is_demoted_to_nowhere_and_still_on_its_way_leaves_when_it_has_come(with_request: bool) -> None:
+    engine, offloading = make()
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("first", prompt(1, 25), 1, hints=[Hint.demote("nowhere")] if with_request else ())
+    engine.step()
+    if not with_request:
+        assert hint(engine, Hint.demote("nowhere"), prefix(prompt(1, 24))).status is ACCEPTED
+    assert not ends(engine)
+    transfers.auto = True
+    finish(engine, offloading)
+    assert offloading.manager.num_ready == 0
+    assert ends(engine) == [HintEnd.DONE]
+
+
+def test_nobody_drops_what_is_read_or_what_others_have_hints_on() -> None:
+    engine, offloading = make()
+    serve(engine, "first", prompt(1, 25))
+    load = offloading.manager.prepare_load(keys_of(prompt(1, 24), 6))
+    hint(engine, Hint.demote("nowhere"), prefix(prompt(1, 24)))
+    assert present(offloading, prompt(1, 24)) == [READY] * 6
+    load.release()
+    assert hint(engine, Hint.retain(ttl_s=1000), prefix(prompt(1, 24), tenant="ann")).status is ACCEPTED
+    hint(engine, Hint.demote("nowhere"), prefix(prompt(1, 24), tenant="bob"))
+    assert present(offloading, prompt(1, 24)) == [READY] * 6
 
 
 def test_hints_never_cross_a_salt() -> None:

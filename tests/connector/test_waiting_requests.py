@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
@@ -98,6 +100,42 @@ def test_chunks_that_are_evicted_between_look_up_and_admission_are_computed() ->
     assert connector.broken is None
     assert sum(engine.outputs["second"].cache_report.restored_tokens.values()) < 32
     assert engine.tokens("second") == alone(prompt(0, 33), 1)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "reuse-index"])
+def test_what_was_found_for_a_request_that_waits_for_room_on_the_device_is_not_evicted_meanwhile(policy: str) -> None:
+    """Found by use: others' stores evicted what the request had found, so it was computed after all."""
+    tier = SimulatedOffloading(30, policy=policy)
+    engine = SimulatedEngine(simulated_layout(21), tier, max_num_batched_tokens=64)
+    for name, seed in (("found", 0), ("old", 1)):
+        engine.add(name, prompt(seed, 41), 1)
+        finish(engine, tier)
+        evict_everything(engine)
+    engine.add("long", prompt(2, 41), 38)
+    engine.step()
+    engine.add("waits", prompt(0, 41), 1)
+    finish(engine, tier)
+    assert tier.manager.num_removed > 0
+    assert engine.outputs["waits"].cache_report.restored_tokens == {"host": 40}
+
+
+def test_waiting_for_room_on_the_device_is_one_use_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(21), tier, max_num_batched_tokens=64)
+    serve_and_lose(engine, tier, prompt(0, 41), 1)
+    engine.add("long", prompt(2, 41), 38)
+    engine.step()
+    touched: list[int] = []
+    touch = tier.manager.touch
+
+    def noted(keys: Sequence[bytes]) -> int:
+        touched.append(len(keys))
+        return touch(keys)
+
+    monkeypatch.setattr(tier.manager, "touch", noted)
+    engine.add("waits", prompt(0, 41), 1)
+    finish(engine, tier)
+    assert touched == [10]
 
 
 def test_a_child_that_was_not_asked_stores_what_another_child_loads() -> None:

@@ -198,9 +198,22 @@ class OffloadManager(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> int:
         """Mark chunks that a request uses as used now, and return how many leading ones are ready. Absent ones are ignored.
 
-        ``keys`` are in prefix order, and the last is the request's last chunk. Called each time that a request is admitted, and
-        never by a look-up, which may be repeated any number of times.
+        ``keys`` are in prefix order, and the last is the request's last chunk. Called once for each time that a request is
+        admitted, and never by a look-up, which may be repeated any number of times.
         """
+
+    def renew(self, ends: Iterable[OffloadKey]) -> None:  # noqa: B027  # it saves chunks that are wanted soon
+        """Keep the prefixes that end with these chunks from being evicted soon: a request waits for them.
+
+        That is no use of its own. A chunk costs no more if its prefix is long, so this may be called in every step.
+        """
+
+    def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:
+        """Evict chunks of one prefix that nobody wants any more, from the last on; return how many.
+
+        Stays what is in use, what another chunk continues that stays, and with quotas what is another tenant's.
+        """
+        return 0
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
@@ -416,6 +429,12 @@ class ForwardingManager(OffloadManager):
 
     def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
         return self.inner.touch(keys)
+
+    def renew(self, ends: Iterable[OffloadKey]) -> None:  # noqa: D102
+        self.inner.renew(ends)
+
+    def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:  # noqa: D102
+        return self.inner.drop(keys, tenant)
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
         return self.inner.prepare_load(keys)

@@ -182,6 +182,10 @@ class Shares(ReplacementPolicy):
         for share, part in self._by_share(slots):
             share.policy.touch(part, is_whole=is_whole and part[-1] == last)
 
+    def renew(self, slot: int) -> None:  # noqa: D102
+        for share, (own,) in self._by_share([slot]):
+            share.policy.renew(own)
+
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         own, table = self._shares[self.tenant], self.table
         goal = table.num_free + num_slots

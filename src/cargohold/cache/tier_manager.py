@@ -181,6 +181,27 @@ class TierManager(OffloadManager):
         self.policy.touch(slots, is_whole=is_whole)
         return num_ready
 
+    def renew(self, ends: Iterable[OffloadKey]) -> None:  # noqa: D102
+        for key in ends:
+            slot = self._table.find(key)
+            if slot != NO_SLOT and self._table.states[slot] == chunk_table.READY:
+                self.policy.renew(slot)
+
+    def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:  # noqa: D102
+        table = self._table
+        slots = [slot for slot in table.find_each(keys) if slot is not None and table.states[slot] == chunk_table.READY]
+        if self._shares is not None:
+            slots = self._shares.owned_by(slots, self._shares.share_of(tenant))
+        victims: list[int] = []
+        num_children = {slot: table.children[slot] for slot in slots}
+        for slot in reversed(slots):
+            if not num_children[slot] and not table.pins[slot]:
+                victims.append(slot)
+                if table.parents[slot] in num_children:
+                    num_children[table.parents[slot]] -= 1
+        self._remove(victims[::-1])
+        return len(victims)
+
     def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:  # noqa: D102
         if self._shares is None:
             if not isinstance(self.policy, RunsPolicy):

@@ -103,7 +103,7 @@ class HintEnd(StrEnum):
     """How a hint ended that was accepted, clipped or deferred."""
 
     DONE = "done"
-    """A prefetch has brought its chunks up; a demotion has written them down."""
+    """A prefetch has brought its chunks up; a demotion has written them down, or has dropped them."""
     FAILED = "failed"
     """A prefetch or a demotion has ended without all of its chunks: its deadline has passed, or a tier has failed."""
     EXPIRED = "expired"

@@ -290,6 +290,28 @@ def test_a_tier_in_which_all_is_in_use_is_not_searched_again_for_each_offer(
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_what_is_dropped_leaves_from_its_end_up_to_what_somebody_needs(name: str) -> None:
+    manager = make_manager(name, 20, record_events=True)
+    manager.admit_all()
+    stem, leaf, other = chain((0, 0, 0)), chain((0, 0, 0, 0, 0))[3:], chain((0, 0, 0, 1))[3:]
+    manager.prepare_store(stem + leaf).commit()
+    manager.prepare_store(other, stem[-1]).commit()
+    manager.take_events()
+    load = manager.prepare_load([*stem, leaf[0]])
+    assert manager.drop(stem + leaf) == 1, "the others are being read"
+    load.release()
+    assert manager.drop(stem + leaf) == 1, "the others are continued"
+    assert [key for event in manager.take_events() for key in event.keys] == leaf[::-1]
+    writing = manager.prepare_store(leaf, stem[-1])
+    assert manager.drop(leaf) == 0, "nothing is there yet"
+    writing.commit()
+    assert manager.drop(leaf + other) == 3
+    assert manager.drop(stem) == 3
+    assert manager.num_ready == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_no_policy_looks_at_all_that_is_before_what_is_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a review: two requests that completed the same chunk made a step look at every chunk of all requests."""
     manager, prefixes = full_of_prefixes(name, 20, 30)

@@ -79,10 +79,13 @@ class NaiveLRU(NaiveFIFO):
             else:  # a branch
                 self.lists.insert(at, (when, list(slots)))
 
+    def renew(self, slot: int) -> None:
+        self.num_uses += 1
+        self.use_again(slot)
+
     def use_parent(self, parent: int) -> None:
         if parent != NO_SLOT and self.num_uses - self.lists[self.at(parent)][0] > self.table.capacity // PATIENCE:
-            self.num_uses += 1
-            self.use_again(parent)
+            self.renew(parent)
 
     def use_again(self, slot: int) -> None:
         """Make the prefix that ends here the newest lists: of each of its lists the part up to it, its end first."""

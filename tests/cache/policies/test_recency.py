@@ -88,6 +88,16 @@ class TwinMachine(RuleBasedStateMachine):
             load.release()
 
     @rule(path=paths)
+    def renew(self, path: tuple[int, ...]) -> None:
+        for manager in self.twins.managers:
+            manager.renew(chain(path)[-1:])
+
+    @rule(path=paths, first=st.integers(0, DEPTH))
+    def drop(self, path: tuple[int, ...], first: int) -> None:
+        real, naive = (manager.drop(chain(path)[first:]) for manager in self.twins.managers)
+        assert real == naive
+
+    @rule(path=paths)
     def remove_the_first_ones(self, path: tuple[int, ...]) -> None:
         ready = len(self.twins.managers[0].lookup_run(chain(path)))
         for manager in self.twins.managers:

@@ -51,6 +51,10 @@ class ARCPolicy(RunsPolicy):
             self._now += len(slots)
             self.runs.move(slots, self._orders[_OFTEN], self._now, _OFTEN)
 
+    def renew(self, slot: int) -> None:  # noqa: D102
+        self._now += 1
+        self.runs.renew(slot, self._now, self.home)
+
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         self._refresh(parent)
         balance = self._balance(num_free=len(keys) - num_slots)
@@ -165,8 +169,7 @@ class ARCPolicy(RunsPolicy):
         """Count the prefix that ends in ``parent`` as used again, as LRU does. Its chunks stay in their lists."""
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
         if run is not None and self._now - run.time > self._patience:
-            self._now += 1
-            self.runs.renew(parent, self._now, self.home)
+            self.renew(parent)
 
     def _num_once(self, slots: Sequence[int]) -> int:
         run_of = self.runs.run_of

@@ -59,6 +59,9 @@ class ReplacementPolicy(ABC):
             is_whole: whether the last of them is the request's last chunk.
         """
 
+    def renew(self, slot: int) -> None:  # noqa: B027  # an order without times has nothing to renew
+        """Let the prefix that ends in ``slot`` count as used now, although it is not: somebody waits for it, or goes on."""
+
     @abstractmethod
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         """Evict at most ``num_slots`` chunks, with ``table.evict``, for absent chunks of one prefix.
@@ -226,9 +229,12 @@ class LRUPolicy(FIFOPolicy):
             self._now += len(slots)
             self.runs.extend(run, slots)
 
+    def renew(self, slot: int) -> None:  # noqa: D102
+        self._now += 1
+        self.runs.renew(slot, self._now, self.home)
+
     def _refresh(self, parent: int) -> None:
         """Count the prefix that ends in ``parent`` as used again, if it is time to: see the class."""
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
         if run is not None and self._now - run.time > self._patience:
-            self._now += 1
-            self.runs.renew(parent, self._now, self.home)
+            self.renew(parent)

@@ -113,6 +113,9 @@ class ReuseIndexPolicy(RunsPolicy):
             self._model.observe_each([tags[slot] for slot in sampled], classes, self._now)
         self._now += len(slots)
 
+    def renew(self, slot: int) -> None:  # noqa: D102
+        self.runs.renew(slot, self._now, self._cell_of)
+
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         if self._model.fit(self._now):
             self._use_index()

@@ -216,7 +216,7 @@ class Runs:
 
         Args:
             slot: the end of the prefix.
-            time: later than that of any run.
+            time: no earlier than that of any run.
             home: tells in which order a run that was not set aside belongs.
         """
         parents, owners = self._table.parents, self._table.owners

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
@@ -104,6 +105,7 @@ class Hints:
         ahead: prefetches under way; ``None`` without lower tiers.
         on_claims: told of chunks for which hints ask something else now, for lower tiers.
         on_ask: told of a request's keys before its chunks are fetched for a hint.
+        coming: tells which chunks are on their way into the tier.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Hints:
         self.ahead: Prefetches | None = None
         self.on_claims: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self.on_ask: Callable[[RequestView, Iterable[ChunkKeys]], None] = lambda _request, _keys: None
+        self.coming: Callable[[Sequence[OffloadKey]], AbstractSet[OffloadKey]] = lambda _: frozenset()
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
         self.stats: Counter[str] = Counter()
 
@@ -218,6 +221,8 @@ class Hints:
         limits += [self._limit_reached(grant)] if num_left else []
         status = HintStatus.CLIPPED if limits else HintStatus.ACCEPTED
         grant.num_tokens = _num_covered(keys, grant.keys)
+        if state is None or state.has_ended:
+            self._drop(grant)
         return HintOutcome(hint.action_id, status, "; ".join(limits), grant.num_tokens)
 
     def _prefetch(self, request: RequestView, hint: Hint) -> HintOutcome:
@@ -253,6 +258,7 @@ class Hints:
         if how is HintEnd.DONE and len(self._grants) < MAX_GRANTS:
             grant = Grant(hint, ahead.tenant, level, now + left_s, left_s, next(self._numbers))
             self._cover(grant, _in_range(ahead.wanted.keys, hint), only_present=True)
+            grant.is_told = not is_shared
             if grant.keys:
                 self._begin(grant)
                 if is_shared:
@@ -313,7 +319,11 @@ class Hints:
             for key in others:
                 self._uncover(grant, key)
             self.on_claims(others)
-        self._rank([key for key in covered if key in self._of])
+        covered = [key for key in covered if key in self._of]
+        self._rank(covered)
+        for grant in self._grants_on(covered):
+            if grant.is_dropping:
+                self._drop(grant)
 
     def note_used(self, state: RequestState) -> None:
         """Learn that a request is admitted: it uses its chunks, which renews leases, and makes lowered chunks normal."""
@@ -341,6 +351,8 @@ class Hints:
                 keys = self._keys_about(state.request)
                 self._cover(grant, _in_range(keys, grant.hint))
                 grant.num_tokens = _num_covered(keys, grant.keys)
+            if not grant.is_over:
+                self._drop(grant)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -431,7 +443,7 @@ class Hints:
             self.on_claims([key for key in keys if key in self._of] if ends_alone else keys)
         if len(self._heap) > 2 * len(self._grants) + 64:
             self._heap = sorted(entry for entry in self._heap if not entry[1].is_over)
-        if grant.hint.kind is not HintKind.PREFETCH:  # of which the end was told when its chunks had come
+        if not grant.is_told:
             self._tell(grant.hint, how, grant.tenant)
 
     def _tell(self, hint: Hint, how: HintEnd, tenant: str | None) -> None:
@@ -441,13 +453,15 @@ class Hints:
     def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:
         """Let a grant cover chunks, as far as its budget goes; return how many it cannot cover.
 
-        Chunks that are not there are covered too, unless ``only_present``: they get the level when they come. Those that count
-        for another tenant are not.
+        Chunks that are not there get the level when they come. With ``only_present``, those are left out that are not on their
+        way. Chunks that count for another tenant are not covered.
         """
         others = set(self._manager.others(keys, grant.tenant))
         new = [key for key in keys if key not in grant.keys and key not in others]
         if only_present:
-            new = [key for key, state in zip(new, self._manager.lookup(new), strict=True) if state == READY]
+            states = self._manager.lookup(new)
+            coming = frozenset() if states.count(READY) == len(new) else self.coming(new)
+            new = [key for key, state in zip(new, states, strict=True) if state == READY or key in coming]
         covered = new[: self.budgets.room(grant.tenant, grant.budget)]
         self.budgets.take(grant, len(covered))
         grant.keys.update(dict.fromkeys(covered))
@@ -461,6 +475,21 @@ class Hints:
     def _grants_on(self, keys: Sequence[OffloadKey]) -> list[Grant]:
         """Return the grants that cover some of these chunks, each once."""
         return list(dict.fromkeys(grant for key in keys for grant in self._of[key]))
+
+    def _drop(self, grant: Grant) -> None:
+        """Let chunks that are worth nothing leave host memory, if that is what the hint asks for; tell when none is left.
+
+        What is in use stays, what other chunks continue, and what others have hints on; these are evicted first.
+        """
+        if grant.hint.kind is not HintKind.DEMOTE or grant.hint.to != "nowhere":
+            return
+        grant.is_dropping = True
+        mine = [key for key in grant.keys if all(other.tenant == grant.tenant for other in self._of[key])]
+        self._manager.drop([key for key in mine if _counting(self._of[key]) is grant], grant.tenant)
+        keys = list(grant.keys)
+        if not grant.is_told and READY not in self._manager.lookup(keys) and not self.coming(keys):
+            grant.is_told = True
+            self._tell(grant.hint, HintEnd.DONE, grant.tenant)
 
     def _uncover(self, grant: Grant, key: OffloadKey) -> None:
         """Let a grant cover a chunk no more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
@@ -157,6 +158,10 @@ class LazyStores:
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
         """Do nothing: blocks are looked at when they come near eviction."""
+
+    def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return those of the chunks that are being stored, or that another engine was promised."""
+        return self._promised.coming(keys)
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

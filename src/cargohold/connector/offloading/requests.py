@@ -192,6 +192,8 @@ class Grant:
         keys: the chunks that it covers, in the tier or not.
         num_tokens: number of leading tokens whose chunks it covers.
         alone: itself: what most of its chunks have.
+        is_dropping: whether its chunks are worth nothing from now on: they leave host memory as soon as nothing needs them.
+        is_told: whether it was told how the hint has ended.
         is_over: whether it has ended.
         told_until: until when it lasts as far as lower tiers know.
     """
@@ -205,6 +207,8 @@ class Grant:
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     num_tokens: int = 0
     alone: tuple[Grant, ...] = field(init=False)
+    is_dropping: bool = False
+    is_told: bool = False
     is_over: bool = False
     told_until: float = field(init=False)
 
@@ -281,6 +285,8 @@ class RequestState:
         loads_in_step: whether the step that computes the rest of it is to wait for its load, as the last look-up's answer said.
         waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
         is_handed_off: whether its chunks are promised to another engine.
+        is_marked: whether its chunks were marked as used while it waits for room on the device.
+        has_ended: whether the request has ended.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
         restored_tokens: tokens loaded so far, by the tier they came from first.
         restored: these tokens, by their places.
@@ -302,6 +308,8 @@ class RequestState:
     loads_in_step: bool = False
     waiting: Waiting | None = None
     is_handed_off: bool = False
+    is_marked: bool = False
+    has_ended: bool = False
     was_admitted: bool = False
     restored_tokens: Counter[str] = field(default_factory=Counter)
     restored: range = range(0)

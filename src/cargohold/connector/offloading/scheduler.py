@@ -99,6 +99,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
+        # Those who were told what they can load, since the last step.
+        self._told: list[RequestState] = []
         self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
         self._stores = make_stores(self._shared, self._requests)
         self._meters = Meters(self._shared, environment, lower)
@@ -129,6 +131,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         )
         lower_names = () if lower is None else [tier.name for tier in lower.tiers]
         self._loads = Loads(self._shared, self._requests, lower_names)
+        self._shared.hints.coming = self._stores.coming
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
@@ -207,6 +210,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._lingering.add(request.request_id)
         state = self._requests[request.request_id]
         state.end_waiting()
+        state.lookup, state.has_ended = None, True
         self._stores.end_request(state, block_ids)
         if state.grants:
             self._shared.hints.note_ended(state)
@@ -254,6 +258,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         if num_tokens is None:
             return None, False
         num_external_tokens = num_tokens - num_computed_tokens
+        if num_external_tokens:
+            self._told.append(state)
         state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
         return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
 
@@ -266,8 +272,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         if lookup is None:
             state.was_admitted = True
             return  # no look-up came before: the load has ended, or the engine did not ask
-        # Chunks are marked as used only now that the request is admitted: a look-up may be repeated any number of times.
-        num_ready = [self._shared.manager.touch(keys.keys) for keys in state.keys]
+        # Chunks are marked as used by no look-up, which may be repeated any number of times.
+        num_ready = self._mark_used(state)
+        state.is_marked = False
         if self._shared.hints:
             self._shared.hints.note_used(state)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
@@ -289,6 +296,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         released only once the workers have stopped.
         """
         self._pace.begin(step)
+        self._keep_for_waiting()
         if self._prefetcher is not None:
             if self._shared.hints.ahead:
                 self._shared.hints.ahead.step()  # behind the requests, which the engine has asked for
@@ -439,6 +447,28 @@ class OffloadingScheduler(KVConnectorScheduler):
         num_blocks = sum((num_hit_tokens - num_computed_tokens) // keys.group.block_tokens for keys in state.keys)
         num_rest = max(1, state.request.num_tokens - num_hit_tokens)
         return self._loads.fits_in_step(num_blocks, self._pace.predict(num_rest))
+
+    def _keep_for_waiting(self) -> None:
+        """Mark what was found for requests that wait for room on the device, so that it is still there when they have it.
+
+        It is used once, however long they wait; in later steps it only counts as used then.
+        """
+        for state in self._told:
+            if state.lookup is None:
+                continue  # it was admitted, or has ended
+            if not state.is_marked:
+                self._mark_used(state)
+                state.is_marked = True
+            ends = [(keys.keys, state.lookup.num_tokens // keys.chunk_tokens) for keys in state.keys]
+            self._shared.manager.renew(keys[end - 1] for keys, end in ends if end)
+        self._told.clear()
+
+    def _mark_used(self, state: RequestState) -> list[int]:
+        """Mark a request's chunks as used, unless that was done while it waited; return how many leading ones are there."""
+        manager = self._shared.manager
+        if state.is_marked:
+            return [len(manager.lookup_run(keys.keys)) for keys in state.keys]
+        return [manager.touch(keys.keys) for keys in state.keys]
 
     def _give_up_overdue(self) -> tuple[int, ...]:
         """Stop waiting for jobs that have not ended in time; return the loads among them.

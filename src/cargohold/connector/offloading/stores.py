@@ -192,6 +192,10 @@ class StorePlanner(Protocol):
         """Learn that a request ended; its blocks may be free from now on."""
         ...
 
+    def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return those of the chunks that are being stored, or that a request which has ended has left to be stored."""
+        ...
+
     @property
     def has_pending_work(self) -> bool:
         """Whether stores are to be planned although no request runs."""
@@ -252,6 +256,15 @@ class EagerStores:
     def held_blocks(self) -> Sequence[int]:
         """Blocks that are held for leftovers."""
         return tuple(chain.from_iterable(leftover.held for leftover in self._leftovers))
+
+    def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return those of the chunks that are in a store, or in leftovers."""
+        wanted = set(keys)
+        coming = {key for key in keys if self._shared.jobs.is_coming(key)}
+        for leftover in self._leftovers:
+            for of_group, at in zip(leftover.state.keys, leftover.state.next_chunk, strict=True):
+                coming |= wanted.intersection(of_group.keys[at:])
+        return coming
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
         """Do nothing with the blocks, of which each step tells. How many of the tokens are computed by now is to be asked."""
@@ -475,6 +488,10 @@ class NoStores:
     has_pending_work = False
     held_blocks = ()
     stores_free_blocks = False
+
+    def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return none of them."""
+        return frozenset()
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
         """Do nothing."""

@@ -166,6 +166,10 @@ class StrictPolicy(ReplacementPolicy):
         self._inner.touch(slots, is_whole=is_whole)
         assert list(slots) == before, "touch changed its argument"
 
+    def renew(self, slot: int) -> None:
+        """Pass on."""
+        self._inner.renew(slot)
+
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         """Pass on, and check what was evicted."""
         table, num_free = self.table, self.table.num_free
