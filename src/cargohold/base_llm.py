@@ -36,7 +36,7 @@ from cargohold.engine.engine_thread import Asked, EngineThread
 from cargohold.engine.events import ZmqEventPublisher
 from cargohold.engine.executor import RankPlace
 from cargohold.engine.frames import RankSpec
-from cargohold.engine.llm_engine import EngineLimits, LLMEngine
+from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus
@@ -113,16 +113,17 @@ class BaseLLM:
         finalize(self, self._engine.start_closing).atexit = False
         _close_at_exit(self._engine)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text, as ``generate`` makes them of a prompt. Any thread may do this; no step waits for it.
 
         Raises:
             RequestError: the model has no tokenizer, or the text is not valid Unicode.
+            PromptTooLongError: it is so long that it has more than ``max_tokens``; it was not tokenized.
         """
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError("this model has no tokenizer; give the prompt as token ids")
-        return tokenizer.encode(text)
+        return tokenizer.encode(text, max_tokens)
 
     def chat_prompt(
         self,
@@ -130,6 +131,7 @@ class BaseLLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ending where the assistant is to speak.
 
@@ -140,11 +142,12 @@ class BaseLLM:
 
         Raises:
             RequestError: the model has no chat template, or this does not fit it.
+            PromptTooLongError: it is so long that it has more than ``max_tokens``; it was not tokenized.
         """
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError("this model has no tokenizer, so it has no chat template")
-        return tokenizer.apply_chat_template(messages, tools, template_options)
+        return tokenizer.apply_chat_template(messages, tools, template_options, max_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request early, from any thread and without waiting; does nothing if no request of this id is being served.
@@ -221,17 +224,11 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
             )
             on_failure.callback(publisher.close)
         scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
-        limits = EngineLimits(
-            max_model_len=plan.scheduler.max_model_len,
-            vocab_size=plan.info.vocab_size,
-            eos_token_ids=plan.info.eos_token_ids,
-            hash_block_tokens=plan.layout.hash_block_tokens,
-        )
         tokenizer = Tokenizer.load(plan.info)
         runners = HFRunners(plan.info, plan.layout, plan.config.device)
         executor = make_executor(plan.executor, RankSpec(runners, factory, plan.layout), connector)
         on_failure.pop_all()
-    return LLMEngine(scheduler, executor, tokenizer, limits, clock=clock, publisher=publisher)
+    return LLMEngine(scheduler, executor, tokenizer, plan.limits, clock=clock, publisher=publisher)
 
 
 def _check_offload(offload: object) -> None:

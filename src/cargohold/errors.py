@@ -8,6 +8,7 @@
     │   ├── ModelNotFoundError     nothing is there under that name
     │   └── UnsupportedModelError  it is there, but has something the engine cannot run
     ├── RequestError             one request cannot be served; the engine is unharmed
+    │   └── PromptTooLongError     its prompt has more tokens than fit
     ├── BlockError               a block pool was asked for something that breaks its rules
     │   ├── NullBlockError         the null block was touched, freed or cached
     │   ├── BlockNotHeldError      a reference was given back that nobody holds
@@ -113,6 +114,25 @@ class RequestError(CargoholdError, ValueError):
         super().__init__(reason if request_id is None else f"request {request_id}: {reason}")
         self.reason = reason
         self.request_id = request_id
+
+
+class PromptTooLongError(RequestError):
+    """A prompt has more tokens than fit.
+
+    Attributes:
+        num_tokens: how many it has, or, if they were not counted, at least has.
+        most: how many may be.
+        is_counted: whether they were counted; a text that is far too long is not tokenized.
+    """
+
+    def __init__(
+        self, num_tokens: int, most: int, request_id: str | None = None, *, limit: str = "", is_counted: bool = True
+    ) -> None:
+        number = f"{num_tokens} tokens" if is_counted else f"at least {num_tokens} tokens"
+        super().__init__(f"the prompt has {number}; with one token to generate, at most {most} fit{limit}", request_id)
+        self.num_tokens = num_tokens
+        self.most = most
+        self.is_counted = is_counted
 
 
 class BlockError(CargoholdError):

@@ -73,13 +73,12 @@ def connect(server: Server, *, buffer_bytes: int | None = None) -> socket.socket
     return connection
 
 
-def posted(path: str, body: Any) -> bytes:
+def posted(path: str, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
     """A whole request as bytes."""
     sent = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
-    )
-    return head.encode() + sent
+    kind = {"host": "localhost", "content-type": "application/json", "content-length": str(len(sent))}
+    lines = [f"{name}: {value}" for name, value in {**kind, **(headers or {})}.items()]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *lines, "\r\n"]).encode() + sent
 
 
 def settle(server: Server) -> None:

@@ -14,7 +14,7 @@ from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy, Schedul
 from cargohold.engine.events import WIRE_MAP, WIRES
 from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.engine.ranks import ExecutorConfig, ExecutorKind
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, PromptTooLongError
 from cargohold.option_values import (
     MAX_TIMEOUT_S,
     format_bytes,
@@ -186,6 +186,37 @@ def _values(policies: type[Enum]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits that a request must fit into.
+
+    Attributes:
+        max_model_len: longest sequence, prompt and generated tokens together.
+        vocab_size: token ids are below it.
+        eos_token_ids: tokens that end a sequence.
+        hash_block_tokens: tokens per block hash.
+        limited_by: what limits the longest sequence, for people, if it is not the model.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    hash_block_tokens: int
+    limited_by: str = ""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt: there is room for one to generate."""
+        return self.max_model_len - 1
+
+    def too_long(
+        self, num_tokens: int, request_id: str | None = None, *, is_counted: bool = True
+    ) -> PromptTooLongError:
+        """The refusal of a prompt of so many tokens; see ``PromptTooLongError``."""
+        limit = f": {self.limited_by}" if self.limited_by else ""
+        return PromptTooLongError(num_tokens, self.max_prompt_tokens, request_id, limit=limit, is_counted=is_counted)
+
+
+@dataclass(frozen=True, slots=True)
 class EnginePlan:
     """An engine that fits its model and machine.
 
@@ -202,6 +233,25 @@ class EnginePlan:
     layout: KVCacheLayout
     scheduler: SchedulerConfig
     executor: ExecutorConfig
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Limits that a request must fit into."""
+        return EngineLimits(
+            max_model_len=self.scheduler.max_model_len,
+            vocab_size=self.info.vocab_size,
+            eos_token_ids=self.info.eos_token_ids,
+            hash_block_tokens=self.layout.hash_block_tokens,
+            limited_by=self._limited_by(),
+        )
+
+    def _limited_by(self) -> str:
+        if self.scheduler.max_model_len == self.info.max_positions:
+            return ""
+        more = f"; the model itself takes {self.info.max_positions}"
+        if self.config.max_model_len is not None:
+            return f"max_model_len says so{more}"
+        return f"the {self.layout.num_blocks} blocks of the device pool hold no more (num_device_blocks){more}"
 
 
 def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:

@@ -11,13 +11,14 @@ from numbers import Integral
 from typing import Any
 
 from cargohold.blocks import extend_hashes, root_hash
+from cargohold.engine.config import EngineLimits
 from cargohold.engine.core.request import FinishReason, Request, RequestTimes, SamplingParams
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
 from cargohold.engine.events import MAX_KEPT_EVENTS, KeptEvents, ZmqEventPublisher
 from cargohold.engine.executor import Executor
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput, TextStream
-from cargohold.errors import EngineDeadError, RequestError, one_line
+from cargohold.errors import EngineDeadError, PromptTooLongError, RequestError, one_line
 from cargohold.option_values import is_int
 from cargohold.protocol import (
     Clock,
@@ -38,23 +39,6 @@ from cargohold.protocol import (
 def random_seed() -> int:
     """A seed that cannot be predicted."""
     return secrets.randbits(63)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Limits that a request must fit into.
-
-    Attributes:
-        max_model_len: longest sequence, prompt and generated tokens together.
-        vocab_size: token ids are below it.
-        eos_token_ids: tokens that end a sequence.
-        hash_block_tokens: tokens per block hash.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    hash_block_tokens: int
 
 
 @dataclass(slots=True)
@@ -427,7 +411,10 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer; give the prompt as token ids", request_id)
-            token_ids = self.tokenizer.encode(prompt)
+            try:
+                token_ids = self.tokenizer.encode(prompt, self.limits.max_prompt_tokens)
+            except PromptTooLongError as error:
+                raise self.limits.too_long(error.num_tokens, request_id, is_counted=False) from None
             beyond = max(token_ids, default=0)
             if beyond >= self.limits.vocab_size:
                 # Some tokenizers have such tokens: for models that see images, or added to the tokenizer but not the model.
@@ -437,12 +424,8 @@ class LLMEngine:
             token_ids = self._checked_token_ids(prompt, request_id)
         if not token_ids:
             raise RequestError("the prompt is empty", request_id)
-        if len(token_ids) >= self.limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; with one token to generate, at most "
-                f"{self.limits.max_model_len - 1} fit (see max_model_len and num_device_blocks)",
-                request_id,
-            )
+        if len(token_ids) > self.limits.max_prompt_tokens:
+            raise self.limits.too_long(len(token_ids), request_id)
         return token_ids
 
     def _checked_token_ids(self, prompt: Any, request_id: str | None) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,7 +17,7 @@ from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import RequestError
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import Hint
-from cargohold.serve.desk import Job, Outputs, client_of, hall_of, trace_of
+from cargohold.serve.desk import Job, Outputs, Prompts, client_of, hall_of, size_of, trace_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
 from cargohold.serve.interfaces import (
     Body,
@@ -26,7 +25,8 @@ from cargohold.serve.interfaces import (
     StopStrings,
     cached_tokens,
     checked,
-    make_prompt,
+    fitting,
+    in_turn,
     streamed,
     text_of,
     whole,
@@ -130,8 +130,8 @@ class Prompt(Body):
             raise invalid(f"there are {len(marks)} marks of cache_control; there may be {_MAX_MARKS}", "cache_control")
         return marks
 
-    def tokens(self, llm: AsyncLLM) -> list[int]:
-        """The conversation as the model's template writes it."""
+    def tokens(self, llm: AsyncLLM, most: int) -> list[int]:
+        """The conversation as the model's template writes it. Raises ``PromptTooLongError``, see ``AsyncLLM.chat_prompt``."""
         choice = (self.tool_choice or {"type": "auto"}).get("type")
         if choice not in {"auto", "none"}:
             raise invalid(
@@ -143,7 +143,8 @@ class Prompt(Body):
         messages = [{"role": "system", "content": system}] if system else []
         for at, message in enumerate(self.messages):
             messages += message.for_template(f"messages[{at}]")
-        return llm.chat_prompt(messages, tools=[tool.for_template() for tool in self.offered()])
+        tools = [tool.for_template() for tool in self.offered()]
+        return llm.chat_prompt(messages, tools=tools, max_tokens=most)
 
     def offered(self) -> list[AnthropicTool]:
         """The tools that the model may call."""
@@ -170,7 +171,7 @@ class MessagesBody(Prompt, CachedBody):
         hints = []
         for number, (up_to, mark) in enumerate(self.marks(), start=1):
             with suppress(RequestError):  # a template that cannot write that much of a conversation
-                end = _num_alike(up_to.tokens(llm), prompt)
+                end = _num_alike(up_to.tokens(llm, llm.plan.limits.max_prompt_tokens), prompt)
                 if end:
                     hints.append(Hint.retain(_TTLS_S[mark.ttl], end=end, action_id=f"cache_control-{number}"))
         return hints
@@ -209,19 +210,24 @@ def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
 async def count_tokens(request: Request, body: Prompt) -> Response:
     """How many tokens a conversation has."""
     llm = _begin(request, body)
-    return json_response({"input_tokens": len(await make_prompt(llm, partial(body.tokens, llm)))})
+    tokens = await in_turn(request, lambda: fitting(llm, partial(body.tokens, llm)))
+    return json_response({"input_tokens": len(tokens)})
 
 
 @router.post("/v1/messages")
 async def messages(request: Request, body: MessagesBody) -> Response:
     """The next message of a conversation."""
     llm = _begin(request, body)
-    prompt = await make_prompt(llm, partial(body.tokens, llm))
-    client = client_of(request)
-    options = body.options(client, await asyncio.to_thread(body.implied_hints, llm, prompt))
-    options["trace_headers"] = trace_of(request)
+    client, sampling = client_of(request), [body.sampling()]
+
+    def make_prompts() -> Prompts:
+        prompt = fitting(llm, partial(body.tokens, llm))
+        options = body.options(client, body.implied_hints(llm, prompt))
+        options["trace_headers"] = trace_of(request)
+        return Prompts([prompt], sampling, options)
+
     request_id = f"msg_{hall_of(request).desk.records.new_id()}"
-    job = Job(request_id, request.url.path, client, [prompt], [body.sampling()], options, body.stream)
+    job = Job(request_id, request.url.path, client, 1, make_prompts, size_of(request), body.stream)
     head = {"id": request_id, "type": "message", "role": "assistant", "model": body.model}
     reader = body.new_reader()
     if body.stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import hashlib
@@ -11,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
 from itertools import islice
@@ -30,7 +30,7 @@ from cargohold.option_values import parse_bytes
 from cargohold.protocol import Hint, KeptPrefix, Pin, TenantUse, last_name, times_part
 from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
-from cargohold.serve.interfaces import Message
+from cargohold.serve.interfaces import Message, fitting, in_turn
 from cargohold.serve.meters import OfNobody
 from cargohold.serve.records import Moved
 from cargohold.serve.settings import Client
@@ -94,12 +94,17 @@ class PrefixBody(BaseModel):
     tools: list[dict[str, Any]] | None = None
     cache_salt: str | None = None
 
-    def tokens(self, llm: AsyncLLM) -> list[int] | None:
-        """The prompt, if there is one. Raises ``RequestError`` if it cannot be made."""
+    @property
+    def has_prompt(self) -> bool:
+        """Whether it names one."""
+        return self.prompt is not None or self.messages is not None
+
+    def tokens(self, llm: AsyncLLM, most: int) -> list[int]:
+        """The prompt. Raises ``RequestError`` if it cannot be made."""
         if self.messages is not None:
             messages = [message.for_template(f"messages[{at}]") for at, message in enumerate(self.messages)]
-            return llm.chat_prompt(messages, tools=self.tools)
-        return llm.tokenize(self.prompt) if isinstance(self.prompt, str) else self.prompt
+            return llm.chat_prompt(messages, tools=self.tools, max_tokens=most)
+        return llm.tokenize(self.prompt, max_tokens=most) if isinstance(self.prompt, str) else self.prompt or []
 
 
 class HintsBody(PrefixBody):
@@ -163,7 +168,7 @@ async def release(request: Request, lease: Annotated[str, Path(max_length=128)])
 async def _hint(request: Request, body: PrefixBody, asked: Hints) -> Response:
     """Give hints in the name of the request's client. The answer has one outcome for each."""
     llm, client = hall_of(request).desk.llm, client_of(request)
-    prompt = await asyncio.to_thread(body.tokens, llm)
+    prompt = await in_turn(request, lambda: fitting(llm, partial(body.tokens, llm))) if body.has_prompt else None
     outcomes = await llm.hint(asked, prompt=prompt, salt=client.salt(body.cache_salt), tenant=client.tenant)
     return json_response({"outcomes": [asdict(outcome) for outcome in outcomes]})
 

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry
@@ -22,6 +22,7 @@ from starlette.types import Receive
 
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.core.request import SamplingParams
+from cargohold.engine.core.roster import QueuePolicy
 from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import CargoholdError, EngineDeadError
 from cargohold.llm import AsyncLLM
@@ -29,6 +30,7 @@ from cargohold.protocol import TierContents
 from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
 from cargohold.serve.settings import Client, ServeConfig
+from cargohold.serve.turns import Turns
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
@@ -43,6 +45,20 @@ class State(Enum):
     STOPPED = "stopped"
 
 
+class Prompts(NamedTuple):
+    """What the engine is given for one HTTP request.
+
+    Attributes:
+        token_ids: one list per answer.
+        sampling: one per answer.
+        options: for all of them.
+    """
+
+    token_ids: list[list[int]]
+    sampling: list[SamplingParams]
+    options: RequestOptions
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What one HTTP request asks of the engine.
@@ -51,30 +67,42 @@ class Job:
         request_id: as the client knows it.
         endpoint: the interface that it came by.
         client: who has sent it.
-        prompts: token ids, one list per answer.
-        sampling: one per answer.
-        options: for all of them.
+        num_answers: how many it wants.
+        make_prompts: tokenizes what was sent, which takes long if that is long.
+        num_bytes: size of what was sent.
         is_streamed: whether the client wants every piece as it comes.
     """
 
     request_id: str
     endpoint: str
     client: Client
-    prompts: list[list[int]]
-    sampling: list[SamplingParams]
-    options: RequestOptions
+    num_answers: int
+    make_prompts: Callable[[], Prompts]
+    num_bytes: int
     is_streamed: bool = False
+
+
+_AHEAD: Final = 16
+"""Answers that the engine has beside those that it can run: it looks their prompts up, and fetches what lower tiers have."""
+_LONG_TEXT_BYTES: Final = 64 * 1024
+_NUM_SHORT_TEXTS: Final = 2
+"""Short texts that are tokenized at the same time. Of long ones it is one: it takes seconds, and 200 bytes per token."""
 
 
 class Desk:
     """Admits requests to the model.
 
+    Every request takes a place first. Then its text is tokenized, and then it goes to the engine, both when it is its turn.
+    Tenants take turns, and each has a share of the places. What others leave free may be borrowed: a tenant that comes for its
+    own share is let in although all places are taken, and who has more than a share is refused until places are free again.
+
     Args:
         records: where requests are remembered.
         max_queue: answers that may wait beside those that run.
+        num_tenants: how many share the places.
     """
 
-    def __init__(self, records: Records, max_queue: int) -> None:
+    def __init__(self, records: Records, max_queue: int, num_tenants: int = 1) -> None:
         self.records = records
         self.state = State.STARTING
         self.num_answers = 0
@@ -82,12 +110,23 @@ class Desk:
         self.has_changed = threading.Event()
         self.end: EngineDeadError | None = None
         self._max_queue = max_queue
+        self._num_tenants = num_tenants
         self._llm: AsyncLLM | None = None
+        self._held: Counter[str | None] = Counter()
+        """The places taken, by tenant."""
+        self._short_texts = Turns(_NUM_SHORT_TEXTS)
+        self._long_texts = Turns(1)
+        self._engine_turns = Turns(None)
+        self._is_by_priority = False
 
     # --- for the thread that started the server -----------------------------------------------------------------------
 
     def open(self, llm: AsyncLLM) -> None:
         """Begin to serve this model."""
+        scheduler = llm.plan.scheduler
+        if self._num_tenants > 1:  # otherwise the engine's own queue does it all
+            self._engine_turns = Turns(scheduler.max_num_seqs + _AHEAD)
+        self._is_by_priority = scheduler.policy is QueuePolicy.PRIORITY
         self._llm = llm
         self.state = State.SERVING
 
@@ -122,18 +161,23 @@ class Desk:
 
         Raises:
             ApiError: there is no room, or the server is not serving.
-            CargoholdError: the engine refuses the request, or has ended.
+            CargoholdError: its prompt cannot be made, or the engine refuses it, or has ended.
         """
-        llm = self.llm
-        with self._admitted(len(job.prompts)):
-            record = self.records.begin(job.request_id, job.endpoint, job.client, len(job.prompts))
+        llm, tenant = self.llm, job.client.tenant
+        with self._admitted(job.client, job.num_answers):
+            prompts = await self._tokenized(job.client, job.num_bytes, job.make_prompts)
+            urgency = prompts.options.get("priority", 0) if self._is_by_priority else 0
+            record = self.records.begin(job.request_id, job.endpoint, job.client, job.num_answers)
             state = "gone"
             try:
-                outputs = llm.stream_each(job.prompts, job.sampling, wants_pieces=job.is_streamed, **job.options)
-                async with aclosing(outputs):
-                    async for at, output in outputs:
-                        record.sequences[at].update(output)
-                        yield at, output
+                async with self._engine_turns.of(tenant, job.num_answers, urgency):
+                    outputs = llm.stream_each(
+                        prompts.token_ids, prompts.sampling, wants_pieces=job.is_streamed, **prompts.options
+                    )
+                    async with aclosing(outputs):
+                        async for at, output in outputs:
+                            record.sequences[at].update(output)
+                            yield at, output
                 state = "finished"
             except EngineDeadError as error:
                 state = "failed"
@@ -145,21 +189,47 @@ class Desk:
             finally:
                 self.records.end(record, state)
 
+    async def tokenized(self, client: Client, num_bytes: int, work: Callable[[], T]) -> T:
+        """Do work on a text of a client that wants no answer of the model. It takes a place, too.
+
+        Raises:
+            ApiError: there is no room, or the server is not serving.
+        """
+        with self._admitted(client, 1):
+            return await self._tokenized(client, num_bytes, work)
+
+    async def _tokenized(self, client: Client, num_bytes: int, work: Callable[[], T]) -> T:
+        """Do work on a text in a thread, when it is its turn. If this is cancelled, the work goes on until it ends."""
+        turns = self._long_texts if num_bytes > _LONG_TEXT_BYTES else self._short_texts
+        turn = await turns.enter(client.tenant)
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+
+        def leave(task: asyncio.Future[T]) -> None:
+            turns.leave(turn)
+            if not task.cancelled():
+                task.exception()  # is raised below, unless nobody waits for it any more
+
+        task.add_done_callback(leave)
+        return await asyncio.shield(task)
+
     @contextmanager
-    def _admitted(self, num_answers: int) -> Iterator[None]:
-        """Take places for answers. Never waits: who comes when all are taken is told so."""
+    def _admitted(self, client: Client, num_answers: int) -> Iterator[None]:
+        """Take places for answers. Never waits: who comes when all are taken, and has its share of them, is told so."""
         places = self.llm.plan.config.max_num_seqs + self._max_queue
         if num_answers > places:
             raise invalid(f"{num_answers} answers at once are more than the {places} that this server takes", "n")
-        if self.num_answers + num_answers > places:
+        share, held = max(1, places // self._num_tenants), self._held[client.tenant]
+        if self.num_answers + num_answers > places and held + num_answers > share:
             self.num_refused += 1
             message = f"the queue is full: {self.num_answers} of {places} places are taken (--max-queue); try again"
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="queue_full", retry_after_s=1)
         self.num_answers += num_answers
+        self._held[client.tenant] += num_answers
         try:
             yield
         finally:
             self.num_answers -= num_answers
+            self._held[client.tenant] -= num_answers
             self.has_changed.set()
 
 
@@ -313,6 +383,12 @@ def client_of(request: Request) -> Client:
     """Who has sent the request, as the gate has found out."""
     client: Client = request.state.client
     return client
+
+
+def size_of(request: Request) -> int:
+    """Bytes of the body of the request, which has been read."""
+    num_bytes: int = request.state.body.num_bytes
+    return num_bytes
 
 
 def trace_of(request: Request) -> dict[str, str] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from http import HTTPStatus
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,11 +19,14 @@ from starlette.types import Receive, Scope, Send
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
+from cargohold.errors import PromptTooLongError
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import Hint, hints_in
-from cargohold.serve.desk import Job, Outputs, hall_of, unless_gone
+from cargohold.serve.desk import Job, Outputs, client_of, hall_of, size_of, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
 from cargohold.serve.settings import Client
+
+T = TypeVar("T")
 
 WITHOUT_EFFECT: Final = frozenset(
     {
@@ -276,26 +278,32 @@ def tool_names(tools: list[dict[str, Any]] | None) -> list[str]:
 Events = Callable[[Outputs], AsyncGenerator[bytes]]
 
 
-async def make_prompt(llm: AsyncLLM, make: Callable[[], list[int]]) -> list[int]:
-    """Make the tokens of a prompt in a thread: a long one takes seconds.
+def fitting(llm: AsyncLLM, make: Callable[[int], list[int]]) -> list[int]:
+    """Make the tokens of a prompt, given how many it may have. For a thread: a long one takes seconds.
 
     Raises:
         RequestError: it cannot be made.
-        ApiError: it is longer than what the engine serves.
+        ApiError: it is longer than what the engine serves, in words that clients of OpenAI and Anthropic look for.
     """
-    return check_length(llm, await asyncio.to_thread(make))
-
-
-def check_length(llm: AsyncLLM, prompt: list[int]) -> list[int]:
-    """Return the prompt. Raises ``ApiError`` if it is too long, in words that clients of OpenAI and Anthropic look for."""
-    longest = llm.plan.scheduler.max_model_len - 1
-    if len(prompt) > longest:
+    limits = llm.plan.limits
+    try:
+        prompt = make(limits.max_prompt_tokens)
+        if len(prompt) > limits.max_prompt_tokens:
+            raise limits.too_long(len(prompt))
+    except PromptTooLongError as error:
+        cause = f": {limits.limited_by}" if limits.limited_by else ""
         message = (
-            f"prompt is too long: {len(prompt)} tokens > {longest} maximum; this model's maximum context length is "
-            f"{longest + 1} tokens, the answer included"
+            f"prompt is too long: {'' if error.is_counted else 'at least '}{error.num_tokens} tokens > {error.most} "
+            f"maximum; this model's maximum context length is {error.most + 1} tokens, the answer included{cause}"
         )
-        raise invalid(message, code="context_length_exceeded")
+        raise invalid(message, code="context_length_exceeded") from error
     return prompt
+
+
+async def in_turn(request: Request, work: Callable[[], T]) -> T:
+    """Do work on the text of a request that wants no answer of the model, unless its client goes away before it begins."""
+    desk = hall_of(request).desk
+    return await unless_gone(request.receive, desk.tokenized(client_of(request), size_of(request), work))
 
 
 async def whole(request: Request, job: Job) -> list[RequestOutput]:

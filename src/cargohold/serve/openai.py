@@ -18,7 +18,7 @@ from cargohold.base_llm import RequestOptions
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.llm import AsyncLLM
-from cargohold.serve.desk import Hall, Job, Outputs, client_of, hall_of, trace_of
+from cargohold.serve.desk import Hall, Job, Outputs, Prompts, client_of, hall_of, size_of, trace_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
 from cargohold.serve.interfaces import (
     Message,
@@ -26,7 +26,7 @@ from cargohold.serve.interfaces import (
     ToolChoice,
     cached_tokens,
     checked,
-    make_prompt,
+    fitting,
     offered_tools,
     streamed,
     tool_names,
@@ -86,10 +86,10 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete text."""
     llm = _begin(request, body)
     sampling = body.sampling(body.max_tokens or _DEFAULT_COMPLETION_TOKENS)
-    prompts = [await make_prompt(llm, partial(_tokens, llm, prompt)) for prompt in body.prompts()]
+    prompts = body.prompts()
     form = Form("cmpl", "text_completion", "text_completion", _text_choice, _text_choice)
-    prompts_of_answers = [prompt for prompt in prompts for _ in sampling]
-    return await _answer(request, body, form, prompts_of_answers, sampling * len(prompts))
+    makers = [partial(_tokens, llm, prompt) for prompt in prompts]
+    return await _answer(request, body, form, makers, sampling)
 
 
 @router.post("/v1/chat/completions")
@@ -98,12 +98,14 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     llm = _begin(request, body)
     messages = [message.for_template(f"messages[{at}]") for at, message in enumerate(body.messages)]
     tools = offered_tools(body.tools, body.tool_choice)
-    make = partial(llm.chat_prompt, messages, tools=tools, template_options=body.chat_template_kwargs)
-    prompt = await make_prompt(llm, make)
+
+    def make(most: int) -> list[int]:
+        return llm.chat_prompt(messages, tools=tools, template_options=body.chat_template_kwargs, max_tokens=most)
+
     sampling = body.sampling(body.max_completion_tokens or body.max_tokens or llm.plan.scheduler.max_model_len)
     new_reader = partial(AnswerReader, tool_names(tools), 1 if body.parallel_tool_calls is False else None)
     form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", _message_choice, _delta_choice, new_reader)
-    return await _answer(request, body, form, [prompt] * len(sampling), sampling)
+    return await _answer(request, body, form, [make], sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,43 +163,55 @@ def _begin(request: Request, body: OpenAIBody) -> AsyncLLM:
     return llm
 
 
-def _tokens(llm: AsyncLLM, prompt: str | list[int]) -> list[int]:
-    return llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+def _tokens(llm: AsyncLLM, prompt: str | list[int], most: int) -> list[int]:
+    return llm.tokenize(prompt, max_tokens=most) if isinstance(prompt, str) else prompt
 
 
 async def _answer(
-    request: Request, body: OpenAIBody, form: Form, prompts: list[list[int]], sampling: list[SamplingParams]
+    request: Request,
+    body: OpenAIBody,
+    form: Form,
+    makers: Sequence[Callable[[int], list[int]]],
+    sampling: list[SamplingParams],
 ) -> Response:
-    client = client_of(request)
+    """Answer each prompt as often as there is sampling."""
+    client, desk = client_of(request), hall_of(request).desk
+    llm = desk.llm
     options: RequestOptions = {
         **body.options(client, body.implied_hints()),
         "priority": body.priority,
         "trace_headers": trace_of(request),
     }
-    request_id = f"{form.prefix}-{hall_of(request).desk.records.new_id()}"
-    job = Job(request_id, request.url.path, client, prompts, sampling, options, body.stream)
+
+    def make_prompts() -> Prompts:
+        each = [fitting(llm, make) for make in makers]
+        return Prompts([prompt for prompt in each for _ in sampling], sampling * len(each), options)
+
+    request_id = f"{form.prefix}-{desk.records.new_id()}"
+    num_answers = len(makers) * len(sampling)
+    job = Job(request_id, request.url.path, client, num_answers, make_prompts, size_of(request), body.stream)
     head = {"id": request_id, "created": int(time.time()), "model": body.model}
     if body.stream:
-        return await streamed(request, job, lambda outputs: _with_end(_events(outputs, form, head, job, body)))
+        return await streamed(request, job, lambda outputs: _with_end(_events(outputs, form, head, num_answers, body)))
     outputs = await whole(request, job)
     choices = []
     for at, output in enumerate(outputs):
         reader = form.new_reader()
         choices.append(form.choice(at, reader.read(output.text, finished=True), _finish_reason(output, reader)))
-    usage = _usage([output.metrics for output in outputs], job)
+    usage = _usage([output.metrics for output in outputs], body.n or 1)
     answer = {**head, "object": form.kind, "choices": choices, "usage": usage}
     return json_response(answer | _transfer_params(outputs) | body.outcomes(outputs))
 
 
 async def _events(
-    outputs: Outputs, form: Form, head: dict[str, Any], job: Job, body: OpenAIBody
+    outputs: Outputs, form: Form, head: dict[str, Any], num_answers: int, body: OpenAIBody
 ) -> AsyncGenerator[bytes]:
     head = {**head, "object": form.chunk_kind}
     last: dict[int, RequestOutput] = {}
-    readers = [form.new_reader() for _ in job.prompts]
+    readers = [form.new_reader() for _ in range(num_answers)]
     if form.part is _delta_choice:  # who is to speak, before anything is said
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        for at in range(len(job.prompts)):
+        for at in range(num_answers):
             yield _event({**head, "choices": [{"index": at, **role}]})
     async for at, output in outputs:
         parts = readers[at].read(output.new_text, finished=output.finished)
@@ -209,7 +223,7 @@ async def _events(
     if said := _transfer_params(in_order) | body.outcomes(in_order):
         yield _event({**head, "choices": [], **said})
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in in_order], job)})
+        yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in in_order], body.n or 1)})
 
 
 def _finish_reason(output: RequestOutput, reader: AnswerReader) -> str | None:
@@ -232,16 +246,16 @@ def _error_event(error: ApiError) -> bytes:
     return _event(openai_body(error))
 
 
-def _usage(metrics: Sequence[RequestMetrics], job: Job) -> dict[str, Any]:
+def _usage(metrics: Sequence[RequestMetrics], answers_each: int) -> dict[str, Any]:
     """Tokens of a request. Several answers to one prompt share it: it is counted once, as OpenAI does."""
-    first = {id(prompt): one for prompt, one in zip(reversed(job.prompts), reversed(metrics), strict=True)}
-    prompt_tokens = sum(one.prompt_tokens for one in first.values())
+    prompts = metrics[::answers_each]
+    prompt_tokens = sum(one.prompt_tokens for one in prompts)
     output_tokens = sum(one.output_tokens for one in metrics)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(map(cached_tokens, first.values()))},
+        "prompt_tokens_details": {"cached_tokens": sum(map(cached_tokens, prompts))},
     }
 
 

@@ -156,7 +156,7 @@ class Gate:
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
-        body = _Body(receive, self._config)
+        body = scope["state"]["body"] = _Body(receive, self._config)
         with suppress(UnheardError):
             await self._app(scope, body.receive, _patient(send, self._config.write_timeout_s))
 
@@ -181,14 +181,18 @@ class Gate:
 
 
 class _Body:
-    """The body of one request, as it comes in."""
+    """The body of one request, as it comes in.
+
+    Attributes:
+        num_bytes: how much has come.
+    """
 
     def __init__(self, receive: Receive, config: ServeConfig) -> None:
         self._receive = receive
         self._max_bytes = config.max_body_bytes
         self._timeout_s = config.read_timeout_s
         self._deadline = asyncio.get_running_loop().time() + config.read_timeout_s
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._is_whole = False
 
     async def receive(self) -> Message:
@@ -202,9 +206,9 @@ class _Body:
             self._is_whole = True
             expected = f"the body has not come within {self._timeout_s:g} s"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, expected) from error
-        self._num_bytes += len(message.get("body", b""))
+        self.num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
-        if self._num_bytes > self._max_bytes:
+        if self.num_bytes > self._max_bytes:
             raise too_large(self._max_bytes)
         return message
 
@@ -262,7 +266,7 @@ class Server:
 
     def __init__(self, config: ServeConfig) -> None:
         meters = Meters()
-        self.desk = Desk(Records(meters.count), config.max_queue)
+        self.desk = Desk(Records(meters.count), config.max_queue, config.num_tenants)
         self._socket = listening(config)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

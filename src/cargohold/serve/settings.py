@@ -131,6 +131,12 @@ class ServeConfig:
         places = (f"key/{at}" for at, key in enumerate(self.api_keys, 1) if tenant_of(key) == tenant)
         return next(places, tenant)
 
+    @property
+    def num_tenants(self) -> int:
+        """How many clients are told apart, the admin included. All that need no key are one."""
+        num_keys = len(self.api_keys) + len(self.tenants)
+        return num_keys + (self.admin_key is not None) if num_keys else 1
+
     def _require(self, field: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ConfigError(field, getattr(self, field), f"it must be {expected}")

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cargohold.engine.model.info import ModelInfo
-from cargohold.errors import RequestError, one_line
+from cargohold.engine.model.text_bounds import TextBounds
+from cargohold.errors import PromptTooLongError, RequestError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -113,6 +114,12 @@ class Tokenizer:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        backend = self._backend = inner.backend_tokenizer
+        # What a file of a tokenizer may say otherwise, and transformers sets back before each text.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = inner.split_special_tokens
+        self._bounds = TextBounds.of(backend)
 
     @classmethod
     def load(cls, info: ModelInfo) -> Tokenizer | None:
@@ -131,16 +138,21 @@ class Tokenizer:
 
     def piece_decoder(self, prompt_token_ids: Sequence[int] = ()) -> PieceDecoder:
         """A decoder that turns the tokens that follow a prompt into text, one by one."""
-        return PieceDecoder(self._inner.backend_tokenizer, prompt_token_ids)
+        return PieceDecoder(self._backend, prompt_token_ids)
 
     def special_token_ids(self, texts: Collection[str]) -> frozenset[int]:
         """Ids of the special tokens whose text is one of ``texts``. Decoded text leaves them out."""
         tokens = self._inner.added_tokens_decoder.items() if texts else ()
         return frozenset(token_id for token_id, token in tokens if token.special and str(token) in texts)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with special tokens as the model expects. Raises ``RequestError`` if it is not valid Unicode."""
-        return self._encode(text, add_special_tokens=True)
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of a text, with special tokens as the model expects.
+
+        Raises:
+            RequestError: it is not valid Unicode.
+            PromptTooLongError: it is so long that it has more than ``most`` tokens; it was not tokenized.
+        """
+        return self._encode(text, most, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
@@ -152,10 +164,12 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Tokens of a conversation, ending where the assistant is to speak.
 
         Raises:
+            PromptTooLongError: it is so long that it has more than ``most`` tokens; it was not tokenized.
             RequestError: the model has no chat template, or the conversation does not fit it or is no valid Unicode, or the
                 template has no place for tools.
         """
@@ -177,12 +191,16 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             # A template may compute with what it is given, and then raises Python's own errors.
             raise RequestError(f"the conversation does not fit the model's chat template: {one_line(error)}") from error
-        return self._encode(text, add_special_tokens=False)  # the template wrote them
+        return self._encode(text, most, add_special_tokens=False)  # the template wrote them
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
         _check_unicode(text)
-        # Not verbose: the engine itself reports a prompt that is too long.
-        return list(self._inner(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+        fewest = 0 if most is None else self._bounds.fewest_tokens(text)
+        if most is not None and fewest > most:
+            raise PromptTooLongError(fewest, most, is_counted=False)
+        # Not by transformers, which makes lists of masks and of types, too: those of a long text take most of the memory.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
 
 def _check_unicode(text: str) -> None:
