@@ -73,12 +73,14 @@ check: $(VENV)/.dev $(VENV)/.pins ## Formatting, lint, types, import contracts, 
 docs: $(VENV)/.docs ## Build the documentation in build/site, offline, with all links checked
 	$(BIN)/python tools/diagrams.py --check
 	$(BIN)/python tools/plots.py --check
+	$(BIN)/python tools/texts.py --check
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 	@echo "open build/site/docs/index.html"
 
-figures: ## Draw the documentation's diagrams, and its plots from benchmarks/results
+figures: ## Draw the documentation's diagrams; its plots and the figures in its texts come from benchmarks/results
 	$(PYTHON) tools/diagrams.py
 	$(PYTHON) tools/plots.py
+	$(PYTHON) tools/texts.py
 
 dist: $(VENV)/.dev $(VLLM_VENV)/.installed ## Build wheel and source distribution in dist, check them, and run the wheel alone, inside vLLM, and with a model
 	rm -rf dist build/dist-venv build/dist-vllm

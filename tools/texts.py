@@ -1,0 +1,145 @@
+"""Put what benchmarks have measured into README and docs, from ``benchmarks/results``: ``python tools/texts.py``.
+
+A figure stands in a line of its own or in a table, which is known by how it begins. ``--check`` writes nothing, and exits with
+1 if a text is not what would be written.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plots import TRACES, measured_on, restored, result, sooner
+
+ROOT = Path(__file__).resolve().parent.parent
+CELLS = r"\n\|[-:| ]+\|\n(?:\|.*\n)+"
+
+
+class Text(NamedTuple):
+    """A part of a file: what it looks like, whatever was measured, and what it must be."""
+
+    file: str
+    pattern: str
+    made: str
+
+
+def line(file: str, start: str, rest: str) -> Text:
+    """A line that begins with ``start``."""
+    return Text(file, rf"(?m)^{re.escape(start)}.*$", start + rest)
+
+
+def table(file: str, titles: str, rows: Sequence[Sequence[object]]) -> Text:
+    """A table with these titles."""
+    separator = re.sub(r"[^|]+", "---", titles)
+    lines = [titles, separator, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]
+    return Text(file, re.escape(titles) + CELLS, "\n".join(lines) + "\n")
+
+
+def restores() -> Iterator[Text]:
+    """A context that comes back, in our own engine."""
+    row = restored()
+    seconds = f"{row['restored_s']:.2f} s instead of {row['recomputed_s']:.2f} s, {sooner(row)} times sooner"
+    text = f" about {row['context_tokens']:,} tokens that come back takes {seconds} ({measured_on('restore')})."
+    yield line("README.md", "The first token of an answer", text)
+
+
+def span(of: dict[str, float]) -> str:
+    """Median and quartiles."""
+    return f"{of['median']:.2f} ({of['from']:.2f} to {of['to']:.2f})"
+
+
+def in_vllm() -> Iterator[Text]:
+    """The same inside vLLM, beside others."""
+    found = result("vllm")
+    over = {row["contender"]: row["over_device_hit"]["median"] for row in found["revisits"]["rows"]}
+    ours, theirs, lmcache = over["cargohold"], over["vllm"], (over["lmcache"], over["lmcache, 128-token chunks"])
+    values = (
+        f" {ours:.2f} (Cargohold), {theirs:.2f} (vLLM's own), {lmcache[0]:.2f} and {lmcache[1]:.2f} times (LMCache)"
+    )
+    yield line(
+        "docs/figures.md", "* The first token took", f"{values} as long as a device hit ({measured_on('vllm')})."
+    )
+    names = {
+        "no connector": "no connector",
+        "device hit": "everything in the device pool",
+        "cargohold": "Cargohold",
+        "vllm": "vLLM's own",
+        "lmcache": "LMCache, default chunks",
+        "lmcache, 128-token chunks": "LMCache, chunks of 128 tokens",
+    }
+    alone = {row["contender"]: row["over_no_connector"] for row in found["without_reuse"]}
+    requests, rows = found["revisits"]["requests"], []
+    for row in found["revisits"]["rows"]:
+        name, same = row["contender"], row["identical"]
+        hit = "1" if name == "device hit" else span(row["over_device_hit"])
+        reuse = "1" if name == "no connector" else span(alone[name])
+        rows.append((names[name], f"{row['ttft_ms']:,.0f} ms", hit, f"{same} of {requests}", reuse))
+    titles = "| | first token of a revisit | over a device hit | identical to it | request without reuse, over no connector |"
+    yield table("docs/vllm.md", titles, rows)
+
+
+def under_load() -> Iterator[Text]:
+    """The same without pauses."""
+    own, shared = (result("vllm_load")["revisits"][name]["rows"] for name in ("own process", "in process"))
+    hits = [next(row for row in rows if row["contender"] == "cargohold")["over_device_hit"] for rows in (own, shared)]
+    values = f" {span(hits[0])}, and {span(hits[1])} in the client's ({measured_on('vllm_load')})."
+    yield line("docs/figures.md", "  its own the first token took, over a device hit,", values)
+
+
+def hits() -> Iterator[Text]:
+    """What policies find on traces."""
+    rows, last = [], ""
+    for row in result("policies")["rows"]:
+        name = TRACES.get(row["trace"], row["trace"]).replace(", ", " ")
+        found = [f"{row['hits'][policy]:.1f}" for policy in ("fifo", "arc", "lru", "reuse-index", "optimum")]
+        size, slots = f"{row['size_percent']:g}", f"{row['slots']:,}"
+        rows.append(("" if name == last else name, size, slots, *found, f"{row['without_eviction']:.1f}"))
+        last = name
+    titles = "| trace | size % | slots | fifo | arc | lru | reuse-index | optimum | nothing evicted |"
+    yield table("docs/policies.md", titles, rows)
+
+
+def steps() -> Iterator[Text]:
+    """What connectors cost vLLM's scheduler per step."""
+    order = ("cargohold", "cargohold, a disk below", "vllm", None, "cargohold, prompts alone", "vllm, prompts alone")
+    rows = []
+    for row in result("generating")["rows"]:
+        for key, name in (("prompts", "prompts are computed"), ("generating", "all generate")):
+            beyond: dict[str, Any] = row[f"{key}_us_per_step_beyond_no_connector"]
+            over = f"{beyond['cargohold'] / beyond['vllm']:.2f}"
+            values = [over if who is None else f"{beyond[who]:,}" for who in order]
+            size = ("", "") if key == "generating" else (row["requests"], f"{row['prompt_tokens']:,}")
+            rows.append((*size, name, *values))
+    titles = (
+        "| requests | tokens of their prompts | while | Cargohold | with a disk below | vLLM's own | ours over vLLM's | "
+        "Cargohold, prompts alone | vLLM's own, prompts alone |"
+    )
+    yield table("docs/policies.md", titles, rows)
+
+
+PARTS: tuple[Callable[[], Iterator[Text]], ...] = (restores, in_vllm, under_load, hits, steps)
+
+
+def main() -> int:
+    """Write or check all texts; returns the exit status."""
+    only_check, problems = "--check" in sys.argv[1:], []
+    for file, pattern, made in (text for part in PARTS for text in part()):
+        path = ROOT / file
+        before = path.read_text(encoding="utf-8")
+        after, count = re.subn(pattern, lambda _, made=made: made, before)
+        if count != 1:
+            problems.append(f"{file} has {count} texts, and not one, such as: {made.splitlines()[0]}")
+        elif after != before and only_check:
+            problems.append(f"{file} is not what was measured, run `make figures`: {made.splitlines()[0]}")
+        elif after != before:
+            path.write_text(after, encoding="utf-8")
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
