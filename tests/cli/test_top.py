@@ -106,6 +106,12 @@ def test_numbers_stay_whole_however_narrow_the_terminal_is(
     assert tables == (1 if columns == 160 else 2)
 
 
+@pytest.mark.parametrize("recorded", [b"cargohold_up 0\n"], indirect=True)
+def test_a_server_that_loads_its_model_is_starting(cargohold: Command, recorded: str) -> None:
+    shown = cargohold("top", recorded)
+    assert "it is starting" in shown.out and "no Cargohold" not in shown.out
+
+
 def test_what_an_engine_does_not_tell_is_not_none() -> None:
     shown = Console(width=100, file=io.StringIO())
     shown.print(draw("engine", Scrape.parse(0.0, 'cargohold_tier_capacity_bytes{tier="host"} 1\n'), None))

@@ -114,6 +114,21 @@ def test_an_engine_that_goes_away_and_begins_anew_takes_nothing_back() -> None:
     assert [bucket["tokens"]["host"] for bucket in engine.as_json()["history"]] == [20]
 
 
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("cargohold_up 0\n", "starting"),
+        (f"cargohold_up 0\n{OF_VLLM}", "not serving"),
+        (f"cargohold_up 1\n{OF_VLLM}", "serving"),
+        (OF_VLLM, "serving"),
+    ],
+)
+def test_a_server_that_loads_its_model_is_starting(text: str, state: str) -> None:
+    engine = Engine("one", "", lambda _: Scrape.parse(0.0, text))
+    engine.look()
+    assert engine.state == state
+
+
 def test_of_an_engine_that_does_not_answer_nothing_is_known() -> None:
     scrapes = iter([Scrape.parse(0.0, OF_VLLM), Scrape.parse(0.0, OF_VLLM), Scrape(0.0, error="refused")])
     engine = Engine("vllm", "", lambda _: next(scrapes), clock=lambda: 1001.0)

@@ -46,7 +46,9 @@ def draw(name: str, now: Scrape, before: Scrape | None) -> RenderableType:
         parts += [_Places(now, grown, span_s, tiers), _speeds(grown), _ages(now)]
         parts += _troubles(now)
     else:
-        parts.append(Text("no Cargohold here: its /metrics has none of our time series", style="yellow"))
+        is_ours = "cargohold_up" in now.samples
+        why = "it is starting" if is_ours else "no Cargohold here: its /metrics has none of our time series"
+        parts.append(Text(why, style="yellow"))
     return Panel(Group(*parts), title=Text(name), title_align="left")
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from cargohold.connector.metrics import TTFT
 from cargohold.serve.cache import Vessel, page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
-from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Labels, Moved, Scrape, scrape, tiers_of
+from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Moved, Scrape, scrape, tiers_of
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
 
@@ -63,7 +63,9 @@ class Engine:
             return "connecting"
         if self._now.error:
             return f"not reachable: {self._now.error}"
-        return "serving" if self._now.samples.get("cargohold_up", {Labels(): 1.0}).get(Labels()) else "not serving"
+        if self._now.known("cargohold_up") == 0:  # vLLM's server answers once it serves
+            return "not serving" if tiers_of(self._now) else "starting"
+        return "serving"
 
     def as_json(self) -> dict[str, Any]:
         """What the page shows of it, as ``/cache`` of a server says it. Single requests are not known."""
