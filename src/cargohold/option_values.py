@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from cargohold.errors import ConfigError, one_line
 
@@ -131,6 +132,31 @@ def import_named(key: str, name: str) -> Any:
         reason = f"{type(error).__name__}: {one_line(error)}"
         expected = "it must be MODULE:NAME of a module that is installed or in PYTHONPATH"
         raise ConfigError(key, name, f"it cannot be imported from here ({reason}); {expected}") from error
+
+
+def find_factory(key: str, name: object) -> Callable[..., Any]:
+    """Return what an option names as ``MODULE:FACTORY``, which must be callable. Raises ``ConfigError`` if it is not."""
+    if not isinstance(name, str) or ":" not in name:
+        raise ConfigError(key, name, "it must be MODULE:FACTORY")
+    found = import_named(key, name)
+    if not callable(found):
+        raise ConfigError(key, name, "it must be MODULE:FACTORY of something that can be called")
+    return cast("Callable[..., Any]", found)
+
+
+def made_by(key: str, name: str, kind: type, *args: Any, **options: Any) -> Any:
+    """Call the factory that an option names. Raises ``ConfigError`` if it fails, or what it makes is not of this kind."""
+    try:
+        made = find_factory(key, name)(*args, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's factory may raise anything
+        raise ConfigError(key, name, f"it failed: {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(made, kind):
+        raise ConfigError(
+            key, name, f"it made a {type(made).__name__}, and must make a {kind.__module__}.{kind.__name__}"
+        )
+    return made
 
 
 def search_current_directory() -> None:

@@ -9,7 +9,7 @@ from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.connector.offloading.guest import find_guest
 from cargohold.errors import ConfigError
-from cargohold.option_values import is_int, is_number, is_positive_int, is_positive_number, parse_bytes
+from cargohold.option_values import find_factory, is_int, is_number, is_positive_int, is_positive_number, parse_bytes
 from cargohold.protocol import AttentionKind, KVCacheLayout
 from cargohold.tiers import TierConfig
 
@@ -137,6 +137,10 @@ class HostOptions:
             ended by then are not there after a restart.
         read_only: whether nothing is stored: for engines that only use what others have stored in tiers that they share.
         hints: what hints may do.
+        manager: what decides which chunks host memory holds, if it is your own: ``MODULE:FACTORY``, called with the number of
+            chunks and ``record_events``; it makes a ``cargohold.cache.OffloadManager``. Then there is no ``policy``.
+        transfer: what copies between device and host memory on a worker, if it is your own: ``MODULE:FACTORY``, called with the
+            arguments of ``cargohold.transfer.cpu.make_transfer_worker``; it makes a ``cargohold.transfer.TransferWorker``.
         guests: features of your own that hear what the connector does, as ``MODULE:CLASS``; see
             ``cargohold.connector.offloading.guest.Guest``.
     """
@@ -152,6 +156,8 @@ class HostOptions:
     shutdown_timeout_s: float = 3.0
     read_only: bool = False
     hints: HintConfig = HintConfig()
+    manager: str | None = None
+    transfer: str | None = None
     guests: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -184,6 +190,9 @@ class HostOptions:
         )
         self._require("read_only", isinstance(self.read_only, bool), "True or False")
         self._require("hints", isinstance(self.hints, HintConfig), "a HintConfig")
+        for key in ("manager", "transfer"):
+            if getattr(self, key) is not None:
+                find_factory(key, getattr(self, key))
         self._require("guests", isinstance(self.guests, list | tuple), "a list of MODULE:CLASS")
         for guest in self.guests:
             find_guest(guest)
@@ -229,6 +238,7 @@ class OffloadConfig(HostOptions):
             is_list and all(isinstance(quota, TenantQuota) for quota in self.quotas),
             "a list of TenantQuota",
         )
+        self._require("quotas", not (self.quotas and self.manager), "empty: a manager of your own keeps no quotas")
         names = [quota.tenant for quota in self.quotas]
         self._require(
             "quotas", len(set(names)) == len(names) < MAX_SHARES, f"one for each of {MAX_SHARES - 1} tenants at most"

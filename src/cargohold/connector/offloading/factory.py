@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
+from cargohold.cache.shares import Limits
 from cargohold.connector.offloading.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
 from cargohold.connector.offloading.worker import Bystander, OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError, option_path
-from cargohold.option_values import format_bytes
+from cargohold.option_values import format_bytes, made_by
 from cargohold.process import memory_limit_bytes
 from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier, tier_names
@@ -188,6 +189,16 @@ def scheduler_side(
     return OffloadingScheduler(config, environment, manager, make_stores=make_stores, lower=lower)
 
 
+def host_manager(
+    config: OffloadConfig, num_slots: int, quotas: Mapping[str, Limits], *, record_events: bool
+) -> OffloadManager:
+    """Make the manager of host memory: ours, or the one that options name. Raises ``ConfigError`` if that cannot be made."""
+    if config.manager is None:
+        return make_manager(config.policy, num_slots, record_events=record_events, quotas=quotas)
+    own: OffloadManager = made_by("manager", config.manager, OffloadManager, num_slots, record_events=record_events)
+    return own
+
+
 def _no_stores(*_: object) -> NoStores:
     return NoStores()
 
@@ -207,7 +218,7 @@ class OffloadingFactory:
         layout, config = environment.layout, self.config
         num_slots = self.num_slots(layout)
         quotas = limits_in_chunks(config.quotas, num_slots, config.num_host_bytes // num_slots)
-        host = make_manager(config.policy, num_slots, record_events=environment.emits_events, quotas=quotas)
+        host = host_manager(config, num_slots, quotas, record_events=environment.emits_events)
         return scheduler_side(self.config, environment, host, tier_options(self.config, environment.layout))
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
@@ -223,7 +234,12 @@ class OffloadingFactory:
         def make_transfers(regions: Sequence[Any]) -> TransferWorker:
             from cargohold.transfer.cpu import make_transfer_worker  # noqa: PLC0415  # imports torch
 
-            transfers = make_transfer_worker(regions, memory, environment.clock)
+            if self.config.transfer is None:
+                transfers = make_transfer_worker(regions, memory, environment.clock)
+            else:
+                transfers = made_by(
+                    "transfer", self.config.transfer, TransferWorker, regions, memory, environment.clock
+                )
             return share_stores(transfers, replica, layout.num_replicas, per_chunk)
 
         if not self.config.tiers:

@@ -11,11 +11,10 @@ from itertools import islice
 from typing import Final
 
 from cargohold.blocks import READY
-from cargohold.cache import make_manager
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
 from cargohold.cache.policies.base import LRUPolicy
 from cargohold.connector.offloading.config import HostOptions, OffloadConfig
-from cargohold.connector.offloading.factory import OffloadingFactory, scheduler_side, tier_options
+from cargohold.connector.offloading.factory import OffloadingFactory, host_manager, scheduler_side, tier_options
 from cargohold.connector.offloading.jobs import Store, StoreJob
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
@@ -288,7 +287,7 @@ class LazyOffloadingFactory:
             )
         common = self.config.common()
         num_slots = OffloadingFactory(common).num_slots(environment.layout)
-        host = make_manager(common.policy, num_slots, record_events=environment.emits_events)
+        host = host_manager(common, num_slots, {}, record_events=environment.emits_events)
         scheduler = scheduler_side(
             common,
             environment,
