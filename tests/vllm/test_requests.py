@@ -11,8 +11,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.integrations.vllm.explanations import EXPLAIN
+from cargohold.protocol import TransferOutcome
+from cargohold.transfer import Direction
 from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
+from tests.vllm.faults import Faults
 
 
 @contextmanager
@@ -43,6 +47,49 @@ def test_an_explanation_says_what_was_restored(llama: str, start: Callable[..., 
     assert answer.notes == (
         "of 330 tokens, 0 were on the device and 320 more in host; 10 were left to compute, less than a chunk of 32",
     )
+
+
+def test_a_request_that_uses_no_cache_is_told_why(llama: str, start: Callable[..., Any]) -> None:
+    """Found by use: its explanation was empty."""
+    engine = start(llama, EAGER)
+    (prompt,) = make_prompts(1, 330)
+    ask_twice(engine, [prompt])
+    ways: dict[str, dict[str, Any]] = {
+        "nothing was looked up: log probabilities of a prompt need all of it computed": {"prompt_logprobs": 0},
+        "nothing was looked up: the request skips the prefix cache (skip_reading_prefix_cache)": {
+            "skip_reading_prefix_cache": True
+        },
+        "nothing was looked up: kv_transfer_params: max_load_tokens='all' must be an integer from 0": {
+            "wishes": {"max_load_tokens": "all"}
+        },
+    }
+    for expected, options in ways.items():
+        forget(engine)
+        (answer,) = engine.ask_for([{"prompt_token_ids": prompt}], **options)
+        assert answer.notes == (expected,)
+        assert answer.params[EXPLAIN]["restored_tokens"] == {}
+
+
+def test_a_request_that_may_change_its_past_and_one_after_a_failure_are_told_why(
+    llama: str, start: Callable[..., Any], faults: Faults
+) -> None:
+    engine = start(llama, EAGER)
+    (prompt,) = make_prompts(1, 330)
+    ask_twice(engine, [prompt])
+    session = SimpleNamespace(request_id="s", resumable=True, kv_transfer_params={EXPLAIN: True})
+    connector = engine.scheduler.connector
+    connector.on_new_request(session)
+    assert connector.get_num_new_matched_tokens(session, 0) == (0, False)
+    _, params = connector.request_finished_all_groups(session, ([],))
+    assert "may change its own past" in params[EXPLAIN]["notes"][0]
+    forget(engine)
+    faults.outcome = lambda job: TransferOutcome.FAILED if job.direction is Direction.LOAD else TransferOutcome.DONE
+    (answer,) = engine.ask([prompt])
+    assert answer.notes[-1] == "nothing was looked up: its load has failed, and is not tried again"
+    engine.side.guard.break_off("made for this test")
+    engine.ask(make_prompts(1, 40, seed=7), 3)
+    (answer,) = engine.ask([prompt])
+    assert "made for this test" in answer.notes[0]
 
 
 def test_a_salt_keeps_prompts_apart(llama: str, start: Callable[..., Any]) -> None:

@@ -95,9 +95,9 @@ _OUTCOMES: Final = sorted({one.value for one in (*HintStatus, *HintEnd)})
 
 PROMPT: Final = counter(
     "prompt_tokens",
-    "Prompt tokens of requests by where their KV was found; computed means nowhere.",
+    "Prompt tokens by where their KV was found; computed: nowhere; bypassed: the request does not use the cache.",
     "tier",
-    start=("device", *_ALL, "computed"),
+    start=("device", *_ALL, "computed", "bypassed"),
 )
 CAPACITY: Final = gauge("tier_capacity_bytes", "Bytes of KV that a tier may hold.", "tier")
 READY: Final = gauge("tier_ready_bytes", "Bytes of KV in a tier that can be found again.", "tier")
@@ -208,6 +208,7 @@ NAMED: Final[Mapping[str, Series]] = MappingProxyType(
     {
         "device_tokens": Series(PROMPT, ("device",)),
         "computed_tokens": Series(PROMPT, ("computed",)),
+        "bypassed_tokens": Series(PROMPT, ("bypassed",)),
         "host_loaded_bytes": Series(MOVED, ("host", "out")),
         "host_stored_bytes": Series(MOVED, ("host", "in")),
         "stored_chunks": Series(STORED, ("host",)),

@@ -352,6 +352,11 @@ class RequestState:
         for keys in self.keys:
             keys.extend(hashes)
 
+    def note_once(self, sentence: str) -> None:
+        """Tell the request why it is answered so, unless that is what it was told last: the engine may ask in every step."""
+        if not self.notes or self.notes[-1] != sentence:
+            self.notes.append(sentence)
+
     def end_waiting(self) -> None:
         """Forget the wait for lower tiers, and release the chunks held for the request."""
         if self.waiting is not None:

@@ -250,9 +250,11 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones the tier can give back; long loads are asynchronous."""
-        if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
-            return 0, False  # a load might get stuck, too, and take more blocks out of service
         state = self._requests[request.request_id]
+        if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
+            # A load might get stuck, too, and take more blocks out of service.
+            state.note_once("nothing was looked up: copies that do not end hold too many blocks")
+            return 0, False
         num_tokens = self._lookup.find(state, num_computed_tokens)
         self._guests.request_asked(state, num_tokens is not None)
         if num_tokens is None:

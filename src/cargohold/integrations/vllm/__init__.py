@@ -16,6 +16,7 @@ entry point in ``plugin``.
     layout       vLLM's KV cache and model as our layout, or why they cannot be served
     engine_view  vLLM's block pool, requests and steps as the contract shows them
     deferrals    how long requests wait for an answer, resets of the prefix cache, room for another load
+    explanations what a request is told of its way through the cache
     scheduler    scheduler side
     regions      the paged KV's tensors as plain bytes
     worker       worker side; what travels between scheduler and workers, and which part of the model each worker holds

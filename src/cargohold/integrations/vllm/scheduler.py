@@ -16,6 +16,7 @@ from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockTables, NotedTables, PoolContext, SeenRequest, Step, block_ids
+from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
@@ -39,9 +40,6 @@ from cargohold.protocol import (
 )
 
 logger = logging.getLogger(__name__)
-
-EXPLAIN: Final = "cargohold_explain"
-"""Key in a request's ``kv_transfer_params`` that asks for an explanation, and in the response that gives it."""
 
 STATS_EVERY_S: Final = 0.1
 """How often vLLM is told counters while there are requests; when the last one has ended, at once."""
@@ -128,6 +126,7 @@ class SchedulerSide:
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, SeenRequest] = {}
+        self._told = Explanations()
         # Answers to requests' hints, by request id.
         self._outcomes: dict[str, list[HintOutcome]] = {}
         # Loads in flight by request id, the oldest first.
@@ -169,22 +168,29 @@ class SchedulerSide:
             missing = compat.missing_from_request(request)
             if missing:
                 self.guard.break_off("; ".join(missing))
-        if self.guard.broken is not None or getattr(request, "resumable", False):
+        request_id = request.request_id
+        if getattr(request, "resumable", False):
+            self._told.bypass(request_id, "a session that may change its own past is served without offloading")
+            return
+        if self.guard.broken is not None:
+            self._told.note(request_id, str(self.guard.broken))
             return
         wishes = request.kv_transfer_params
         if wishes is not None and not isinstance(wishes, Mapping):
             # vLLM passes on whatever a client has put into kv_transfer_params.
             self._refusals.warning(
                 "request %s: kv_transfer_params=%s must be an object; it is served without offloading",
-                request.request_id,
+                request_id,
                 shown(wishes),
             )
+            self._told.bypass(request_id, "kv_transfer_params must be an object")
             return
         seen = SeenRequest(request)
         try:
             self.guard.on_new_request(seen)
         except RequestError as error:
             self._refusals.warning("%s; it is served without offloading", error)
+            self._told.bypass(request_id, error.reason)
         else:
             self._requests[seen.request_id] = seen
             given = getattr(request, "kv_hints", None)  # from 0.32 on
@@ -216,7 +222,7 @@ class SchedulerSide:
         self._first_tokens.note_ended(request, self._stats)
         seen = self._requests.pop(request_id, None)
         if seen is None:
-            return False, None
+            return False, dict(self._told.take(request, CacheReport(), ())) or None
         keeps_blocks, params = self.guard.request_finished(seen, tables)
         report = self.guard.explain(request_id)
         if keeps_blocks:
@@ -226,8 +232,7 @@ class SchedulerSide:
         outcomes = self._outcomes.pop(request_id, ())
         if outcomes:
             answer[HINTS_KEY] = [asdict(outcome) for outcome in outcomes]
-        if (request.kv_transfer_params or {}).get(EXPLAIN):
-            answer[EXPLAIN] = _explanation(report, outcomes)
+        answer |= self._told.take(request, report, outcomes)
         return keeps_blocks, answer or None
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -240,7 +245,7 @@ class SchedulerSide:
         """
         request_id = request.request_id
         self._num_computed[request_id] = num_computed_tokens
-        if not self._may_load_for(request):
+        if not self._may_ask_about(request):
             self._deferrals.forget(request_id)
             return 0, False
         seen = self._requests[request_id]
@@ -252,8 +257,14 @@ class SchedulerSide:
         is_full_hit = num_computed_tokens + num_tokens == request.num_tokens
         # Of a full hit vLLM drops the last token, too, because it must be computed, and with it the block that ends with it.
         if num_tokens <= self._dropped_tokens * (1 + is_full_hit):
+            if num_tokens:
+                self._told.note(
+                    request_id,
+                    f"{num_tokens} tokens more were found and not loaded: to draft, vLLM computes the last block of a hit again",
+                )
             return 0, False
         if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):
+            self._told.note(request_id, "its load waited for blocks that requests loaded before it still needed")
             return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
         if num_tokens and not is_async:
             self._synchronous.add(request_id)
@@ -270,8 +281,11 @@ class SchedulerSide:
             self._admitted.add(request_id)
             num_computed = _found_on_device(request, num_computed, num_external_tokens)
             self._stats["device_tokens"] += num_computed
-            self._stats["computed_tokens"] += request.num_tokens - num_computed - num_external_tokens
-            self._first_tokens.note_admitted(request, num_computed, num_external_tokens)
+            is_bypass = self._told.is_bypass(request_id)
+            num_left = request.num_tokens - num_computed - num_external_tokens
+            self._stats["bypassed_tokens" if is_bypass else "computed_tokens"] += num_left
+            if not is_bypass:
+                self._first_tokens.note_admitted(request, num_computed, num_external_tokens)
         seen = self._requests.get(request_id)
         if seen is None:
             return
@@ -393,11 +407,25 @@ class SchedulerSide:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _may_load_for(self, request: Any) -> bool:
-        """Whether the connector is to be asked about a request."""
+    def _may_ask_about(self, request: Any) -> bool:
+        """Whether the connector is to be asked about a request; if not, the request is told why."""
         request_id = request.request_id
-        is_ours = self._loads and request_id in self._requests and request_id not in self._failed
-        return is_ours and not _wants_all_computed(request) and not self._resets.is_due()
+        if request_id not in self._requests:
+            return False  # it was told when it came
+        all_computed = why_all_computed(request)
+        if all_computed is not None:
+            self._told.bypass(request_id, all_computed)
+            return False
+        why_not = None
+        if not self._loads:
+            why_not = "with kv_role=kv_producer and overlapping steps, nothing is loaded"
+        elif request_id in self._failed:
+            why_not = "its load has failed, and is not tried again"
+        elif self._resets.is_due():
+            why_not = "what is kept is being dropped, because the prefix cache was reset"
+        if why_not is not None:
+            self._told.note(request_id, f"nothing was looked up: {why_not}")
+        return why_not is None
 
     def _destinations(self, request_id: str, tables: BlockIds, num_external_tokens: int) -> tuple[int, ...]:
         """The blocks that a load fills."""
@@ -466,15 +494,6 @@ class SchedulerSide:
         self._deferrals.clear()
 
 
-def _wants_all_computed(request: Any) -> bool:
-    """Whether a request needs every token of its prompt in a forward pass."""
-    if getattr(request, "skip_reading_prefix_cache", False):
-        return True  # vLLM would ignore tokens that are offered
-    # vLLM sets the option above for these requests, unless the client has set it to False: then vLLM would answer with memory
-    # that nobody has written.
-    return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
-
-
 def _found_on_device(request: Any, num_computed_tokens: int, num_external_tokens: int) -> int:
     """Return how many tokens of a request vLLM has found on the device.
 
@@ -483,7 +502,3 @@ def _found_on_device(request: Any, num_computed_tokens: int, num_external_tokens
     """
     found = getattr(getattr(request, "prefill_stats", None), "num_local_cached_tokens", 0)
     return num_computed_tokens if num_external_tokens else max(num_computed_tokens, int(found))
-
-
-def _explanation(report: CacheReport, outcomes: Iterable[HintOutcome]) -> Mapping[str, Any]:
-    return {"restored_tokens": dict(report.restored_tokens), "notes": [*map(str, outcomes), *report.notes]}

@@ -17,7 +17,8 @@ from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.engine_view import BlockView
-from cargohold.integrations.vllm.scheduler import EXPLAIN, SchedulerSide
+from cargohold.integrations.vllm.explanations import EXPLAIN
+from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.protocol import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
