@@ -24,6 +24,7 @@ from cargohold.connector.factory import (
     connector_factory,
     equal_parts,
     host_bytes_of,
+    never_found,
     start_report,
 )
 from cargohold.connector.observers import RecordingFactory, TracingFactory
@@ -104,6 +105,8 @@ class BaseLLM:
         check_chunks(offload, self.plan.layout, self.plan.scheduler.max_model_len)
         for line in start_report(self.plan.layout, offload, equal_parts(self.plan.layout)):
             logger.info("%s", line)
+        for line in never_found(offload, self.plan.layout, self.plan.scheduler.max_model_len):
+            logger.warning("%s", line)
         self.offload = offload
         self._engine = EngineThread(
             partial(build_engine, self.plan, factory), shutdown_timeout_s=config.shutdown_timeout_s

@@ -104,6 +104,11 @@ def test_verbose_logs_what_follows_from_the_options(cargohold: Command, chat_mod
     assert "sequences are limited" not in cargohold(*args).err
 
 
+def test_a_pool_that_holds_hardly_any_prompt_is_warned_of(cargohold: Command, chat_model: str) -> None:
+    args = ("run", chat_model, "-p", "x", "--num-device-blocks", "3", "--max-tokens", "1")
+    assert "sequences are limited to the 32 tokens that 3 device blocks can hold" in cargohold(*args).err
+
+
 def test_a_prompt_is_not_said_to_be_made_of_more_than_it_is() -> None:
     """What is restored after a preemption may be of the answer, and the same tokens as before."""
     came_back = RequestMetrics(100, 60, device_tokens=32, restored_tokens={"host": 64}, ttft_s=0.5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, DiskTierConfig, LazyOffloadConfig, OffloadConfig, SharedTierConfig
-from cargohold.connector.factory import Offload, equal_parts, start_report
+from cargohold.connector.factory import Offload, equal_parts, never_found, start_report
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheGroup, KVCacheLayout
 
 FULL = KVCacheGroup(0, AttentionKind.FULL, 32, ("layer",))
@@ -98,3 +98,18 @@ def test_an_engine_logs_it_before_it_loads_its_model(
     assert said[0].startswith(f"device pool: {llm.plan.layout.num_blocks - 1:,} blocks of ")
     assert said[3] == f"below it: {tmp_path}, 64 MiB at most, evicted by lru"
     assert said[-1].startswith("disk tier in ") and said[-1].endswith("0 chunks are there")
+
+
+def test_what_no_prompt_can_fill_is_said() -> None:
+    """Found by use: a model's blocks of 544 tokens with max_model_len 400 kept nothing, and nobody said so."""
+    groups = (FULL, KVCacheGroup(1, AttentionKind.RECURRENT, 544, ("d",)))
+    layout = KVCacheLayout(groups, num_blocks=9, block_bytes=1024, hash_block_tokens=32)
+    offload: list[Offload] = [OffloadConfig(host_bytes="1MiB"), LazyOffloadConfig(host_bytes="1MiB")]
+    (first, second) = never_found(offload, layout, 544)
+    assert first == (
+        "connectors[0]: nothing of any prompt is ever restored: a chunk of 1 block of group 1 has 544 tokens, and "
+        "max_model_len is 544; raise it above 544, or make blocks smaller"
+    )
+    assert second.startswith("connectors[1]: ")
+    assert not list(never_found(offload, layout, 545))
+    assert not list(never_found(NULL_CONNECTOR, layout, 1))

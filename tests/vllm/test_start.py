@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -36,7 +36,24 @@ def test_a_report_says_what_is_kept(
         "device pool: 39 blocks of 48 KiB, 1.8 MiB in all",
         "group 0: 3 layers, sliding window of 64 tokens, 32 tokens per block, 1.5 KiB per token",
         "eager: 64 MiB of host memory for 682 chunks of 2 blocks, 96 KiB each; prompts and answers, evicted by lru",
+        (
+            "if a load fails, vLLM's policy is to recompute its request (load_failure_policy; inside MultiConnector, the outer "
+            "kv_load_failure_policy holds)"
+        ),
     ]
+
+
+def test_what_can_never_be_found_is_said_at_start(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by use: with blocks longer than the longest prompt, and for most prompts in lazy mode, nothing came back."""
+    engine = start(vllm_model("mistral-window"), LAZY, block_size=64, max_model_len=64)
+    assert "a chunk of 1 block of group 0 has 64 tokens, and max_model_len is 64" in caplog.text
+    assert "mode=lazy keeps what vLLM's prefix cache evicts" in caplog.text
+    assert restored(engine.ask(make_prompts(1, 62) * 2, 1)) == 0
+    caplog.clear()
+    start(vllm_model("mistral-window"), EAGER, block_size=32, max_model_len=64)
+    assert "is ever restored" not in caplog.text and "mode=lazy" not in caplog.text
 
 
 def test_a_data_parallel_replica_has_a_disk_of_its_own(
@@ -156,7 +173,9 @@ def test_lazy_offloading_without_a_prefix_cache_is_told_of_by_vllms_own_option(
         start(vllm_model("llama"), {**COMPOSED, "if_unsupported": "refuse"}, enable_prefix_caching=False)
 
 
-def obstacles(parallel: Mapping[str, Any] = MappingProxyType({}), **attention: Any) -> tuple[str, ...]:
+def obstacles(
+    parallel: Mapping[str, Any] = MappingProxyType({}), tensors: Sequence[Any] = (object(),), **attention: Any
+) -> tuple[str, ...]:
     """Why a model with one group of full attention is not served."""
     import torch  # noqa: PLC0415  # slow to import
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec  # noqa: PLC0415  # see above
@@ -170,8 +189,16 @@ def obstacles(parallel: Mapping[str, Any] = MappingProxyType({}), **attention: A
         model_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(**{"world_size": 1, "distributed_executor_backend": "mp", **parallel}),
     )
-    groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    groups = SimpleNamespace(
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)], kv_cache_tensors=tensors, num_blocks=8
+    )
     return translate(config, groups, reports_requests=True).obstacles
+
+
+def test_a_cache_without_memory_is_not_served() -> None:
+    """Found by reading: the size of its blocks was the largest of none, which raised whatever ``if_unsupported`` said."""
+    (sentence,) = obstacles(tensors=[])
+    assert "has no memory for the KV" in sentence
 
 
 def test_attention_that_looks_ahead_is_not_served() -> None:

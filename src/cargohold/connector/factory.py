@@ -122,6 +122,28 @@ def check_chunks(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
                     check_chunks(child, layout, max_model_len)
 
 
+def never_found(
+    offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout, max_model_len: int
+) -> Iterator[str]:
+    """Yield, as sentences, why nothing that a connector of ours keeps can ever be found.
+
+    Args:
+        offload: the connectors' options.
+        layout: the paged KV.
+        max_model_len: tokens of the longest sequence. The KV of its last token is not computed.
+    """
+    for path, config in own_configs(offload):
+        group = max(layout.groups, key=lambda group: group.block_tokens)
+        chunk_tokens = group.block_tokens * config.blocks_per_chunk
+        if chunk_tokens >= max_model_len:
+            whose = f"{path.removesuffix('.')}: " if path else ""
+            blocks = format_count(config.blocks_per_chunk, "block")
+            yield (
+                f"{whose}nothing of any prompt is ever restored: a chunk of {blocks} of group {group.index} has {chunk_tokens} "
+                f"tokens, and max_model_len is {max_model_len}; raise it above {chunk_tokens}, or make blocks smaller"
+            )
+
+
 def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnectorFactory:
     """Return the factory of the connector for ``offload``: one configuration, several in order of preference, or ``None``.
 

@@ -140,7 +140,7 @@ SUSPENSIONS: Final = counter(
     "suspensions", "Times that a tier's access was suspended, on each worker.", "tier", start=[LOWER]
 )
 FAILURES: Final = counter(
-    "failures", "What failed or was given up, by kind.", "kind", start=("load", "store", "connector_off")
+    "failures", "What failed or was given up, by kind.", "kind", start=("load", "store", "connector_off", "promise")
 )
 DEFERRED_LOOKUPS: Final = counter(
     "deferred_lookups", "Requests that waited for a tier's answer, or for another request's load of the same."

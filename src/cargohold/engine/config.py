@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy, SchedulerConfig
@@ -30,6 +31,7 @@ from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
 
 logger = logging.getLogger(__name__)
 
+_FEW_BLOCKS: Final = 4
 DEFAULT_KV_BYTES = 2 * 1024**3
 """Most that the device pool takes by default; a quarter of the machine's memory if that is less."""
 
@@ -369,7 +371,9 @@ def _longest_that_fits(
             num_blocks,
             f"this holds hardly a token; one request of {wanted_len} tokens needs {needed} blocks",
         )
-    logger.info("sequences are limited to the %d tokens that %d device blocks can hold", longest, num_blocks)
+    # So few hold hardly any prompt: nearly all would be refused, one after the other.
+    level = logging.WARNING if longest < _FEW_BLOCKS * config.block_tokens else logging.INFO
+    logger.log(level, "sequences are limited to the %d tokens that %d device blocks can hold", longest, num_blocks)
     return longest
 
 

@@ -20,6 +20,7 @@ entry point in ``plugin``.
     scheduler    scheduler side
     regions      the paged KV's tensors as plain bytes
     worker       worker side; what travels between scheduler and workers, and which part of the model each worker holds
+    start        what the log says at start of what should be set otherwise
     metrics      counters for vLLM's log and its Prometheus endpoint; KV events
     connector    the class that vLLM instantiates
     server       ``vllm serve`` as a child process, for demos and benchmarks

@@ -20,7 +20,7 @@ from cargohold.connector.factory import (
     start_report,
 )
 from cargohold.errors import ConfigError, option_path
-from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm import compat, start
 from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockTables, ManagerTables, NotedTables
@@ -32,7 +32,6 @@ from cargohold.integrations.vllm.layout import (
     make_layout,
     may_load,
     may_span_machines,
-    replicas,
     shares_load_ends,
     shares_loads,
     smallest_block_tokens,
@@ -83,21 +82,6 @@ _NEEDS = {
 
 _SERVED_POOLS: Final[WeakSet[Any]] = WeakSet()
 """The block pools that connectors of ours serve. vLLM's ``MultiConnector`` gives the same pool to all of its children."""
-
-_SUDDEN_END = (
-    "with --shutdown-timeout 0, its default, `vllm serve` kills its engine when it is stopped, and what is being written to a "
-    "tier then is lost; 10 is enough for that"
-)
-
-
-_LOADS_NOTHING = (
-    "in kv_role=kv_producer, vLLM does not protect loads while steps overlap (--async-scheduling), so nothing is loaded; use "
-    "kv_both to load, too"
-)
-_HAS_NOTHING = (
-    "in kv_role=kv_consumer, nothing is stored, and there is no tier in which other engines could store; use kv_both, or add a "
-    "tier that they share"
-)
 
 
 class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
@@ -151,12 +135,6 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                 with option_path("kv_connector_extra_config."):
                     check_memory(self._settings.offload)
         elif not is_off:
-            if self._settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
-                logger.info("%s", _SUDDEN_END)
-            if not may_load(vllm_config):
-                logger.warning("%s", _LOADS_NOTHING)
-            if not transfer.is_kv_producer and not settings.has_tiers:
-                logger.warning("%s", _HAS_NOTHING)
             # vLLM's scheduler reads this option right after it has made the connector.
             vllm_config.kv_transfer_config.kv_load_failure_policy = self._settings.adapter.load_failure_policy
 
@@ -459,11 +437,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
         room = LoadRoom(pool, layout.groups, tables, int(in_flight))
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
-        for line in start_report(layout, self._settings.offload, parts):
+        told = self._vllm_config, self._kv_cache_config
+        for line in (*start_report(layout, self._settings.offload, parts), *start.remarks(*told, self._settings)):
             logger.info("%s", line)
-        _, reason = replicas(self._vllm_config, self._kv_cache_config)
-        if reason:
-            logger.info("latent KV is the same on all workers, and is kept once for each: %s", reason)
+        for line in start.warnings(*told, layout, self._settings):
+            logger.warning("%s", line)
 
     def _turn_off(self, obstacles: Iterable[str]) -> bool:
         """Note and log the obstacles to offloading; returns whether there are any.

@@ -239,6 +239,8 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
             groups.append(group)
     if not kv_cache_config.kv_cache_groups:
         obstacles.append("the model keeps no KV")
+    elif not kv_cache_config.kv_cache_tensors or int(kv_cache_config.num_blocks) < 1:
+        obstacles.append("vLLM's KV-cache configuration has no memory for the KV")
     caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
     if not caches_prefixes and any(group.kind is AttentionKind.RECURRENT for group in groups):
         obstacles.append(

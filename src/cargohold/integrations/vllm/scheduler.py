@@ -260,7 +260,7 @@ class SchedulerSide:
             if num_tokens:
                 self._told.note(
                     request_id,
-                    f"{num_tokens} tokens more were found and not loaded: to draft, vLLM computes the last block of a hit again",
+                    f"{num_tokens} tokens more were found and not loaded: to draft, vLLM computes a hit's last block again",
                 )
             return 0, False
         if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):

@@ -1,0 +1,53 @@
+"""What the log says at start besides what is kept: what holds, what can never be found, and what should be set otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from cargohold.connector.factory import never_found
+from cargohold.integrations.vllm.layout import may_load, replicas, shares_loads
+from cargohold.integrations.vllm.settings import Settings
+from cargohold.protocol import KVCacheLayout
+
+_SUDDEN_END: Final = (
+    "with --shutdown-timeout 0, its default, `vllm serve` kills its engine when it is stopped, and what is being written to a "
+    "tier then is lost; 10 is enough for that"
+)
+_LOADS_NOTHING: Final = (
+    "in kv_role=kv_producer, vLLM does not protect loads while steps overlap (--async-scheduling), so nothing is loaded; use "
+    "kv_both to load, too"
+)
+_HAS_NOTHING: Final = (
+    "in kv_role=kv_consumer, nothing is stored, and there is no tier in which other engines could store; use kv_both, or add a "
+    "tier that they share"
+)
+_LAZY_ENDS: Final = (
+    "mode=lazy keeps what vLLM's prefix cache evicts, and that has windows and recurrent states only of where prompts end: a "
+    "prompt that leaves an earlier one before its end finds nothing; mode=eager keeps more"
+)
+
+
+def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: Settings) -> Iterator[str]:
+    """Yield what should be set otherwise, because something is never stored or never found, as sentences."""
+    if not may_load(vllm_config):
+        yield _LOADS_NOTHING
+    if not vllm_config.kv_transfer_config.is_kv_producer and not settings.has_tiers:
+        yield _HAS_NOTHING
+    if settings.needs_prefix_caching and not shares_loads(kv_cache_config, layout.groups):
+        yield _LAZY_ENDS
+    yield from never_found(settings.offload, layout, int(vllm_config.model_config.max_model_len))
+
+
+def remarks(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Iterator[str]:
+    """Yield what is worth knowing, as sentences."""
+    policy = settings.adapter.load_failure_policy
+    yield (
+        f"if a load fails, vLLM's policy is to {policy} its request (load_failure_policy; inside MultiConnector, the outer "
+        "kv_load_failure_policy holds)"
+    )
+    if settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
+        yield _SUDDEN_END
+    _, reason = replicas(vllm_config, kv_cache_config)
+    if reason:
+        yield f"latent KV is the same on all workers, and is kept once for each: {reason}"
