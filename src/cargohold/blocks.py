@@ -455,6 +455,9 @@ def longest_hit(
     Units that end at or before ``num_computed_tokens`` are taken as present without being asked for. If nothing beyond them
     is usable, the length is ``num_computed_tokens``, which need not be a multiple of any unit.
 
+    A prefix of which nothing is present is none, also where no later query reads any of it: so it is at some places if chunked
+    local attention is alone.
+
     Args:
         groups: the groups' units.
         num_tokens: number of tokens of the request. The last token is computed even if all are present, for its logits, so
@@ -462,10 +465,11 @@ def longest_hit(
         num_computed_tokens: number of leading tokens that are present already.
         limit_tokens: maximum length of the prefix; ``num_tokens`` if ``None``.
     """
+    needs_end = not any(_always_reads_back(units.group) for units in groups)
     prefixes = [
         _FullAttention(units, num_computed_tokens)
         if units.group.kind is AttentionKind.FULL
-        else _Windowed(units, num_tokens - 1, num_computed_tokens)
+        else _Windowed(units, num_tokens - 1, num_computed_tokens, needs_end=needs_end)
         for units in groups
     ]
     length = num_tokens if limit_tokens is None else limit_tokens
@@ -479,6 +483,11 @@ def longest_hit(
         if length == before:
             break
     return PrefixHit(max(length, num_computed_tokens), any(prefix.undecided for prefix in prefixes))
+
+
+def _always_reads_back(group: KVCacheGroup) -> bool:
+    """Whether each query but the first reads what the token before it has left."""
+    return group.kind is not AttentionKind.CHUNKED_LOCAL and group.window_tokens != 1
 
 
 class _FullAttention:
@@ -504,10 +513,14 @@ class _FullAttention:
 
 
 class _Windowed:
-    """The usable prefix of a group whose queries read the last units only. No unit is asked for twice."""
+    """The usable prefix of a group whose queries read the last units only. No unit is asked for twice.
 
-    def __init__(self, units: GroupUnits, last_query: int, num_computed_tokens: int) -> None:
+    With ``needs_end``, its last unit must be there even if no query reads it.
+    """
+
+    def __init__(self, units: GroupUnits, last_query: int, num_computed_tokens: int, *, needs_end: bool) -> None:
         self._units = units
+        self._needs_end = needs_end
         self._last_query = last_query
         self._num_local = num_computed_tokens // units.unit_tokens
         # States of consecutive units from _known_from on, asked for from the right.
@@ -522,6 +535,8 @@ class _Windowed:
         while end > 0:
             next_query = min(end * unit_tokens, self._last_query)
             first = self._units.group.num_skipped_tokens(next_query) // unit_tokens
+            if self._needs_end:
+                first = min(first, end - 1)
             absent_at = self._last_absent(max(first, self._num_local), end)
             if absent_at is None:
                 return end * unit_tokens

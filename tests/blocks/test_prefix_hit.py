@@ -36,13 +36,22 @@ def group_of(index: int, kind: tuple[AttentionKind, int | None], block_tokens: i
 
 
 def usable(
-    group: KVCacheGroup, unit_tokens: int, states: Sequence[int], length: int, num_tokens: int, num_computed: int
+    group: KVCacheGroup,
+    unit_tokens: int,
+    states: Sequence[int],
+    length: int,
+    num_tokens: int,
+    num_computed: int,
+    *,
+    needs_end: bool = False,
 ) -> bool:
-    """Whether every token that the next query and later ones read is computed or in a present unit."""
+    """Whether every token that the next query and later ones read is computed or in a present unit; or also the last unit."""
     if length % unit_tokens:
         return False
     next_query = min(length, num_tokens - 1)
     first_needed = group.num_skipped_tokens(next_query) // group.block_tokens * group.block_tokens
+    if needs_end:
+        first_needed = min(first_needed, length - unit_tokens)
     return all(
         states[token // unit_tokens] == READY or (token // unit_tokens + 1) * unit_tokens <= num_computed
         for token in range(first_needed, length)
@@ -52,9 +61,10 @@ def usable(
 def naive(
     groups: Sequence[tuple[KVCacheGroup, int]], states: Sequence[Sequence[int]], num_tokens: int, num_computed: int
 ) -> int:
+    needs_end = all(any(group.num_skipped_tokens(at) == at for at in range(1, 9)) for group, _ in groups)
     for length in range(num_tokens, num_computed, -1):
         if all(
-            usable(group, unit, of, length, num_tokens, num_computed)
+            usable(group, unit, of, length, num_tokens, num_computed, needs_end=needs_end)
             for (group, unit), of in zip(groups, states, strict=True)
         ):
             return length
@@ -95,6 +105,13 @@ def test_one_group_exhaustively(kind: tuple[AttentionKind, int | None], blocks_p
                 for num_computed in range(0, num_tokens, block_tokens):
                     expected = naive([(group, unit)], [states], num_tokens, num_computed)
                     assert find([(group, unit)], [states], num_tokens, num_computed) == PrefixHit(expected, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_nothing_is_present_nothing_is_usable(kind: tuple[AttentionKind, int | None]) -> None:
+    """Found by a review: with chunked local attention alone, an empty cache answered a hit up to the last boundary."""
+    for num_tokens in range(1, 30):
+        assert find([(group_of(0, kind, 2), 2)], [[ABSENT] * 15], num_tokens, 0) == PrefixHit(0, False)
 
 
 @pytest.mark.parametrize("kinds", list(itertools.combinations(KINDS, 2)))

@@ -333,8 +333,8 @@ def finds_a_chunk_again_that_is_known_to_be_bad(patch: Patch) -> None:
 def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
     init = _Windowed.__init__
 
-    def behind(self: _Windowed, units: Any, last_query: int, num_computed_tokens: int) -> None:
-        init(self, units, last_query + 1, num_computed_tokens)
+    def behind(self: _Windowed, units: Any, last_query: int, *others: Any, **options: Any) -> None:
+        init(self, units, last_query + 1, *others, **options)
 
     patch.setattr(_Windowed, "__init__", behind)
 
