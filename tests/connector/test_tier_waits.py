@@ -354,6 +354,39 @@ def test_a_request_that_finds_no_slot_does_not_look_for_one_in_every_step(monkey
     assert restored(engine, "known") == {"disk": 16} and engine.tokens("known") == alone(prompt(0, 17), 3)
 
 
+def test_requests_that_wait_are_looked_up_once_per_change_while_the_pace_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by a review: 32 requests that waited took 64 look-ups of whole prompts per step."""
+    tiering = SimulatedTiering(200, restore_timeout_s=100.0)
+    first = make_engine(tiering)
+    for at in range(8):
+        serve(first, tiering, f"first {at}", prompt(at, 41))
+    engine = make_engine(tiering, max_num_seqs=8, max_num_batched_tokens=64)
+    serve(engine, tiering, "short", prompt(99, 5))  # which says nothing about prompts
+    (queue,) = tiering.all_queues()
+    queue.auto = False
+    for at in range(8):
+        engine.add(f"waits {at}", prompt(at, 41), 1)
+    engine.step()
+    host, looked_up = tiering.manager.host, list[int]()
+    lookup_run = host.lookup_run
+
+    def noted(keys: Sequence[bytes]) -> bytes:
+        looked_up.append(len(keys))
+        return lookup_run(keys)
+
+    monkeypatch.setattr(host, "lookup_run", noted)
+    for _ in range(10):
+        engine.step()
+    assert len(looked_up) <= 8, "nothing has changed in host memory"
+    queue.auto = True
+    for job in list(queue.pending):
+        queue.complete(job)
+    finish(engine, tiering)
+    assert all(restored(engine, f"waits {at}") for at in range(8))
+
+
 def test_a_slow_write_does_not_delay_requests_for_blocks_of_a_loaded_request() -> None:
     """Found by reading: as long as a disk was busy, a request that was first in line waited, and nobody ran."""
     tiering = SimulatedTiering(60)

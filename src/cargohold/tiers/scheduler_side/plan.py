@@ -193,14 +193,14 @@ class Planner:
                     return False
         return True
 
-    def compute_s(self, wanted: Wanted, num_tokens: int) -> float | None:
-        """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.
+    @property
+    def knows_pace(self) -> bool:
+        """Whether something is known of how long computing takes, and it is to be asked."""
+        return self._pace is not None and self._pace.num_sizes > 0
 
-        ``None`` if that is not known, or if it is not to be asked.
-        """
-        if self._pace is None or not self._pace.num_sizes:
-            return None
-        return self._pace.predict(num_tokens - self.host_hit(wanted, num_tokens))
+    def compute_s(self, num_tokens: int) -> float | None:
+        """Return the seconds that computing so many tokens takes; ``None`` if that is not known, or is not to be asked."""
+        return None if self._pace is None else self._pace.predict(num_tokens)
 
     def worth_while(
         self, wanted: Wanted, num_hit_tokens: int, limit_s: float, skipped: Container[int], notes: MutableSequence[str]

@@ -114,6 +114,7 @@ class Waiting:
         look_at: time before which it is not looked at again.
         fetch: the chunks on their way; ``None`` before slots were reserved for them.
         is_limited: whether its time was compared with that of computing.
+        in_host: how many leading tokens host memory had when it was looked up last, and what that depended on.
         num_announced: number of leading tokens that another engine has announced and that have not been given up.
         num_come: number of leading tokens that had come when it was looked at last.
         on_ask: called before tiers are asked for its chunks, or chunks are fetched.
@@ -134,6 +135,7 @@ class Waiting:
     look_at: float = 0.0
     fetch: Fetch | None = None
     is_limited: bool = False
+    in_host: tuple[tuple[int, int, int], int] | None = None
     num_announced: int = 0
     num_come: int = 0
     on_ask: Callable[[], None] = _tell_nobody
@@ -411,7 +413,7 @@ class Prefetcher:
         What a tier did lately says nothing of what it does when it hangs: until its jobs count as failed, each request would
         wait for ``restore_timeout_s``, even if it can be computed in a moment.
         """
-        compute_s = waiting.planner.compute_s(waiting.wanted, num_tokens)
+        compute_s = self._compute_s(waiting, num_tokens)
         if compute_s is not None:
             waiting.is_limited = True
             left_s = MAX_COMPUTE_RATIO * compute_s
@@ -419,6 +421,20 @@ class Prefetcher:
                 left_s,
                 f"lower tiers took longer than {left_s:.3g} s, and computing is expected to take {compute_s:.3g} s",
             )
+
+    def _compute_s(self, waiting: Waiting, num_tokens: int) -> float | None:
+        """Return the seconds that computing takes of the first ``num_tokens`` tokens what neither device nor host memory has.
+
+        ``None`` if that is not known, or if it is not to be asked. What host memory has is looked up again only when that may
+        have changed: many requests may wait for as long as the pace is not known.
+        """
+        planner, wanted = waiting.planner, waiting.wanted
+        if not planner.knows_pace:
+            return None
+        basis = self._host.generation, wanted.num_computed_tokens, num_tokens
+        if waiting.in_host is None or waiting.in_host[0] != basis:
+            waiting.in_host = basis, planner.host_hit(wanted, num_tokens)
+        return planner.compute_s(num_tokens - waiting.in_host[1])
 
     def _limit_trial(self, waiting: Waiting, tiers: Iterable[int], access: Access) -> None:
         """Let a request wait for one step only if its jobs try whether one of these tiers works again: it would pay."""
@@ -465,7 +481,7 @@ class Prefetcher:
             # A tier that has the first chunks may have all, and so may one for which they were announced.
             part = 1.0 if num_found or waiting.num_announced else tier.look_up_gain.expected
             ask_s = tier.look_up_s(num_unknown, num_found, part)
-            compute_s = waiting.planner.compute_s(waiting.wanted, waiting.wanted.limit_tokens)
+            compute_s = self._compute_s(waiting, waiting.wanted.limit_tokens)
             if ask_s is not None and compute_s is not None and ask_s > part * compute_s:
                 waiting.skipped.add(at)
                 waiting.notes.append(
