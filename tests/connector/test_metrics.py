@@ -150,6 +150,7 @@ def test_each_family_that_only_grows_says_what_it_begins_with() -> None:
         assert {len(values) for values in family.start} <= {len(family.labels)}
     started = set(from_the_start(["disk", "shared"]))
     assert {Series(metrics.CORRUPT, (tier,)) for tier in ("disk", "shared")} < started
+    assert set(metrics.NAMED.values()) <= started
     assert Series(metrics.CORRUPT, ("host",)) not in started, "nothing checks chunks in memory"
     assert Series(metrics.MOVED, ("disk", "out")) in started > set(from_the_start([]))
 
