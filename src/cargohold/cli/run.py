@@ -282,6 +282,13 @@ class ServeOptions:
             show_envvar=True,
         ),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name by which clients may call it at 127.0.0.1, as behind a proxy; may be given several times; * for any.",
+            metavar="NAME",
+        ),
+    ] = None
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; may be given several times.", metavar="NAME")
     ] = None
@@ -299,6 +306,7 @@ class ServeOptions:
             tenants=() if self.tenants is None else Tenant.read(self.tenants),
             admin_key=self.admin_key,
             metrics_key=self.metrics_key,
+            allowed_hosts=tuple(self.allowed_host or ()),
             served_names=tuple(self.served_model_name or ()),
             max_queue=self.max_queue,
             max_body_bytes=parse_bytes("max_body_bytes", self.max_body_bytes),

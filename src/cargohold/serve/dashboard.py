@@ -18,6 +18,7 @@ from starlette.responses import Response
 from cargohold.connector.metrics import TTFT
 from cargohold.serve.cache import Vessel, page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
+from cargohold.serve.gate import Gate, Hosts, connections
 from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Moved, Scrape, scrape, tiers_of
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
@@ -195,5 +196,6 @@ def serve_dashboard(
     with listening(config) as listener:
         host, port = listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        app = make_dashboard(engines, interval_s)
-        uvicorn.Server(uvicorn.Config(app, http="h11", ws="none", log_level="error", access_log=False)).run([listener])
+        app = Gate(make_dashboard(engines, interval_s), config, Hosts(host, config.allowed_hosts))
+        http: Any = connections(config)
+        uvicorn.Server(uvicorn.Config(app, http=http, ws="none", log_level="error", access_log=False)).run([listener])

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
@@ -20,28 +20,30 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from cargohold import __version__
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.llm import AsyncLLM
 from cargohold.serve import anthropic, cache, openai
 from cargohold.serve.desk import Desk, Hall, State, Watch
-from cargohold.serve.errors import ApiError, api_error, error_response, invalid, json_response
+from cargohold.serve.errors import api_error, error_response, invalid, json_response
+from cargohold.serve.gate import HEALTH, Gate, Hosts, connections
 from cargohold.serve.meters import Meters
 from cargohold.serve.records import Records
-from cargohold.serve.settings import Client, Keys, ServeConfig
+from cargohold.serve.settings import ServeConfig
 
 _MAX_SHOWN_CHARS = 200
 
 
-def make_app(desk: Desk, meters: Meters, config: ServeConfig) -> ASGIApp:
+def make_app(desk: Desk, meters: Meters, config: ServeConfig, hosts: Hosts) -> ASGIApp:
     """The application of one server.
 
     Args:
         desk: admits requests to the model.
         meters: count them.
         config: the server's options.
+        hosts: the names that it may be called by.
     """
     # The pages of FastAPI's own need scripts from the internet.
     app = FastAPI(title="Cargohold", version=__version__, docs_url=None, redoc_url=None, lifespan=_watching)
@@ -52,8 +54,8 @@ def make_app(desk: Desk, meters: Meters, config: ServeConfig) -> ASGIApp:
     app.state.hall = hall
     app.include_router(openai.router)
     app.include_router(anthropic.router)
-    app.add_api_route("/health", _health, methods=["GET"])
-    app.add_api_route("/health", _health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route(HEALTH, _health, methods=["GET"])
+    app.add_api_route(HEALTH, _health, methods=["HEAD"], include_in_schema=False)
     app.include_router(cache.router)
     app.include_router(cache.page_router)
     for kind, handler in (
@@ -64,7 +66,7 @@ def make_app(desk: Desk, meters: Meters, config: ServeConfig) -> ASGIApp:
         (Exception, _failed),  # uvicorn logs it, too
     ):
         app.add_exception_handler(kind, handler)
-    return Gate(app, config)
+    return Gate(app, config, hosts)
 
 
 @asynccontextmanager
@@ -124,119 +126,7 @@ async def _gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
-# --- the gate ---------------------------------------------------------------------------------------------------------
-
-
-class UnheardError(Exception):
-    """A client does not take what it is sent."""
-
-
-class Gate:
-    """Refuses what it can before a byte of the body is read.
-
-    Args:
-        app: what is behind it. It finds the client in the scope's ``state``.
-        config: the limits.
-    """
-
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app = app
-        self._config = config
-        self._keys = Keys(config)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        try:
-            scope.setdefault("state", {})["client"] = self._client(scope["path"], headers)
-            self._check_size(headers.get(b"content-length", b"0"))
-        except ApiError as error:
-            await error_response(scope["path"], error)(scope, receive, send)
-            return
-        body = scope["state"]["body"] = _Body(receive, self._config)
-        with suppress(UnheardError):
-            await self._app(scope, body.receive, _patient(send, self._config.write_timeout_s))
-
-    def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
-        keys, client = self._keys, self._keys.client(_shown_key(headers)) or Client()
-        is_known = client.is_admin or client.tenant is not None
-        if path.startswith("/v1/"):
-            is_let_in = is_known or not keys.has_tenants
-        elif path.startswith("/cache"):
-            is_let_in = is_known or not (keys.has_tenants or keys.has_admin)
-        else:
-            is_let_in = path != "/metrics" or client.reads_all_metrics or not keys.has_scraper
-        if not is_let_in:
-            known = "the key for metrics (--metrics-key)" if path == "/metrics" else "a key that the server knows"
-            message = f"this needs {known}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
-        return client
-
-    def _check_size(self, content_length: bytes) -> None:
-        if content_length.isdigit() and int(content_length) > self._config.max_body_bytes:
-            raise too_large(self._config.max_body_bytes)
-
-
-class _Body:
-    """The body of one request, as it comes in.
-
-    Attributes:
-        num_bytes: how much has come.
-    """
-
-    def __init__(self, receive: Receive, config: ServeConfig) -> None:
-        self._receive = receive
-        self._max_bytes = config.max_body_bytes
-        self._timeout_s = config.read_timeout_s
-        self._deadline = asyncio.get_running_loop().time() + config.read_timeout_s
-        self.num_bytes = 0
-        self._is_whole = False
-
-    async def receive(self) -> Message:
-        """The next message, within the limits. Behind the body follows only that the client is gone, whenever that is."""
-        if self._is_whole:
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError as error:
-            self._is_whole = True
-            expected = f"the body has not come within {self._timeout_s:g} s"
-            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, expected) from error
-        self.num_bytes += len(message.get("body", b""))
-        self._is_whole = not message.get("more_body", False)
-        if self.num_bytes > self._max_bytes:
-            raise too_large(self._max_bytes)
-        return message
-
-
-def too_large(max_bytes: int) -> ApiError:
-    """The refusal of a body that is too large."""
-    message = f"the body of a request may have {max_bytes} bytes here (--max-body-bytes)"
-    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
-
-
-def _shown_key(headers: dict[bytes, bytes]) -> bytes | None:
-    """The key as clients of OpenAI send it, or else as those of Anthropic do."""
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
-
-
-def _patient(send: Send, timeout_s: float) -> Send:
-    """Sends that end with ``UnheardError`` when the client takes nothing for so long."""
-
-    async def send_in_time(message: Message) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await send(message)
-        except TimeoutError as error:
-            raise UnheardError from error
-
-    return send_in_time
-
+# --- the thread -------------------------------------------------------------------------------------------------------
 
 _FAREWELL_S = 2
 """How long connections may take to get their last answers."""
@@ -272,15 +162,14 @@ class Server:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._llm: AsyncLLM | None = None
         options = uvicorn.Config(
-            make_app(self.desk, meters, config),
-            http="h11",
+            make_app(self.desk, meters, config, Hosts(host, config.allowed_hosts)),
+            http=connections(config),
             ws="none",
             log_config=None,
             log_level="error",  # below that, any client can fill the log
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=config.max_connections + 1,  # it refuses whoever makes it so many
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_FAREWELL_S,
         )

@@ -82,10 +82,14 @@ class ServeConfig:
         tenants: the same, with names and shares of host memory.
         admin_key: may see everybody's requests, and reset the cache. Without one, nobody may reset it.
         metrics_key: may read metrics, and nothing else. Without one, everybody may read those that name no tenant.
+        allowed_hosts: names that clients may call the server by where it listens for its own machine alone, besides
+            ``localhost`` and its address; ``*`` for any.
         served_names: names that clients may ask for the model by, the first of which is shown.
         max_queue: requests that wait beside those that the engine runs at the same time; more are refused.
         max_body_bytes: largest body of a request.
-        max_connections: open connections, idle ones included; requests on more are refused.
+        max_connections: requests that are open; more are refused. There may be a few more connections: then the one that has
+            been idle longest is closed.
+        header_timeout_s: a connection that has not said what it wants after so many seconds is closed.
         read_timeout_s: a request whose body has not come after so many seconds is refused.
         write_timeout_s: a client that takes nothing for so many seconds is taken to be gone.
     """
@@ -96,10 +100,12 @@ class ServeConfig:
     tenants: tuple[Tenant, ...] = ()
     admin_key: str | None = None
     metrics_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
     max_queue: int = 256
     max_body_bytes: int = DEFAULT_BODY_BYTES
     max_connections: int = 1024
+    header_timeout_s: float = 10.0
     read_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
 
@@ -108,7 +114,7 @@ class ServeConfig:
         self._require("max_queue", is_int(self.max_queue) and self.max_queue >= 0, "an integer from 0")
         for key in ("max_body_bytes", "max_connections"):
             self._require(key, is_positive_int(getattr(self, key)), "an integer from 1")
-        for key in ("read_timeout_s", "write_timeout_s"):
+        for key in ("header_timeout_s", "read_timeout_s", "write_timeout_s"):
             value = getattr(self, key)
             self._require(key, is_number(value) and 0 < value <= MAX_TIMEOUT_S, "a number of seconds above 0")
         of_clients = [*self.api_keys, *(tenant.key for tenant in self.tenants)]
