@@ -12,6 +12,7 @@ from cargohold.protocol import (
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.transfer import Direction
 from tests.connector.common import evict_everything, finish, prompt, serve_and_lose
+from tests.connector.offloading import keys_of
 
 
 @pytest.mark.parametrize("outcome", [TransferOutcome.ABANDONED, TransferOutcome.FAILED])
@@ -127,12 +128,27 @@ def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
     )
     assert why("little is left", [*prompt(0, 40), 1, 2]) == "2 were left to compute, less than a chunk of 8"
     transfers.auto = False
-    assert why("longer", [*prompt(1, 24)]) == "24 were left to compute, because the chunk from token 0 on is not there"
+    assert why("longer", [*prompt(1, 24)]) == "24 were left to compute, because nothing is kept of it"
     assert why("too early", [*prompt(1, 24), 1]) == (
         "25 were left to compute, because the chunk from token 0 on is still being stored"
     )
     transfers.auto = True
     finish(engine, offloading)
+
+
+def test_a_request_is_told_that_a_window_is_missing() -> None:
+    """Found by use: it was told of the chunk from token 0 on, which was there."""
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60, windows=(8, None)), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+    windows = keys_of(prompt(0, 40), 10)  # of group 0
+    offloading.manager.remove(windows[3:])
+    engine.add("longer", [*prompt(0, 40), 1], 1)
+    finish(engine, offloading)
+    assert engine.outputs["longer"].cache_report.notes[-1].partition("; ")[2] == (
+        "29 were left to compute, because full attention is kept up to token 40, but no whole window of 8 tokens that ends "
+        "behind token 12"
+    )
 
 
 def test_copies_are_counted_by_how_they_ended() -> None:

@@ -28,6 +28,7 @@ from cargohold.connector.offloading.requests import Lookup, RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.protocol import (
     NULL_BLOCK_ID,
+    AttentionKind,
     BlockIds,
     KVCacheGroup,
     KVConnectorOutput,
@@ -136,7 +137,12 @@ class TierLookup:
             return f"less than a chunk of {state.chunk_tokens}"
         if max_load is not None and num_hit_tokens + state.chunk_tokens > num_computed_tokens + max_load:
             return f"because the request allows {max_load} to be loaded"
-        for keys, num_leading in zip(state.keys, num_ready, strict=True):
+        full = [
+            (keys, num_leading)
+            for keys, num_leading in zip(state.keys, num_ready, strict=True)
+            if keys.group.kind is AttentionKind.FULL
+        ]
+        for keys, num_leading in full:
             at = num_hit_tokens // keys.chunk_tokens
             if at < num_leading or at >= len(keys.keys):  # the group's chunks may be larger than others'
                 continue
@@ -145,8 +151,36 @@ class TierLookup:
                 first_token = at * keys.chunk_tokens
                 if any(key in store.keys for store in self._jobs.stores()):
                     return f"because the chunk from token {first_token} on is still being stored"
-                return f"because the chunk from token {first_token} on is not there"
-        return "because chunks that later windows reach back to are not there"
+                return (
+                    f"because nothing is kept of it behind token {first_token}"
+                    if at
+                    else "because nothing is kept of it"
+                )
+        reach = min((keys.chunk_tokens * num_leading for keys, num_leading in full), default=None)
+        return self._what_windows_lack(state, num_hit_tokens, reach)
+
+    def _what_windows_lack(self, state: RequestState, num_hit_tokens: int, num_full_tokens: int | None) -> str:
+        """Return why windows and states end a hit, as the end of a sentence.
+
+        Such a group needs only what is just before the end of a hit, but that as a whole. ``num_full_tokens`` is how far full
+        attention's KV is kept; ``None`` if the model has none.
+        """
+        lacking = [keys for keys in state.keys if keys.group.kind is not AttentionKind.FULL]
+        num_left = state.request.num_tokens - num_hit_tokens
+        if not self._full_hits and num_left <= max((keys.chunk_tokens for keys in lacking), default=0):
+            return "because the last token is computed again, and with it what a window or state before it needs"
+        stored = {key for store in self._jobs.stores() for key in store.keys}
+        if stored and any(
+            key in stored for keys in lacking for key in keys.keys[num_hit_tokens // keys.chunk_tokens :]
+        ):
+            return f"because windows or states behind token {num_hit_tokens} are still being stored"
+        kinds = {keys.group.kind is AttentionKind.RECURRENT: keys.group.window_tokens for keys in lacking}
+        what = " and ".join(
+            "no recurrent state" if is_state else f"no whole window of {window} tokens"
+            for is_state, window in kinds.items()
+        )
+        reach = "" if num_full_tokens is None else f"full attention is kept up to token {num_full_tokens}, but "
+        return f"because {reach}{what} that ends behind token {num_hit_tokens}"
 
     def _find(self, state: RequestState, num_computed_tokens: int, limit_tokens: int, basis: tuple[int, int]) -> Lookup:
         """Return what host memory has of a request."""

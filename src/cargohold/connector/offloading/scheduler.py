@@ -287,7 +287,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._guests.request_admitted(state, admission)
         state.end_waiting()
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
-        why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
+        why_no_more = "though more was found: the engine took no more"
+        if lookup.num_tokens <= num_hit_tokens:
+            why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
         state.was_admitted = True
 
