@@ -81,6 +81,22 @@ def test_a_prefetch_of_what_nobody_has_fails_and_of_what_host_memory_has_is_done
     assert give(engine, Hint.prefetch(), prompt(0, 3)).status is HintStatus.MISSING
 
 
+def test_a_prefetch_right_after_an_answer_finds_what_is_on_its_way_into_host_memory() -> None:
+    tiering = SimulatedTiering(60)
+    engine = make_engine(tiering)
+    (transfers,) = tiering.transfers
+    transfers.auto = False
+    engine.add("first", TOKENS, 1)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    outcome = give(engine, Hint.prefetch())
+    assert (outcome.status, outcome.num_tokens) == (HintStatus.ACCEPTED, 44)
+    transfers.auto = True
+    finish(engine, tiering)
+    assert list(tiering.manager.lookup(keys_of(TOKENS, 11))) == [READY] * 11
+    assert not ends(engine)
+
+
 def test_a_prefetch_that_a_tier_does_not_answer_ends_at_its_deadline() -> None:
     tiering = SimulatedTiering(60)
     engine = restarted(tiering)

@@ -236,7 +236,7 @@ class Hints:
         num_tokens = num_whole if hint.end is None else min(num_whole, hint.end)
         if num_tokens < smallest:
             return HintOutcome(hint.action_id, HintStatus.MISSING, f"the prefix has no chunk of {smallest} tokens")
-        if not self.ahead.lacks_any(keys, num_tokens):
+        if not self.ahead.lacks_any(keys, num_tokens) or self._are_coming(_in_range(keys, hint)):
             if hint.kind is HintKind.SHARE:
                 return self._grant(request, hint)
             return HintOutcome(hint.action_id, HintStatus.ACCEPTED, "host memory has all of it", num_tokens)
@@ -248,6 +248,11 @@ class Hints:
         status = HintStatus.DEFERRED if num_tokens <= room else HintStatus.CLIPPED
         reason = "" if num_tokens <= room else f"retain_fraction leaves room for {room} tokens"
         return HintOutcome(hint.action_id, status, reason, min(num_tokens, room))
+
+    def _are_coming(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether those of the chunks that host memory lacks are all on their way into it."""
+        lacking = [key for key, state in zip(keys, self._manager.lookup(keys), strict=True) if state != READY]
+        return bool(lacking) and len(self.coming(lacking)) == len(set(lacking))
 
     def end_ahead(self, ahead: Ahead, how: HintEnd) -> None:
         """Learn that a prefetch has ended: what has come is retained, so that it is still there when it is needed."""
