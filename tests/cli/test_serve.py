@@ -35,8 +35,8 @@ def forked(args: Sequence[str]) -> ForkedCommand:
 
 
 @contextmanager
-def served(start: Start, model: str, *options: str) -> Iterator[tuple[Process, str]]:
-    """The command, and the address that it says."""
+def served(start: Start, model: str, *options: str, lines: list[str] | None = None) -> Iterator[tuple[Process, str]]:
+    """The command, and the address that it says; ``lines`` gets all that it says up to there."""
     process = start(["serve", model, "--port", "0", *options])
     try:
         assert process.stderr is not None
@@ -44,6 +44,8 @@ def served(start: Start, model: str, *options: str) -> Iterator[tuple[Process, s
         while found is None:
             line = process.stderr.readline()
             assert line, "it has ended"
+            if lines is not None:
+                lines.append(line)
             found = re.search(r"at (http://\S+) ", line)
         yield process, found[1]
     finally:
@@ -73,6 +75,29 @@ def test_it_serves_until_it_is_told_to_end(
         process.send_signal(how)
         _, rest = process.communicate(timeout=60)
         assert (process.returncode, rest) == (status, said)
+
+
+def test_it_says_what_it_does_before_it_serves_and_what_its_end_waits_for(chat_model: str) -> None:
+    lines: list[str] = []
+    options = ("--num-device-blocks", "100", "--host-bytes", "8MiB")
+    with served(forked, chat_model, *options, lines=lines) as (process, url):
+        assert lines[0] == f"loading {chat_model}\n"
+        said = "".join(lines)
+        for expected in (
+            "limited to the 1584 tokens that 100 device blocks",
+            "device pool: 99 blocks",
+            "8.0 MiB of host",
+        ):
+            assert expected in said, said
+        body = {"model": "chat", "prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert reply.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert process.stderr.readline() == "waiting for 1 answer to end, for 5 s at most; Ctrl-C does not wait\n"
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,9 @@ def test_tenants_see_their_own_requests_and_only_the_admin_resets(chat_model: st
             return {request["id"] for request in call(server, "/cache", headers=keyed(key)).json["requests"]}
 
         assert (seen("one"), seen("two"), seen("all")) == ({ids["one"]}, {ids["two"]}, set(ids.values()))
+        whose = {one["id"]: one["tenant"] for one in call(server, "/cache", headers=keyed("all")).json["requests"]}
+        assert whose == {ids["one"]: "key/1", ids["two"]: "key/2"}, "the admin is told whose each is"
+        assert call(server, f"/cache/explain/{ids['two']}", headers=keyed("all")).json["tenant"] == "key/2"
         assert call(server, "/cache", headers=keyed("one")).json["history"] is None
         assert call(server, f"/cache/explain/{ids['two']}", headers=keyed("one")).status == 404
         assert call(server, f"/cache/explain/{ids['two']}", headers=keyed("all")).status == 200

@@ -181,6 +181,52 @@ def test_at_the_end_requests_get_time_to_finish_and_new_ones_are_refused(chat_mo
     assert replies[0].json["usage"]["completion_tokens"] == 300
 
 
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, "8192 tokens, the answer included"),
+        ({"max_model_len": 100}, "100 tokens, the answer included: max_model_len says so; the model itself takes 8192"),
+        (
+            {"num_device_blocks": 10},
+            "144 tokens, the answer included: the 10 blocks of the device pool hold no more (num_device_blocks)",
+        ),
+    ],
+    ids=["the model", "the option", "the pool"],
+)
+def test_a_prompt_that_is_too_long_is_told_what_limits_it(chat_model: str, options: dict[str, Any], limit: str) -> None:
+    with running(chat_model, **options) as server:
+        refused = call(server, "/v1/completions", {"model": "chat", "prompt": [5] * 8192, "max_tokens": 1})
+        assert f"this model's maximum context length is {limit}" in refused.json["error"]["message"]
+
+
+def test_the_end_says_what_it_waits_for(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For five seconds, and five more, Ctrl-C seemed to do nothing."""
+    said: list[str] = []
+    close, told = AsyncLLM.close, threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "copies" in text:
+            told.set()
+
+    async def close_late(llm: AsyncLLM) -> None:
+        told.wait()
+        await close(llm)
+
+    with serving(ServeConfig(port=0), say) as server:
+        server.open(AsyncLLM(chat_model, num_device_blocks=600, shutdown_timeout_s=0.5))
+        with connect(server) as connection:
+            connection.sendall(posted(CHAT, STREAM))
+            wait_until(lambda: server.desk.num_answers == 1)
+            server.drain()
+        wait_until(lambda: is_idle(server))
+        monkeypatch.setattr(AsyncLLM, "close", close_late)
+    assert said == [
+        "waiting for 1 answer to end, for 0.5 s at most; Ctrl-C does not wait",
+        "waiting for copies and writes to lower tiers, for some 0.5 s; Ctrl-C does not wait",
+    ]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_requests_that_take_too_long_at_the_end_are_told_so(chat_model: str, stream: bool) -> None:
     replies: list[Reply] = []

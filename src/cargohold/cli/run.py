@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -242,6 +243,7 @@ def _is_in_terminal() -> bool:
     return sys.stdin is not None and sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
+_REPORTING = ("cargohold.base_llm", "cargohold.engine.config")
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -331,12 +333,42 @@ def serve(
 
     config, options = server.config(), engine.llm_options()
     options["offload"] = with_shares(options["offload"], config)
-    with serving(config) as running:
-        with loading(model):
+    with serving(config, remark) as running:
+        remark(f"loading {model}")
+        with loading(model), _report_told():
             llm = AsyncLLM(model, **options)
         running.open(llm)
         remark(f"serving {model} at {running.url} (a page for people), {running.url}/v1 (for clients)", style="")
         running.wait()
+
+
+class _Remarks(logging.Handler):
+    """Prints what is logged as remarks."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line."""
+        remark(record.getMessage())
+
+
+@contextlib.contextmanager
+def _report_told() -> Iterator[None]:
+    """Print what a model that starts reports of its sizes and tiers, which is otherwise only logged."""
+    loggers = [logging.getLogger(name) for name in _REPORTING]
+    if loggers[0].isEnabledFor(logging.INFO):  # --verbose
+        yield
+        return
+    handler = _Remarks()
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
 
 
 @app.command()

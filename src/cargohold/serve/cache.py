@@ -32,7 +32,7 @@ from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Message, fitting, in_turn
 from cargohold.serve.meters import OfNobody
-from cargohold.serve.records import Moved
+from cargohold.serve.records import Moved, Record
 from cargohold.serve.settings import Client
 from cargohold.tiers import tier_names
 
@@ -52,7 +52,7 @@ async def cache(request: Request) -> Response:
     """What is kept, by tier, tenant and prefix, and what became of the last requests. A tenant sees only its own."""
     hall, client = hall_of(request), client_of(request)
     await hall.watch.look(_LOOK_S, inside=True)
-    records = [record.as_json() for record in islice(hall.desk.records.latest(client), _MAX_SHOWN)]
+    records = [_shown(hall, client, record) for record in islice(hall.desk.records.latest(client), _MAX_SHOWN)]
     shown: dict[str, Any] = {"state": hall.desk.state.value, "now": time.time(), "started": hall.started}
     shown |= {
         "requests": records,
@@ -77,7 +77,13 @@ async def explain(request: Request, request_id: str) -> Response:
         )
         raise ApiError(HTTPStatus.NOT_FOUND, message, code="request_not_found")
     answers = [{"sources": one.sources(), "notes": list(one.notes)} for one in record.sequences]
-    return json_response({**record.as_json(), "answers": answers})
+    return json_response({**_shown(hall_of(request), client_of(request), record), "answers": answers})
+
+
+def _shown(hall: Hall, client: Client, record: Record) -> dict[str, Any]:
+    """A request as a client may see it. Whoever sees those of all tenants is told whose it was."""
+    whose = {"tenant": hall.config.label_of(record.client.tenant)} if client.is_admin else {}
+    return record.as_json() | whose
 
 
 class PrefixBody(BaseModel):

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from http import HTTPStatus
@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from cargohold import __version__
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.llm import AsyncLLM
+from cargohold.option_values import format_count
 from cargohold.serve import anthropic, cache, openai
 from cargohold.serve.desk import Desk, Hall, State, Watch
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
@@ -135,6 +136,8 @@ _KEEP_ALIVE_S = 30
 _START_S = 30.0
 _BACKLOG = 1024
 _LOOK_S = 0.05
+_SILENT_S = 1.0
+"""How long the end may take before people are told what it waits for."""
 
 
 class Server:
@@ -148,14 +151,16 @@ class Server:
 
     Args:
         config: its options.
+        say: is told what the end waits for.
 
     Attributes:
         url: where it is.
         desk: where requests are admitted.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, say: Callable[[str], object] = lambda _: None) -> None:
         meters = Meters()
+        self._say = say
         self.desk = Desk(Records(meters.count), config.max_queue, config.num_tenants)
         self._socket = listening(config)
         host, port = self._socket.getsockname()[:2]
@@ -200,12 +205,20 @@ class Server:
             self.desk.has_changed.clear()
         raise self.desk.end
 
+    @property
+    def _patience_s(self) -> float:
+        """How long the end waits for requests, and then for transfers."""
+        return 0.0 if self._llm is None else self._llm.plan.config.shutdown_timeout_s
+
     def drain(self) -> None:
         """Take no more requests, and wait until all have ended, for ``shutdown_timeout_s`` of the engine at most."""
         self.desk.start_draining()
         if self._llm is None:
             return
-        deadline = time.monotonic() + self._llm.plan.config.shutdown_timeout_s
+        deadline = time.monotonic() + self._patience_s
+        if self.desk.num_answers and self._patience_s:
+            answers = format_count(self.desk.num_answers, "answer")
+            self._say(f"waiting for {answers} to end, for {self._patience_s:g} s at most; Ctrl-C does not wait")
         while self.desk.num_answers and (left_s := deadline - time.monotonic()) > 0:
             self.desk.has_changed.wait(left_s)
             self.desk.has_changed.clear()
@@ -213,10 +226,15 @@ class Server:
     def close(self) -> None:
         """End the engine, whose last requests are told so, and then the server."""
         self.desk.start_draining()
+        what = f"waiting for copies and writes to lower tiers, for some {self._patience_s:g} s; Ctrl-C does not wait"
+        telling = threading.Timer(_SILENT_S, self._say, [what])
+        telling.daemon = True
         try:
             if self._llm is not None:
+                telling.start()
                 asyncio.run(self._llm.close())
         finally:
+            telling.cancel()
             self._uvicorn.should_exit = True
             if self._thread.ident is not None:
                 self._thread.join(_FAREWELL_S + 1)
@@ -224,9 +242,9 @@ class Server:
 
 
 @contextmanager
-def serving(config: ServeConfig) -> Iterator[Server]:
-    """A server that listens. At the end, it drains if that is not interrupted, and is closed."""
-    server = Server(config)
+def serving(config: ServeConfig, say: Callable[[str], object] = lambda _: None) -> Iterator[Server]:
+    """A server that listens. At the end, it drains if that is not interrupted, and is closed; ``say``: see ``Server``."""
+    server = Server(config, say)
     try:
         server.start()
         yield server
