@@ -121,7 +121,8 @@ def test_a_load_that_failed_in_part_reports_what_it_restored(
     (load,) = transfers.pending
     transfers.complete(load)
     (done,) = transfers.poll()
-    bad = replace(done, outcome=TransferOutcome.FAILED, failed_block_ids=frozenset(load.block_ids[3:4]))
+    bad_ids = frozenset((load.block_ids[3], load.block_ids[5]))
+    bad = replace(done, outcome=TransferOutcome.FAILED, failed_block_ids=bad_ids)
     with monkeypatch.context() as patched:
         patched.setattr(transfers, "poll", lambda: [bad])
         engine.step()

@@ -17,6 +17,7 @@ from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus, StoreOutcome
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
+from tests.connector.offloading import keys_of
 from tests.connector.tiering import finish, make_engine, restored
 
 STORES: dict[str, MakeStores] = {"eager": EagerStores, "lazy": partial(LazyStores, lookahead=4)}
@@ -326,6 +327,26 @@ def test_a_promise_that_cannot_be_held_is_not_made() -> None:
     queue.held = frozenset()
     finish(engine, tiering)
     assert len(tiering.media[0][0].chunks) >= 4
+
+
+def test_a_promise_is_over_when_every_shared_tier_has_its_chunks() -> None:
+    far = TierOptions(name="far", locality="REMOTE")
+    tiering = SimulatedTiering(4, [shared(), far])
+    engine = make_engine(tiering, max_num_batched_tokens=8)
+    slow = tiering.queues[0][1]
+    slow.held = frozenset({JobKind.STORE})
+    engine.add("r", prompt(0, 41), 1, kv_transfer_params=REMOTE_DECODE)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    for name in range(4):  # they want the slots
+        engine.add(f"other {name}", prompt(1 + name, 17), 1)
+    for _ in range(20):
+        engine.step()
+    assert tiering.lower.promises.num_pins, "the far tier has not written them"
+    slow.held = frozenset()
+    finish(engine, tiering)
+    near, late = (set(media[0].chunks) for media in tiering.media)
+    assert len(near) >= 4 and set(keys_of(prompt(0, 41), 4)) <= near & late
 
 
 # --- the other side ---------------------------------------------------------------------------------------------------

@@ -360,6 +360,39 @@ def test_a_leased_request_whose_blocks_are_too_many_to_be_held_says_so() -> None
     assert present(offloading, prompt(0, 60)) == [READY] * 15, "nobody wanted its blocks"
 
 
+def test_all_tenants_together_pin_no_more_than_the_budget() -> None:
+    engine, _ = make(hints=HintConfig(pin_fraction=0.2))
+    for name in ("ann", "bob", "eve"):
+        serve(engine, name, prompt(1, 24), salt=name, hints=[Hint.pin(ttl_s=1000)])
+    pinned = [engine.requests[name].hint_outcomes[0].num_tokens for name in ("ann", "bob", "eve")]
+    assert pinned == [16, 16, 0]
+
+
+@pytest.mark.parametrize("end", [8, 9, 11])
+def test_a_hint_covers_the_whole_chunks_of_its_range(end: int) -> None:
+    engine, _ = make()
+    serve(engine, "first", prompt(1, 24))
+    assert hint(engine, Hint.pin(ttl_s=1000, end=end), prefix(prompt(1, 24))).num_tokens == 8
+    assert engine.scheduler.connector.get_stats()["num_pinned_chunks"] == 2
+
+
+def test_a_tenant_neither_releases_nor_renews_what_another_has_pinned_of_the_same_prompt() -> None:
+    engine, offloading = make(hints=HintConfig(pin_fraction=0.5))
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens)
+    for name in ("ann", "bob"):
+        assert hint(engine, Hint.pin(ttl_s=30, lease=name), prefix(tokens, tenant=name)).status is ACCEPTED
+    assert hint(engine, Hint.release(), prefix(tokens, tenant="bob")).status is ACCEPTED
+    assert hint(engine, Hint.release(), prefix(tokens, tenant="bob")).status is MISSING
+    flood(engine)
+    assert present(offloading, tokens) == [READY] * 6, "ann has them still"
+    later(engine, 20)
+    serve(engine, "bob", tokens, tenant="bob")
+    later(engine, 20)
+    flood(engine, 1, first=2000)
+    assert ends(engine) == [HintEnd.RELEASED, HintEnd.EXPIRED]
+
+
 def share_a_prompt(**options: Any) -> tuple[SimulatedEngine, SimulatedOffloading, list[int]]:
     """Two tenants without salts, one of which has stored a prompt that both use."""
     engine, offloading = make(quotas=[TenantQuota(tenant="ann", hard="50%"), TenantQuota(tenant="bob")], **options)

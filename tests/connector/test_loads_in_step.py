@@ -114,6 +114,7 @@ def test_a_step_does_not_wait_behind_another_load(bench: Bench, monkeypatch: pyt
     monkeypatch.undo()
     bench.come_back("short", 1)
     assert num_tokens_after_one_step(bench, "short") == 0
+    assert bench.num_in_step() == 0 and not bench.engine.requests["short"].num_computed_tokens, "its load goes on"
     bench.transfers.auto = True
     bench.check("short", 1)
     bench.check("long", 0)

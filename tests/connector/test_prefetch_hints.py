@@ -112,6 +112,35 @@ def test_a_prefetch_that_a_tier_does_not_answer_ends_at_its_deadline() -> None:
     finish(engine, tiering)
 
 
+def test_the_deadline_of_a_prefetch_may_be_shorter_than_tiers_may_take() -> None:
+    tiering = SimulatedTiering(60, restore_timeout_s=60.0)
+    engine = restarted(tiering)
+    (queue,) = tiering.all_queues()
+    queue.auto = False
+    assert isinstance(engine.clock, VirtualClock)
+    given_at = engine.clock()
+    give(engine, Hint.prefetch(deadline_s=2.0))
+    ended: list[HintEnd] = []
+    while not ended:
+        assert engine.clock() < given_at + 2.2
+        engine.step()
+        ended = ends(engine)
+        engine.clock.advance(0.1)
+    assert ended == [HintEnd.FAILED]
+    assert engine.clock() > given_at + 2.0
+    queue.auto = True
+    finish(engine, tiering)
+
+
+def test_what_a_prefetch_has_brought_up_is_kept_until_its_deadline() -> None:
+    tiering = SimulatedTiering(60)
+    engine = restarted(tiering)
+    give(engine, Hint.prefetch(deadline_s=20.0))
+    finish(engine, tiering)
+    (grant,) = engine.connector.hints.grants
+    assert grant.ends_at - engine.clock() == pytest.approx(20.0, abs=0.5)
+
+
 def test_a_reset_voids_a_prefetch() -> None:
     tiering = SimulatedTiering(60)
     engine = restarted(tiering)

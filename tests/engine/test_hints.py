@@ -66,6 +66,19 @@ def test_a_hint_without_a_request_acts_on_what_is_there(llm: SettledLLM) -> None
         llm.hint(Hint.retain(), prompt=[-1])
 
 
+def test_hints_are_their_tenant_s_also_those_about_another_prompt(llm: SettledLLM) -> None:
+    llm.generate(PROMPT, ONE, tenant="ann")
+    for hint in (Hint.pin(ttl_s=60, lease="mine"), Hint.pin(ttl_s=60, lease="mine", token_ids=tuple(PROMPT))):
+        if hint.token_ids:
+            llm.generate([1, 2, 3], ONE, tenant="ann", hints=hint)
+        else:
+            llm.hint(hint, prompt=PROMPT, tenant="ann")
+        assert [pin.tenant for tier in llm.contents() for pin in tier.pins] == ["ann"]
+        assert [outcome.status for outcome in llm.hint(Hint.release("mine"), tenant="bob")] == [HintStatus.MISSING]
+        assert [outcome.status for outcome in llm.hint(Hint.release("mine"), tenant="ann")] == [HintStatus.ACCEPTED]
+        assert [event.tenant for event in llm.take_hint_events()] == ["ann"]
+
+
 def test_the_envelope_comes_in_kv_transfer_params_too(llm: SettledLLM) -> None:
     action = {"action_id": "a1", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": 5}}
     envelope = {"protocol_version": "1", "message_id": "m", "actions": [action]}

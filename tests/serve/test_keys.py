@@ -12,7 +12,7 @@ from cargohold import OffloadConfig, TenantQuota
 from cargohold.protocol import BlockStored
 from cargohold.serve.records import metrics_url, scrape
 from cargohold.serve.server import Server
-from cargohold.serve.settings import ServeConfig, Tenant, tenant_of, with_shares
+from cargohold.serve.settings import Client, ServeConfig, Tenant, tenant_of, with_shares
 from tests.serve.running import call, running, wait_until
 from tests.serve.test_cache_view import PROMPT, complete, keyed
 
@@ -100,3 +100,9 @@ def test_metrics_call_a_tenant_by_its_label_and_never_by_its_salt(chat_model: st
         for salt in ("a salt", "another"):
             assert complete(server, PROMPT, cache_salt=salt).status == 200
         wait_until(lambda: tenants_in_metrics(server, "read me") == {"tenant 1", "acme", "others"})
+
+
+def test_a_tenant_sees_its_own_and_nothing_that_is_nobodys() -> None:
+    seen_by = {who: [what for what in ("acme", "other", None) if who.sees(what)] for who in (Client("acme"), Client())}
+    assert seen_by == {Client("acme"): ["acme"], Client(): [None]}
+    assert all(Client(is_admin=True).sees(what) for what in ("acme", None))

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+import cargohold.connector.offloading.hints as hints_module
 import cargohold.connector.offloading.jobs as messages_module
 import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.offers as offers_module
@@ -22,12 +23,14 @@ import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, _Windowed, root_hash
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
+from cargohold.cache.manager import ChunkKeys
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
 from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
+from cargohold.connector.offloading.config import HintConfig
 from cargohold.connector.offloading.events import TierEvents
 from cargohold.connector.offloading.hints import Budgets, Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
@@ -40,7 +43,7 @@ from cargohold.connector.offloading.loads import (
     blocks_to_load,
     blocks_to_store,
 )
-from cargohold.connector.offloading.requests import RequestState, TransferParams
+from cargohold.connector.offloading.requests import Budget, RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores
@@ -53,10 +56,14 @@ from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
     FinishedTransfers,
+    Hint,
+    HintEnd,
+    HintOutcome,
     KVCacheBlockView,
     KVCacheGroup,
     KVConnectorOutput,
     OutputAggregator,
+    RequestView,
     TransferOutcome,
 )
 from cargohold.testing.simulation.campaign import Recipe
@@ -819,6 +826,65 @@ def gives_leases_beyond_their_budget(patch: Patch) -> None:
 
 
 @mutant(workload="hints")
+def lets_all_tenants_together_pin_more_than_the_budget(patch: Patch) -> None:
+    room = Budgets.room
+
+    def of_its_own(self: Budgets, tenant: str | None, budget: Budget) -> int:
+        used, self._used = self._used, Counter()
+        own = room(self, tenant, budget)
+        self._used = used
+        return own
+
+    patch.setattr(Budgets, "room", of_its_own)
+
+
+@mutant(workload="hints")
+def lets_a_tenant_release_what_another_has_pinned(patch: Patch) -> None:
+    release = Hints._release
+
+    def of_anybody(self: Hints, request: RequestView, hint: Hint) -> HintOutcome:
+        outcome = release(self, request, hint)
+        about = [key for keys in self._keys_about(request) for key in keys.keys if key in self._of]
+        for grant in self._grants_on(about) if hint.lease is None else ():
+            self._end(grant, HintEnd.RELEASED)
+        return outcome
+
+    patch.setattr(Hints, "_release", of_anybody)
+
+
+@mutant(workload="hints")
+def lets_requests_of_others_renew_a_lease(patch: Patch) -> None:
+    note_used = Hints.note_used
+
+    def of_anybody(self: Hints, state: RequestState) -> None:
+        note_used(self, state)
+        for grant in self._grants_on([key for keys in state.keys for key in keys.keys if key in self._of]):
+            grant.ends_at = max(grant.ends_at, self._clock() + grant.ttl_s)
+
+    patch.setattr(Hints, "note_used", of_anybody)
+
+
+@mutant(workload="hints")
+def covers_a_chunk_behind_the_range_of_a_hint(patch: Patch) -> None:
+    in_range = hints_module._in_range
+
+    def wider(keys: Sequence[ChunkKeys], hint: Hint) -> list[OffloadKey]:
+        return in_range(keys, hint if hint.end is None else replace(hint, end=hint.end + keys[0].chunk_tokens))
+
+    patch.setattr(hints_module, "_in_range", wider)
+
+
+@mutant(workload="hints")
+def carries_out_hints_that_their_tenant_may_not_give(patch: Patch) -> None:
+    patch.setattr(HintConfig, "allowed_to", lambda self, tenant: self.allow)
+
+
+@mutant(workload="hints")
+def claims_leases_on_what_counts_for_another_tenant(patch: Patch) -> None:
+    patch.setattr(TierManager, "others", lambda self, keys, tenant: [])
+
+
+@mutant(workload="hints")
 def lets_leases_last_for_ever(patch: Patch) -> None:
     patch.setattr(Hints, "expire", lambda self: None)
 
@@ -883,6 +949,11 @@ def writes_chunks_down_without_their_leases(patch: Patch) -> None:
 @mutant("tiered")
 def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
     patch.setattr(TierState, "note_lost", lambda self, keys: None)
+
+
+@mutant("tiered", faults="late-worker")
+def forgets_what_a_disk_loses_before_the_end_of_a_job_is_told(patch: Patch) -> None:
+    patch.setattr(TaskTable, "note_lost", lambda self, tier, lost: None)
 
 
 @mutant("tiered", "returning", faults="failed", first_seed=49)

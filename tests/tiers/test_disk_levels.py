@@ -126,6 +126,21 @@ def test_a_lease_is_renewed_by_a_later_one_and_ended_by_none(tmp_path: Path) -> 
     assert 1 in world.evicted_by(world.count)
 
 
+def test_terms_are_not_written_into_the_header_of_another_chunk(tmp_path: Path) -> None:
+    world = World(tmp_path, {})
+    (ours, theirs) = (
+        next(path for path in sorted(tmp_path.rglob("*")) if path.is_file() and key(number) in path.read_bytes())
+        for number in (1, 2)
+    )
+    before = theirs.read_bytes()
+    with ours.open("r+b") as changed:  # by others: where the index has chunk 1, there is chunk 2
+        changed.write(before)
+    world.tier.rank([key(1)], [LEASE])
+    assert ours.read_bytes() == before
+    world.tier.rank([key(2)], [LEASE])
+    assert theirs.read_bytes() != before
+
+
 def test_leases_cover_at_most_a_quarter_of_the_slots_and_raised_priorities_half(tmp_path: Path) -> None:
     world = World(tmp_path, {})
     there = [number for number in range(world.count) if world.tier.probe([key(number)])[0]]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.integrations.vllm.engine_view import SeenRequest
 from tests.vllm.common import RESTARTED, make_prompts
 from tests.vllm.engine import Engine
 
@@ -39,3 +41,8 @@ def test_a_hint_about_another_prompt_brings_it_up_from_disk_before_it_comes(
     assert again.tokens == before[0].tokens
     assert hinted(engine, "pin", token_ids=make_prompts(1, 330, seed=5)[0]) == ["missing"]
     assert hinted(engine, "prefetch", token_ids="text") == ["rejected"]
+
+
+def test_what_a_request_says_of_another_prompt_is_its_tenant_s() -> None:
+    other = SeenRequest(SimpleNamespace(request_id="r", cache_salt="ann")).prefix([1, 2, 3])
+    assert (other.salt, other.tenant, other.all_token_ids) == ("ann", "ann", [1, 2, 3])
