@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cargohold.protocol import Clock, TransferOutcome, WorkerEnvironment
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.port import share_stores
+from cargohold.transfer.port import have_succeeded, share_stores
 
 ByteRows = npt.NDArray[np.uint8]
 
@@ -349,7 +349,7 @@ class LinkTransfers(TransferWorker):
                 self._end(copy)
             else:
                 self._copies.append(copy)
-        return all(copy.job.direction is Direction.STORE for copy in self._copies)
+        return all(copy.job.direction is Direction.STORE for copy in self._copies) and have_succeeded(self._results)
 
     def finish_stores(self) -> None:
         """Carry out all stores now."""
