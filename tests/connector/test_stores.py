@@ -322,3 +322,13 @@ def test_a_tier_smaller_than_the_hot_set_of_the_device_is_not_rewritten_by_each_
         finish(engine, offloading)
     assert engine.requests["r19"].num_first_device_tokens == 32
     assert len(written) <= 2 * 8 + 2 * 8, "the computed chunks, as many again, and once as many as the tier holds"
+
+
+@pytest.mark.parametrize("windows", [(None, 7), (7,), (7, 9)])
+def test_latest_windows_that_displace_each_other_are_offered_once(windows: tuple[int | None, ...]) -> None:
+    """Found by a simulation: of an ended request, host memory had room for fewer windows than there were, for ever."""
+    offloading = SimulatedOffloading(3, max_inflight_fraction=0.1)
+    engine = SimulatedEngine(simulated_layout(67, windows=windows), offloading, max_num_batched_tokens=64)
+    engine.add("r", prompt(0, 41), 1)
+    engine.run(60)
+    finish(engine, offloading)

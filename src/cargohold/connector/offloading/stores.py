@@ -89,6 +89,15 @@ class Leftover:
             found.append(each)
         return found
 
+    def forget_latest(self, offered: Sequence[Offer], deferred: AbstractSet[OffloadKey], blocks_per_chunk: int) -> None:
+        """Forget the latest windows and states that were offered, but for deferred ones, so that each is offered once.
+
+        A tier with room for few of them would evict some for others, and lack those from then on.
+        """
+        for offer in offered:
+            if not offer.of.keeps_blocks and deferred.isdisjoint(offer.keys):
+                del self.contents[offer.group][max(0, offer.first * blocks_per_chunk - self.starts[offer.group]) :]
+
     def _num_kept(self, each: Unstored, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
         contents, start = self.contents[each.group], self.starts[each.group]
         number, end = each.first * blocks_per_chunk, min(each.end, each.first + limit) * blocks_per_chunk
@@ -404,13 +413,13 @@ class EagerStores:
             if not limit:
                 return
             unstored = leftover.unstored(self._shared.config.blocks_per_chunk, self._shared.context, limit)
-            yield from self._store(self._chooser.choose(unstored, limit))
+            yield from self._store(self._chooser.choose(unstored, limit), leftover)
             is_all = all(each.end - each.first < limit or not each.keeps_blocks for each in unstored)
             if is_all and all(leftover.state.next_chunk[each.group] >= each.end for each in unstored):
                 self._leftovers.remove(leftover)
                 self._let_go(leftover)
 
-    def _store(self, offered: Sequence[Offer]) -> Iterator[StoreJob]:
+    def _store(self, offered: Sequence[Offer], leftover: Leftover | None = None) -> Iterator[StoreJob]:
         """Offer chunks to the manager; yield one job that copies those that it takes, as one step completes all of them."""
         if not offered:
             return
@@ -418,6 +427,8 @@ class EagerStores:
         self._promise(offered)
         handle = shared.manager.prepare_stores([offer.for_manager() for offer in offered if offer.keys])
         self._note_offered(offered, handle)
+        if leftover is not None:
+            leftover.forget_latest(offered, frozenset(handle.deferred), shared.config.blocks_per_chunk)
         if not handle.keys:
             handle.commit()
             return
