@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import READY, extend_hashes, root_hash
-from cargohold.connector.offloading import HintConfig, TenantQuota
+from cargohold.connector.offloading import HintConfig, OffloadingScheduler, TenantQuota
 from cargohold.protocol import MEDIUM_HOST, BlockStored, Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import SimulatedTiering
@@ -137,6 +137,7 @@ def test_what_a_prefetch_has_brought_up_is_kept_until_its_deadline() -> None:
     engine = restarted(tiering)
     give(engine, Hint.prefetch(deadline_s=20.0))
     finish(engine, tiering)
+    assert isinstance(engine.connector, OffloadingScheduler)
     (grant,) = engine.connector.hints.grants
     assert grant.ends_at - engine.clock() == pytest.approx(20.0, abs=0.5)
 
