@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
 from cargohold.engine.model.info import cache_dir
 from cargohold.option_values import format_bytes, parse_bytes
-from cargohold.process import available_memory_bytes, memory_limit_bytes
+from cargohold.process import allow_open_files, available_memory_bytes, memory_limit_bytes
 from cargohold.tiers.opening import open_inventory
 
 TOTAL = psutil.virtual_memory().total
@@ -186,3 +187,24 @@ def test_a_user_without_a_home_is_told_what_to_set(chat_model: str, monkeypatch:
             use()
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert cache_dir() == Path("/cache/cargohold")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed", "then"),
+    [
+        (1024, 4096, 2000, 2000),
+        (1024, 1500, 1500, 1500),
+        (1024, resource.RLIM_INFINITY, 2000, 2000),
+        (4096, 4096, 2000, 4096),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2000, resource.RLIM_INFINITY),
+    ],
+)
+def test_as_many_files_may_be_open_as_the_system_allows(
+    soft: int, hard: int, allowed: int, then: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the usual limit of 1,024 files, 1,024 connections leave none, and nobody is let in any more."""
+    limits = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
+    assert allow_open_files(2000) == allowed
+    assert limits == [then, hard]

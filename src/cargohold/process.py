@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,6 +19,9 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import psutil
+
+if sys.platform != "win32":
+    import resource
 
 
 @cache
@@ -51,6 +55,19 @@ def _free_in_group(limit: Path) -> int:
     stat = dict(line.split() for line in limit.with_name("memory.stat").read_text(encoding="ascii").splitlines())
     cached = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
     return int(limit.read_text(encoding="ascii")) - int(limit.with_name(usage).read_text(encoding="ascii")) + cached
+
+
+def allow_open_files(num_files: int) -> int:
+    """Let this process have so many open files, or as many as the system allows; returns how many it may have."""
+    if sys.platform == "win32":  # which has no such limit
+        return num_files
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+        with suppress(ValueError, OSError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return num_files if soft == resource.RLIM_INFINITY else min(num_files, soft)
 
 
 def can_share_memory() -> bool:

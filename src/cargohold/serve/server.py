@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +26,7 @@ from cargohold import __version__
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.llm import AsyncLLM
 from cargohold.option_values import format_count
+from cargohold.process import allow_open_files
 from cargohold.serve import anthropic, cache, openai
 from cargohold.serve.desk import Desk, Hall, State, Watch
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
@@ -136,6 +137,8 @@ _KEEP_ALIVE_S = 30
 _START_S = 30.0
 _BACKLOG = 1024
 _LOOK_S = 0.05
+_OTHER_FILES = 512
+"""Files beside those of connections: of tiers, of workers, of libraries."""
 _SILENT_S = 1.0
 """How long the end may take before people are told what it waits for."""
 
@@ -159,6 +162,9 @@ class Server:
     """
 
     def __init__(self, config: ServeConfig, say: Callable[[str], object] = lambda _: None) -> None:
+        # Without files left, nobody is let in, not even whoever asks how the server is.
+        num_connections = allow_open_files(config.max_connections + _OTHER_FILES) - _OTHER_FILES
+        config = replace(config, max_connections=max(1, num_connections))
         meters = Meters()
         self._say = say
         self.desk = Desk(Records(meters.count), config.max_queue, config.num_tenants)
