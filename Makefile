@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOWEST_VENV := .venv-lowest
 VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
+SGLANG := 0.5.23
+SGLANG_NEEDS := aiohttp apache-tvm-ffi compressed-tensors dill gguf hypothesis loguru numpy openai partial-json-parser pillow psutil \
+	pybase64 pydantic pytest pytest-timeout pyzmq requests sentencepiece torch tqdm transformers
 LMCACHE_VENV := .venv-vllm-lmcache
 DYNAMO_VENV := .venv-dynamo
 DYNAMO := 1.6.1
@@ -28,7 +32,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-routers \
+.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-sglang test-routers \
 	demo-vllm bench-vllm gpu-packages .gpu-python test-gpu bench-gpu
 
 help: ## Show this list
@@ -108,6 +112,9 @@ test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside v
 	OMP_NUM_THREADS=1 $(if $(filter $(VLLM_CUDA),$(VLLM)),VLLM_TARGET_DEVICE=cpu) $(VLLM_VENV)$(VLLM_SUFFIX)/bin/python -m pytest -o filterwarnings=default --timeout 600 \
 		$(PARALLEL) tests/vllm $(ARGS)
 
+test-sglang: $(SGLANG_VENV)/.installed ## Test the storage for SGLang's HiCache in SGLang itself, on CPU tensors, in an environment of its own
+	$(SGLANG_VENV)/bin/python -m pytest -o filterwarnings=default tests/sglang $(ARGS)
+
 # The indexer listens on all interfaces: it gets a network of its own, and ends with the tests, whatever happens to them.
 IN_OWN_NETWORK := CARGOHOLD_DYNAMO_PYTHON=$(CURDIR)/$(DYNAMO_VENV)/bin/python \
 	unshare --map-root-user --net --pid --fork --kill-child --mount-proc sh -c 'ip link set lo up && exec "$$@"' -
@@ -149,7 +156,7 @@ format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf build dist $(VENV) $(LOWEST_VENV) $(DYNAMO_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist $(VENV) $(LOWEST_VENV) $(DYNAMO_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(SGLANG_VENV) $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -199,6 +206,14 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip --quiet install --constraint constraints-vllm.txt torch
 	$(VLLM_VENV)/bin/python -m pip --quiet install --no-deps --requirement constraints-vllm.txt --editable .
+	@touch $@
+
+# SGLang requires packages for CUDA. Its cache modules need a few of the others, which the constraints name.
+$(SGLANG_VENV)/.installed: pyproject.toml constraints-sglang.txt Makefile
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip --quiet install --constraint constraints-sglang.txt --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip --quiet install --no-deps sglang==$(SGLANG)
+	$(SGLANG_VENV)/bin/python -m pip --quiet install --constraint constraints-sglang.txt $(SGLANG_NEEDS) --editable '.[encryption,objects]'
 	@touch $@
 
 # Let the environment $(1) see the packages of vLLM's, behind its own.

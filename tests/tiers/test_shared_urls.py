@@ -213,3 +213,10 @@ for refuse in (lambda: check_tier(config, CHUNK, 1), lambda: open_tier(config, N
     # Before the weights are loaded, and by whoever opens a tier alone.
     assert run.stdout.count(f"pip install 'cargohold[{extra}]'") == 2
     assert package == "cryptography" or f"url='{url.replace(':secret@', '')}'" in run.stdout, "as it was given"
+
+
+@pytest.mark.parametrize(("place", "lacks"), [("file:///", "redis"), ("redis://127.0.0.1:1", "obstore")])
+def test_an_inventory_needs_the_package_of_its_own_store_only(place: str, lacks: str) -> None:
+    use = f"from cargohold.tiers.opening import open_inventory; open_inventory({place!r})"
+    script = f"import sys; sys.modules[{lacks!r}] = None; {use}"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

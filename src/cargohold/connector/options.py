@@ -136,7 +136,7 @@ def parse_offload(
         if others:
             raise ConfigError(f"{path}{key}", own[key], f"that is an option of mode={others[0]}, and this is {mode}")
     if "tiers" in own:
-        own["tiers"] = _tiers(own["tiers"], f"{path}tiers")
+        own["tiers"] = parse_tiers(own["tiers"], f"{path}tiers")
     if isinstance(own.get("hints"), Mapping):
         own["hints"] = parse_dataclass(HintConfig, own["hints"], f"{path}hints.")
     if isinstance(own.get("quotas"), list):
@@ -208,7 +208,8 @@ def parse_dataclass(kind: type[T], options: Mapping[str, Any], path: str = "", *
         return kind(**options)
 
 
-def _tiers(tiers: object, path: str) -> tuple[TierConfig, ...]:
+def parse_tiers(tiers: object, path: str) -> tuple[TierConfig, ...]:
+    """Parse the options of tiers. Raises ``ConfigError``; ``path`` is the name of the list of options in errors."""
     if not isinstance(tiers, list | tuple):
         raise ConfigError(path, tiers, "it must be a list of objects with options")
     return tuple(_tier(tier, f"{path}[{at}]") for at, tier in enumerate(tiers))

@@ -189,8 +189,8 @@ def open_inventory(place: str) -> Inventory:
 def _shared_inventory(config: SharedTierConfig) -> Inventory:
     if config.scheme in REDIS_SCHEMES:
         with _needs_extra(config):
-            from cargohold.tiers.stores.inventory import RedisInventory  # noqa: PLC0415  # an optional package
             from cargohold.tiers.stores.redis import open_client  # noqa: PLC0415  # an optional package
+            from cargohold.tiers.stores.redis_inventory import RedisInventory  # noqa: PLC0415  # an optional package
 
         return RedisInventory(open_client(config))
     if config.directory is not None and not config.directory.is_dir():

@@ -1,0 +1,287 @@
+"""The class that SGLang instantiates.
+
+SGLang calls it in threads of its own: one looks up what is there, one fetches, one stores; its scheduler's thread starts,
+clears and closes. Only there something is raised: elsewhere, what cannot be done is a miss, or is not stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from cargohold.errors import ConfigError, SparingLog
+from cargohold.integrations.sglang.identity import Identity
+from cargohold.integrations.sglang.pages import Pages, pages_of
+from cargohold.integrations.sglang.plugin import watch
+from cargohold.integrations.sglang.settings import Settings
+from cargohold.integrations.sglang.shelf import Shelf, key_of, parents_of
+from cargohold.option_values import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_KV: Final = str(PoolName.KV)
+LOCAL: Final = "LOCAL"
+
+
+class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types
+    """SGLang's storage over our tiers.
+
+    Pools are known only when SGLang has registered them all; then the tiers are opened.
+
+    Args:
+        storage_config: which rank this is, and the user's options.
+        kwargs: nothing, today.
+
+    Raises:
+        ConfigError: the options cannot work.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        del kwargs
+        settings = Settings.parse(storage_config.extra_config)
+        self._identity = Identity(storage_config)
+        self._settings = settings
+        self._pools: dict[str, Any] = {}
+        self._pages: dict[str, Pages] = {}
+        self._shelves: dict[str, Shelf] = {}
+        self._page_tokens = 1
+        self._stats_lock = threading.Lock()
+        self._stats = StorageMetrics()
+        self._misuse = SparingLog(logger)
+
+    # --- the start and the end ----------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the host pool of attention, which gives the others their pace."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools[_KV] = mem_pool_host
+        self._page_tokens = int(mem_pool_host.page_size)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take a further host pool, or one that SGLang adds later."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools.setdefault(str(host_pool_name), host_pool)
+        if self._shelves:
+            self.on_host_pools_registered()
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers for the pools. Raises ``ConfigError``, and then none is open."""
+        try:
+            for name, pool in self._pools.items():
+                if name not in self._pages:
+                    self._pages[name] = pages_of(name, pool)
+            total = sum(pages.pool_bytes for pages in self._pages.values())
+            for name in self._pages.keys() - self._shelves.keys():
+                self._shelves[name] = self._open(name, self._pages[name], total)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str, pages: Pages, total_bytes: int) -> Shelf:
+        """Open the tiers for a pool. Their limits are divided as SGLang divides host memory among its pools."""
+        identity, settings = self._identity, self._settings
+        if identity.is_replicated(name):
+            for at, tier in enumerate(settings.tiers):
+                if tier.locality == LOCAL:
+                    expected = (
+                        "several ranks read what one writes here, and it serves one process only; use a shared tier"
+                    )
+                    raise ConfigError(
+                        f"tiers[{at}].kind", tier.kind, f'{expected}, such as "url": "file:///var/cache/kv"'
+                    )
+        share = pages.pool_bytes / total_bytes
+        tiers = tuple(tier.of_replica(identity.replica).with_share(share) for tier in settings.tiers)
+        namespace, num_shards = identity.namespace(name, pages), identity.ranks_here(name)
+        shelf = Shelf(replace(settings, tiers=tiers), namespace, pages.num_bytes, num_shards)
+        where = "; ".join(tier.describe() for tier in tiers)
+        message = "cargohold keeps pages of %s of %s (%s), as %s, in %s"
+        logger.info(message, format_bytes(pages.num_bytes), name, namespace.id[:8], pages.form, where)
+        return shelf
+
+    def close(self) -> None:
+        """Close the tiers; what they hold stays. SGLang calls this when the storage is detached, and when the server ends."""
+        shelves, self._shelves = self._shelves, {}
+        for shelf in shelves.values():
+            shelf.close()
+
+    def clear(self) -> None:
+        """Delete everything that this rank may find. Raises ``TierError`` if that fails, which SGLang logs."""
+        config = self._identity.config
+        for name, shelf in self._shelves.items():
+            if config.tp_rank == 0 or not self._identity.is_replicated(name):
+                shelf.clear()
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Return what was moved since the last call, for SGLang's own metrics."""
+        if not self._identity.config.enable_storage_metrics:
+            return None
+        with self._stats_lock:
+            stats, self._stats = self._stats, StorageMetrics()
+        return stats
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Whether a page of attention is there."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return how many pages of attention are there, from the first on."""
+        del extra_info
+        shelf = self._shelf(_KV)
+        return 0 if shelf is None else shelf.run_length([key_of(key) for key in keys])
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return which prefixes can be restored: those of which every pool has what it must have."""
+        num_pages = self.batch_exists(keys, extra_info)
+        found = {PoolName.KV: num_pages} if num_pages else {}
+        lengths = set(range(1, num_pages + 1))
+        for transfer in pool_transfers or []:
+            if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS or not lengths:
+                continue  # such groups never decide what can be restored
+            of_pool = self._restorable(transfer, keys[:num_pages])
+            if of_pool:
+                found[transfer.name] = max(of_pool)
+            lengths &= of_pool
+        return PoolTransferResult(max(lengths, default=0), found, sorted(lengths))
+
+    def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> set[int]:
+        """The lengths of prefixes, in pages, for which a pool has its part."""
+        shelf = self._shelf(str(transfer.name))
+        if shelf is None:
+            return set()
+        wanted = [key_of(key) for key in keys]
+        if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+            return set(range(1, shelf.run_length(wanted) + 1))
+        window, run, lengths = max(1, len(transfer.keys or ())), 0, set()
+        for length, is_there in enumerate(shelf.has(wanted), start=1):
+            run = run + 1 if is_there else 0
+            if run >= min(window, length):
+                lengths.add(length)
+        return lengths
+
+    # --- in place, or by pages ----------------------------------------------------------------------------------------
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Load pages of attention into SGLang's host memory; return which hold what was stored."""
+        del extra_info
+        return self._get(_KV, keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Store pages of attention from SGLang's host memory; return which are there now."""
+        return self._set(_KV, keys, host_indices, extra_info)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Load pages of several pools."""
+        del extra_info
+        return {of.name: self._get(str(of.name), of.keys or [], of.host_indices) for of in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store pages of several pools."""
+        return {of.name: self._set(str(of.name), of.keys or [], of.host_indices, extra_info) for of in transfers}
+
+    def _get(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        shelf, pages = self._shelf(name), self._pages.get(name)
+        slots = None if shelf is None or pages is None or not keys else self._slots(pages, keys, host_indices)
+        if shelf is None or pages is None or slots is None:
+            return [False] * len(keys)
+        began, targets = time.monotonic(), pages.targets(slots)
+        timeout_s = self._settings.load_s(len(keys) * self._page_tokens)
+        is_loaded = shelf.load([key_of(key) for key in keys], targets, timeout_s)
+        pages.settle(slots, targets, is_loaded)
+        self._note(loaded=is_loaded, page_bytes=pages.num_bytes, began=began)
+        return is_loaded
+
+    def _set(
+        self,
+        name: str,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        shelf, pages = self._shelf(name), self._pages.get(name)
+        slots = None if shelf is None or pages is None or not keys else self._slots(pages, keys, host_indices)
+        if shelf is None or pages is None or slots is None:
+            return [False] * len(keys)
+        began, ours = time.monotonic(), [key_of(key) for key in keys]
+        before = key_of(extra_info.prefix_keys[-1]) if extra_info and extra_info.prefix_keys else None
+        is_stored = shelf.store(ours, pages.sources(slots), list(parents_of(ours, before)))
+        self._note(stored=is_stored, page_bytes=pages.num_bytes, began=began)
+        return is_stored
+
+    # --- what SGLang does not call with "interface_v1" -----------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Return nothing: pages are moved by ``batch_get_v1``."""
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+        """Return nothing of each page: pages are moved by ``batch_get_v1``."""
+        del target_locations, target_sizes
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Return that nothing was stored: pages are moved by ``batch_set_v1``."""
+        del key, value, target_location, target_sizes
+        return False
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Return that nothing was stored: pages are moved by ``batch_set_v1``."""
+        del keys, values, target_locations, target_sizes
+        return False
+
+    # --- common -------------------------------------------------------------------------------------------------------
+
+    def _shelf(self, name: str) -> Shelf | None:
+        """Return a pool's pages; ``None`` if they are not kept, or not any more because the weights were changed in place."""
+        return None if watch.change else self._shelves.get(name)
+
+    def _slots(self, pages: Pages, keys: Sequence[str], host_indices: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the slots of pages; ``None`` if there is not one for each of their tokens."""
+        if host_indices is not None and host_indices.numel() == len(keys) * pages.num_tokens:
+            return host_indices
+        num_slots = 0 if host_indices is None else host_indices.numel()
+        self._misuse.warning("cargohold was given %d slots for %d pages; nothing is done", num_slots, len(keys))
+        return None
+
+    def _note(self, *, loaded: Sequence[bool] = (), stored: Sequence[bool] = (), page_bytes: int, began: float) -> None:
+        """Count what was moved."""
+        num_pages = sum(loaded) + sum(stored)
+        gb_per_s = num_pages * page_bytes / 1e9 / max(1e-9, time.monotonic() - began)
+        with self._stats_lock:
+            stats = self._stats
+            pages, rates = (
+                (stats.prefetch_pgs, stats.prefetch_bandwidth) if loaded else (stats.backup_pgs, stats.backup_bandwidth)
+            )
+            pages.append(num_pages)
+            rates.append(gb_per_s)
