@@ -212,8 +212,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 $(SGLANG_VENV)/.installed: pyproject.toml constraints-sglang.txt Makefile
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip --quiet install --constraint constraints-sglang.txt --upgrade pip
-	$(SGLANG_VENV)/bin/python -m pip --quiet install --no-deps sglang==$(SGLANG)
 	$(SGLANG_VENV)/bin/python -m pip --quiet install --constraint constraints-sglang.txt $(SGLANG_NEEDS) --editable '.[encryption,objects]'
+	$(SGLANG_VENV)/bin/python -m pip --quiet install --no-deps sglang==$(SGLANG)
 	@touch $@
 
 # Let the environment $(1) see the packages of vLLM's, behind its own.

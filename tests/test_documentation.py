@@ -24,6 +24,7 @@ from cargohold import (
     SharedTierConfig,
 )
 from cargohold.engine.config import EngineConfig
+from cargohold.integrations.sglang.settings import Settings as SGLangSettings
 from cargohold.integrations.vllm.settings import AdapterSettings
 from cargohold.option_values import parse_bytes
 from tests.command import Command
@@ -115,6 +116,7 @@ def test_the_manual_lists_every_option_with_its_default(heading: str, kind: type
         ("tiers", "`DiskTierConfig`: ", DiskTierConfig),
         ("tiers", "`SharedTierConfig`: ", SharedTierConfig),
         ("vllm", "The adapter adds these options:", AdapterSettings),
+        ("sglang", "In `--hicache-storage-backend-extra-config`", SGLangSettings),
     ],
 )
 def test_further_tables_list_every_option_with_its_default(document: str, heading: str, kind: type) -> None:
