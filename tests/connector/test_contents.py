@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.connector.offloading import TenantQuota
+from cargohold.connector.offloading import HintConfig, TenantQuota
 from cargohold.connector.offloading.measures import MAX_MARKS, MAX_PREFIXES
 from cargohold.protocol import Hint, TierContents
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
@@ -65,6 +65,21 @@ def test_each_tenant_with_a_quota_is_counted() -> None:
     assert uses["acme"].num_chunks == 6 and uses["others"].num_chunks == 4
     chunk_bytes = engine.scheduler.connector.get_stats()["num_host_bytes"] / 10
     assert all(use.num_bytes == use.num_chunks * chunk_bytes for use in uses.values())
+
+
+def test_a_prefix_is_told_for_each_tenant_that_uses_it() -> None:
+    engine, _ = make()
+    for number, tenant in enumerate(("ann", "bob", "ann")):
+        serve(engine, str(number), prompt(1, 24), 1, tenant=tenant)
+    assert {(one.tenant, one.num_tokens, one.num_uses) for one in contents(engine).prefixes} == {
+        ("ann", 24, 2),
+        ("bob", 24, 1),
+    }
+
+
+def test_a_tenant_with_a_name_may_pin_half_of_what_all_may() -> None:
+    engine, _ = make(hints=HintConfig(pin_fraction=0.25))
+    assert (contents(engine).max_pinned_chunks, contents(engine).max_pinned_chunks_each) == (10, 5)
 
 
 def test_turns_of_a_conversation_are_one_prefix() -> None:

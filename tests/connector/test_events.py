@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache import ChunksStored, OffloadKey
 from cargohold.cache.manager import ChunkKeys, offload_key, split_key
 from cargohold.connector.offloading import events as events_module
-from cargohold.connector.offloading.events import Medium, TierEvents
+from cargohold.connector.offloading.events import Contents, Medium, TierEvents
 from cargohold.protocol import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
@@ -28,6 +29,9 @@ from cargohold.protocol import (
 )
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.tiers.chunk_format import TOKEN_TYPE
+from cargohold.tiers.port import Found
+from cargohold.tiers.scheduler_side import ChunksFound
 from tests.connector.common import evict_everything, finish, prompt
 from tests.connector.tiering import make_engine
 from tests.effort import examples
@@ -249,3 +253,35 @@ def test_contents_that_nobody_needs_are_forgotten(monkeypatch: pytest.MonkeyPatc
         world.events.note_wanted(other, [other_keys])
     assert set(keys) - set(world.events.known) == {keys[2]}, "it is neither announced nor asked for"
     assert len(world.events.known) <= 20
+
+
+def test_what_is_being_stored_is_announced_however_much_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "_NUM_SPARE", 0)
+    world, others = AskedBy(2), AskedBy(40)
+    contents = Contents(None, array(TOKEN_TYPE, range(BLOCK_TOKENS)))
+    world.events.note_contents([(key, contents) for key in world.keys.keys])
+    for _ in range(3):
+        world.events.note_wanted(others.request, [others.keys])
+    world.source.events.append(ChunksStored(tuple(world.keys.keys)))
+    assert len(world.events.take()) == 2
+
+
+@pytest.mark.parametrize("salted", [False, True])
+def test_of_what_an_earlier_engine_has_left_salted_chunks_are_announced_only_if_wanted(salted: bool) -> None:
+    source = Source()
+    events = TierEvents(simulated_layout(8), [Medium(source, MEDIUM_STORAGE)], lambda _: False, salted=salted)
+    tokens = array(TOKEN_TYPE, range(BLOCK_TOKENS))
+    found = [
+        Found(offload_key(bytes([number]) * 32, 0), Contents(None, tokens, is_salted=is_salted).details())
+        for number, is_salted in enumerate((False, True))
+    ]
+    source.events.append(ChunksFound(tuple(found)))
+    assert len(events.take()) == 1 + salted
+
+
+def test_what_a_tier_has_under_a_group_that_the_model_lacks_is_no_business_of_a_router() -> None:
+    source = Source()
+    events = TierEvents(simulated_layout(8), [Medium(source, MEDIUM_STORAGE)], lambda _: False, salted=False)
+    details = Contents(None, array(TOKEN_TYPE, range(BLOCK_TOKENS))).details()
+    source.events.append(ChunksFound((Found(offload_key(bytes(32), 7), details),)))
+    assert events.take() == []

@@ -393,6 +393,38 @@ def test_a_tenant_neither_releases_nor_renews_what_another_has_pinned_of_the_sam
     assert ends(engine) == [HintEnd.RELEASED, HintEnd.EXPIRED]
 
 
+def test_a_hint_with_an_end_covers_nothing_that_its_request_generates() -> None:
+    engine, _ = make()
+    serve(engine, "first", prompt(1, 16), max_tokens=9, hints=[Hint.pin(ttl_s=1000, end=20)])
+    assert engine.scheduler.connector.get_stats()["num_pinned_chunks"] == 4
+
+
+def test_where_hints_meet_the_newest_counts_and_the_one_before_counts_again_when_it_ends() -> None:
+    engine, offloading = make(12, policy="lru", hints=HintConfig(retain_fraction=1.0))
+    tokens = prompt(1, 16)
+    serve(engine, "first", tokens, max_tokens=1)
+    for one in (Hint.retain(ttl_s=1000, priority=90), Hint.retain(ttl_s=20, priority=10)):
+        assert hint(engine, one, prefix(tokens)).status is ACCEPTED
+    serve(engine, "other", prompt(2, 28), max_tokens=1)
+    serve(engine, "more", prompt(3, 16), max_tokens=1)
+    assert present(offloading, tokens)[-1] == ABSENT, "lowered chunks go first"
+    assert present(offloading, prompt(2, 28)) == [READY] * 7
+    offloading.manager.remove(keys_of(prompt(2, 28), 7))
+    serve(engine, "again", tokens, max_tokens=1)
+    later(engine, 30)
+    flood(engine, 5)
+    assert present(offloading, tokens) == [READY] * 4, "what is raised goes last"
+
+
+def test_a_release_of_a_range_ends_no_hint_about_what_is_before_it() -> None:
+    engine, _ = make()
+    tokens = prompt(1, 24)
+    serve(engine, "first", tokens)
+    assert hint(engine, Hint.pin(ttl_s=1000, end=8), prefix(tokens)).status is ACCEPTED
+    assert hint(engine, Hint.release(start=8), prefix(tokens)).status is MISSING
+    assert hint(engine, Hint.release(start=4), prefix(tokens)).status is ACCEPTED
+
+
 def share_a_prompt(**options: Any) -> tuple[SimulatedEngine, SimulatedOffloading, list[int]]:
     """Two tenants without salts, one of which has stored a prompt that both use."""
     engine, offloading = make(quotas=[TenantQuota(tenant="ann", hard="50%"), TenantQuota(tenant="bob")], **options)

@@ -85,3 +85,13 @@ def test_a_lease_that_is_used_is_renewed_on_disk_before_it_ends_there() -> None:
 def test_a_leased_chunk_that_comes_up_for_a_request_that_leaves_is_held(seed: int) -> None:
     """Found by simulation: only the admission of a request gave the chunks that came for it their leases."""
     assert play_seed(Recipe("hints", "tiered", frozenset()), seed).failure is None
+
+
+def test_every_worker_s_disk_knows_what_hints_ask() -> None:
+    tiering = SimulatedTiering(100, [DISK], 2)
+    engine = make_engine(tiering)
+    engine.add("pinned", TOKENS, 1, hints=[PIN])
+    finish(engine, tiering)
+    for medium in tiering.media[0]:
+        assert len(medium.claims) == 10
+        assert all(claim.priority is None and ends > engine.clock() + 60 for claim, ends in medium.claims.values())

@@ -10,6 +10,7 @@ from cargohold.protocol import MEDIUM_HOST, BlockStored, Hint, HintEnd, HintOutc
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
 from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind
+from cargohold.tiers.scheduler_side.ahead import MAX_AHEAD
 from tests.connector.common import prompt
 from tests.connector.offloading import keys_of
 from tests.connector.tiering import finish, make_engine, restored, serve
@@ -160,6 +161,21 @@ def test_prefetches_are_limited_and_tell_so() -> None:
     assert (outcome.status, outcome.num_tokens) == (HintStatus.CLIPPED, 24)
     statuses = [give(engine, Hint.prefetch(), prompt(100 + at, 8)).status for at in range(70)]
     assert statuses[-1] is HintStatus.REJECTED
+    finish(engine, tiering)
+
+
+def test_a_tenant_has_half_of_the_places_for_prefetches() -> None:
+    tiering = SimulatedTiering(60, hints=HintConfig(retain_fraction=1.0))
+    engine = restarted(tiering)
+    (queue,) = tiering.all_queues()
+    queue.auto = False
+    told = {
+        tenant: [give(engine, Hint.prefetch(), prompt(100 + at, 8), tenant).status for at in range(MAX_AHEAD)]
+        for tenant in ("ann", "bob")
+    }
+    for statuses in told.values():
+        assert statuses.count(HintStatus.DEFERRED) == MAX_AHEAD // 2 == statuses.index(HintStatus.REJECTED)
+    queue.auto = True
     finish(engine, tiering)
 
 

@@ -15,7 +15,7 @@ from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, Bloc
 from cargohold.testing.simulation import SimulatedEngine
 from cargohold.testing.simulation.fingerprints import GroupPlan, layout_of
 from cargohold.testing.simulation.tiers import SimulatedTiering
-from cargohold.tiers import JobKind, JobStatus
+from cargohold.tiers import JobKind, JobStatus, TierJob
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, SHARED, fetching_engine, finish, make_engine, restored, serve
@@ -321,3 +321,18 @@ def test_chunked_local_and_recurrent_groups_are_restored_from_disk(plans: list[G
     # Chunked local attention needs nothing of what lies before the last chunk, so the device has it without having it.
     assert engine.requests["second"].num_first_device_tokens + sum(counts.values()) >= 40
     assert set(counts) == {"disk"}
+
+
+def test_what_comes_from_a_slow_tier_is_written_to_the_faster_one_and_not_back() -> None:
+    tiering = SimulatedTiering(60, [DISK, SHARED])
+    serve(make_engine(tiering), tiering, "first", prompt(0, 45))
+    tiering.media[0][0].chunks.clear()
+    engine = make_engine(tiering)
+    jobs: list[list[TierJob]] = [[], []]
+    for queue, noted in zip(tiering.all_queues(), jobs, strict=True):
+        queue.on_job = noted.append
+    engine.add("second", prompt(0, 45), 1)
+    finish(engine, tiering)
+    assert restored(engine, "second") == {"shared": 44}
+    written = [sum(len(job.keys) for job in of_tier if job.kind is JobKind.STORE) for of_tier in jobs]
+    assert written == [11, 0]

@@ -264,3 +264,11 @@ def test_a_policy_that_keeps_its_own_order_takes_neither_hints_nor_quotas() -> N
     assert manager.rank(numbered(1), HELD) == 0
     with pytest.raises(ConfigError, match="own-order"):
         TierManager(4, OwnOrder, quotas={"ann": Limits(reserved=1)})
+
+
+def test_a_tenant_takes_from_another_until_that_has_no_more_than_itself() -> None:
+    manager = TierManager(8, find_policy("lru"), quotas={"ann": Limits(), "bob": Limits()})
+    stored(manager, numbered(*range(6)), "ann")
+    stored(manager, numbered(100, 101), "bob")
+    stored(manager, numbered(*range(200, 206)), "bob")
+    assert manager.usage() == {OTHERS: 0, "ann": 2, "bob": 6}, "the rest it takes from itself"

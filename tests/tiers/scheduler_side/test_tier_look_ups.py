@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import Locality, TransferOutcome
 from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import JobKind, TierHealth
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, TieringConfig, TierOptions
@@ -209,3 +211,17 @@ def test_an_answer_may_expire_between_two_look_ups() -> None:
     world.learn(KEYS[:2])
     world.clock.advance(10.5)
     assert world.lower.tiers_of(KEYS[:2]) == [-1, -1]
+
+
+@pytest.mark.parametrize(("locality", "state"), [("LOCAL", ABSENT), ("REMOTE", UNKNOWN), (None, UNKNOWN)])
+def test_only_a_tier_that_others_share_is_asked_again_for_what_they_announce(
+    locality: Locality | None, state: int
+) -> None:
+    world = World()
+    tier = world.lower.tiers[0]
+    tier.options = replace(tier.options, locality=locality)
+    world.lower.probe(KEYS[:1])
+    (probe,) = world.step()
+    world.end(probe, [False])
+    world.lower.forget_absent(KEYS[:1])
+    assert world.lower.lookup(KEYS[:1]) == bytes([state])
