@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.23
 SGLANG_NEEDS := aiohttp apache-tvm-ffi compressed-tensors dill gguf hypothesis loguru numpy openai partial-json-parser pillow psutil \
-	pybase64 pydantic pytest pytest-timeout pyzmq requests sentencepiece torch tqdm transformers
+	pybase64 pydantic pytest pytest-timeout pyzmq requests sentencepiece starlette torch tqdm transformers triton
 LMCACHE_VENV := .venv-vllm-lmcache
 DYNAMO_VENV := .venv-dynamo
 DYNAMO := 1.6.1
