@@ -360,7 +360,7 @@ class TestDoNoHarm:
         (waited,) = waits_of(engine, [prompt(10, 60)])
         assert waited < 0.3
         (note,) = [note for note in next(reversed(engine.outputs.values())).cache_report.notes if "asking" in note]
-        assert note == "asking shared was expected to take 1.010 s, and to save 0.197 s"
+        assert note == "asking shared was expected to take 1.000 s, and to save 0.197 s"
         serve(engine, tiering, "there", prompt(0, 60))
         assert restored(engine, "there") == {}
         serve(engine, tiering, "partly on disk", prompt(1, 60))

@@ -74,6 +74,7 @@ from cargohold.tiers.port import Access, JobKind
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
 from cargohold.tiers.scheduler_side.listing import Lister
+from cargohold.tiers.scheduler_side.plan import Planner
 from cargohold.tiers.scheduler_side.prefetch import Event
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -926,6 +927,24 @@ def lets_a_tenant_pass_its_hard_limit(patch: Patch) -> None:
 def forgets_a_hint_in_its_answer(patch: Patch) -> None:
     on_hints = Hints.on_hints
     patch.setattr(Hints, "on_hints", lambda self, request, hints: on_hints(self, request, hints)[:1])
+
+
+# --- what is held and not found ---------------------------------------------------------------------------------------
+
+
+@mutant("tiered", "returning")
+def never_looks_for_what_it_has_lost_while_it_waited(patch: Patch) -> None:
+    patch.setattr(Waiting, "has_lost", lambda self, num_tokens: False)
+
+
+@mutant("tiered", "returning")
+def says_of_what_it_did_not_fetch_that_it_is_not_there(patch: Patch) -> None:
+    patch.setattr(Prefetcher, "whereabouts", lambda self, key: "")
+
+
+@mutant("tiered", "returning")
+def takes_what_host_memory_lacks_for_absent(patch: Patch) -> None:
+    patch.setattr(Planner, "may_have_more", lambda self, wanted, num_found_tokens: False)
 
 
 # --- what disks are told, and tell ------------------------------------------------------------------------------------

@@ -298,6 +298,11 @@ class OffloadManager(ABC):
         """Number of free slots."""
         return self.capacity - self.num_ready - self.num_writing - self.num_leaving
 
+    @property
+    def num_obtainable(self) -> int:
+        """Number of slots that are free, or whose chunks nobody uses now; or less."""
+        return max(0, self.num_free + self.num_ready - self.num_pins)
+
     @abstractmethod
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``. Walks everything: for tests and idle moments."""
@@ -470,6 +475,10 @@ class ForwardingManager(OffloadManager):
     @property
     def num_pins(self) -> int:  # noqa: D102
         return self.inner.num_pins
+
+    @property
+    def num_obtainable(self) -> int:  # noqa: D102
+        return self.inner.num_obtainable
 
     @property
     def num_free(self) -> int:  # noqa: D102

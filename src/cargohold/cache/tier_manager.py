@@ -136,6 +136,10 @@ class TierManager(OffloadManager):
         return self._num_pins
 
     @property
+    def num_obtainable(self) -> int:  # noqa: D102
+        return self._table.pins.count(0)
+
+    @property
     def takes_hints(self) -> bool:  # noqa: D102
         return self._shares is not None or isinstance(self.policy, RunsPolicy)
 

@@ -312,7 +312,7 @@ class TierJob:
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty if none has one.
         notes: for stores and new claims, what else is known of each, parallel to ``keys``; empty if that is nothing.
         listing: what was listed, for a job that lists.
-        queued_at: time at which it was queued.
+        queued_at, ended_at: times at which it was queued and ended.
         answers: one per chunk; ``None`` where there is none.
         num_taken: number of chunks that threads were given.
         num_copying: number of threads that copy from or to the buffers right now.
@@ -329,6 +329,7 @@ class TierJob:
     notes: Sequence[Note] = ()
     listing: Listing = field(default=NOTHING_LISTED, init=False)
     queued_at: float = field(default=0.0, init=False)
+    ended_at: float = field(default=0.0, init=False)
     answers: list[Answer | None] = field(init=False)
     num_taken: int = field(default=0, init=False)
     num_copying: int = field(default=0, init=False)
@@ -438,7 +439,7 @@ class JobLedger:
         """End a job; return whether it had not ended before."""
         if job.status:
             return False
-        job.status, job.reason = status, reason or job.reason
+        job.status, job.reason, job.ended_at = status, reason or job.reason, self._clock()
         self._settle(job)
         return True
 

@@ -33,7 +33,7 @@ def test_after_a_reset_chunks_have_other_names() -> None:
 
 @pytest.mark.parametrize("outcome", [TransferOutcome.DONE, TransferOutcome.ABANDONED])
 def test_a_reset_does_not_wait_for_writes_in_flight(outcome: TransferOutcome) -> None:
-    world = World(host=make_manager("lru", 8))
+    world = World(host=make_manager("lru", 8), max_inflight_chunks=2)
     world.keep(KEYS[:3])
     (store,) = world.step()
     assert world.manager.reset()
@@ -51,7 +51,7 @@ def test_a_reset_does_not_wait_for_writes_in_flight(outcome: TransferOutcome) ->
 
 def test_a_chunk_stored_again_after_a_reset_is_written_though_its_old_name_still_is() -> None:
     """Before, it was taken for what was being written, and not in the tier when host memory had evicted it."""
-    world = World(capacity=16)
+    world = World(capacity=16, max_inflight_chunks=4)
     world.keep(KEYS[:2])
     (old,) = world.step()
     assert world.manager.reset()
@@ -80,7 +80,7 @@ def test_a_reset_drops_queued_writes_and_what_was_seen_once(admission: Admission
 
 
 def test_writes_under_old_names_count_as_in_flight_until_they_end() -> None:
-    world = World(capacity=16)
+    world = World(capacity=16, max_inflight_chunks=4)
     olds = []
     for first in (0, 2):
         world.keep(KEYS[first : first + 2])

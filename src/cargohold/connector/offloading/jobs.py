@@ -104,6 +104,7 @@ class TierReport:
         namespace: with the first report of the first worker, the outline of its namespace; else empty.
         listings: by job, what the first worker has listed.
         losses: by the tier's index, what workers have lost there. Chunks of jobs that ended count as lost after these jobs.
+        seconds: how long look-ups and loads took that ended, by job id; of several workers, the longest time.
     """
 
     answers: dict[int, tuple[bytes, int]] = field(default_factory=dict)
@@ -111,6 +112,7 @@ class TierReport:
     namespace: dict[str, str] = field(default_factory=dict)
     listings: dict[int, Listing] = field(default_factory=dict)
     losses: dict[int, Losses] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: TierReport) -> TierReport:
         """Return both reports, merged: a chunk succeeded only if it did in both."""
@@ -123,7 +125,11 @@ class TierReport:
             at: self.losses.get(at, NO_LOSSES) | other.losses.get(at, NO_LOSSES)
             for at in self.losses.keys() | other.losses.keys()
         }
-        return TierReport(merged, self.health | other.health, self.namespace or other.namespace, listings, losses)
+        seconds = dict(self.seconds)
+        for job_id, took_s in other.seconds.items():
+            seconds[job_id] = max(took_s, seconds.get(job_id, 0.0))
+        health, namespace = self.health | other.health, self.namespace or other.namespace
+        return TierReport(merged, health, namespace, listings, losses, seconds)
 
 
 @dataclass(frozen=True, slots=True)

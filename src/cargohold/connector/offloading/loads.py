@@ -80,19 +80,9 @@ class TierLookup:
         limit = num_tokens if self._full_hits else num_tokens - 1
         if state.params.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
-        wanted = None
-        if self._prefetcher is not None:
-            wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit, state.tenant)
-            if state.waiting is not None and state.waiting.has_expired:
-                state.waiting = None
-                state.notes.append(
-                    "the engine had no place for the request for so long that lower tiers were asked anew"
-                )
-            if state.waiting is not None and state.waiting.num_announced:
-                # The first request of an engine waits before a worker has said what the engine's namespace is.
-                state.waiting.num_announced = self._num_announced(state)
-            if self._prefetcher.must_wait(state.waiting, wanted):
-                return None
+        wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit, state.tenant)
+        if self._must_wait(state, wanted):
+            return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
         if (
@@ -101,17 +91,38 @@ class TierLookup:
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
-        may_have_more = limit - lookup.num_tokens >= state.chunk_tokens
-        if self._prefetcher is not None and wanted is not None and state.waiting is None and may_have_more:
-            found = lookup.num_tokens, self._num_announced(state)
-            if self._on_ask is None:
-                state.waiting = self._prefetcher.begin(wanted, state.notes, *found)
-            else:
-                on_ask = partial(self._on_ask, state.request, state.keys)
-                state.waiting = self._prefetcher.begin(wanted, state.notes, *found, on_ask)
-            if state.waiting.must_wait:
-                return None
+        if self._begins_to_wait(state, wanted, lookup.num_tokens):
+            return None
         return None if lookup.undecided else lookup.num_tokens
+
+    def _must_wait(self, state: RequestState, wanted: Wanted) -> bool:
+        """Whether a request still waits for lower tiers."""
+        if self._prefetcher is None:
+            return False
+        if state.waiting is not None and state.waiting.has_expired:
+            state.waiting = None
+            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
+        if state.waiting is not None and state.waiting.num_announced:
+            # The first request of an engine waits before a worker has said what the engine's namespace is.
+            state.waiting.num_announced = self._num_announced(state)
+        return self._prefetcher.must_wait(state.waiting, wanted)
+
+    def _begins_to_wait(self, state: RequestState, wanted: Wanted, num_tokens: int) -> bool:
+        """Whether a request, of which ``num_tokens`` leading tokens were found, begins to wait for lower tiers."""
+        prefetcher = self._prefetcher
+        if prefetcher is None:
+            return False
+        if state.waiting is not None:
+            return prefetcher.begins_again(state.waiting, wanted, num_tokens)
+        if wanted.limit_tokens - num_tokens < state.chunk_tokens:
+            return False
+        found = num_tokens, self._num_announced(state)
+        if self._on_ask is None:
+            state.waiting = prefetcher.begin(wanted, state.notes, *found)
+        else:
+            on_ask = partial(self._on_ask, state.request, state.keys)
+            state.waiting = prefetcher.begin(wanted, state.notes, *found, on_ask)
+        return state.waiting.must_wait
 
     def _num_announced(self, state: RequestState) -> int:
         """Return how many leading tokens another engine has announced that this one can use; note it if that is none."""
@@ -149,8 +160,8 @@ class TierLookup:
             key = keys.keys[at]
             if at == num_leading or self._manager.lookup([key]) != bytes([READY]):
                 first_token = at * keys.chunk_tokens
-                if any(key in store.keys for store in self._jobs.stores()):
-                    return f"because the chunk from token {first_token} on is still being stored"
+                if where := self._whereabouts(key):
+                    return f"because the chunk from token {first_token} on {where}"
                 return (
                     f"because nothing is kept of it behind token {first_token}"
                     if at
@@ -181,6 +192,12 @@ class TierLookup:
         )
         reach = "" if num_full_tokens is None else f"full attention is kept up to token {num_full_tokens}, but "
         return f"because {reach}{what} that ends behind token {num_hit_tokens}"
+
+    def _whereabouts(self, key: OffloadKey) -> str:
+        """Return where a chunk is that host memory does not have, as the end of a sentence; empty if it is nowhere."""
+        if any(key in store.keys for store in self._jobs.stores()):
+            return "is still being stored"
+        return "" if self._prefetcher is None else self._prefetcher.whereabouts(key)
 
     def _find(self, state: RequestState, num_computed_tokens: int, limit_tokens: int, basis: tuple[int, int]) -> Lookup:
         """Return what host memory has of a request."""

@@ -336,7 +336,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if self._lower is not None and isinstance(output.worker_meta, TierReport):
             report = output.worker_meta
             self._lower.note_emptied(at for at, losses in report.losses.items() if losses.is_all)
-            self._lower.note_report(report.answers, report.health, report.namespace, report.listings)
+            self._lower.note_report(report.answers, report.health, report.namespace, report.listings, report.seconds)
         for job_id, outcome in output.finished.jobs.items():
             if self._lower is not None and self._lower.end(job_id, outcome):
                 continue

@@ -32,6 +32,8 @@ from cargohold.tiers.scheduler_side.promises import Deadline, Patience
 from cargohold.tiers.scheduler_side.tier_state import parents_in
 
 _SEVERAL: Final = 4
+_FEW_PART: Final = 2
+"""Part of what stores may hold that blocks of ended requests may be which wait for a slot."""
 _MANY: Final = 16
 """So many chunks are worth waiting for, and so many do not wait for others."""
 
@@ -362,10 +364,18 @@ class EagerStores:
         leftover = None
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             leftover = self._leftovers.add(state, block_ids, num_tokens, context)
-        if state.is_handed_off or (leftover is not None and state.is_leased):
+        if state.is_handed_off or (leftover is not None and (state.is_leased or self._are_few(leftover))):
             self._hold(state, leftover)
         while (surplus := self._leftovers.pop_surplus()) is not None:
             self._let_go(surplus)
+
+    def _are_few(self, leftover: Leftover) -> bool:
+        """Whether a request's chunks without a slot are so few that their blocks are held: for lack of a slot, for a moment.
+
+        Without that, the ends of answers are lost while host memory is full of what others fetch and write.
+        """
+        num_blocks = len(leftover.known_blocks()) + self._leftovers.num_held
+        return num_blocks <= self._shared.max_store_blocks // _FEW_PART
 
     def _hold(self, state: RequestState, leftover: Leftover | None) -> None:
         """Hold the blocks of chunks that are not stored yet, until they are; or give up what was promised of them."""

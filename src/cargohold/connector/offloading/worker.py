@@ -27,6 +27,7 @@ from cargohold.tiers.port import (
     NO_LOSSES,
     ONE_BY_ONE,
     OPEN,
+    URGENT,
     JobKind,
     JobStatus,
     Listing,
@@ -201,6 +202,7 @@ class TierWorker:
         self._knows_bytes = False
         self._answers: dict[int, tuple[bytes, int]] = {}
         self._listings: dict[int, Listing] = {}
+        self._seconds: dict[int, float] = {}
         self._recent = [RecentLosses(queue) for queue in self._queues]
         self._losses: dict[int, Losses] = {}
         self._last_begun = 0
@@ -251,6 +253,8 @@ class TierWorker:
                 assert job.status is not None
                 outcomes[job.job_id] = _OUTCOMES[job.status]
                 self._answers[job.job_id] = job.verdicts, 1
+                if job.kind in URGENT and job.ended_at:
+                    self._seconds[job.job_id] = job.ended_at - job.queued_at
                 if job.kind in LISTED_AT_ONCE and self._rank == 0:
                     self._listings[job.job_id] = job.listing
         oldest = next(iter(self._queue_of), self._last_begun + 1)
@@ -272,9 +276,10 @@ class TierWorker:
         namespace, self._untold = self._untold, {}
         listings, self._listings = self._listings, {}
         losses, self._losses = self._losses, {}
+        seconds, self._seconds = self._seconds, {}
         if not (answers or news or namespace or losses):
             return None
-        return TierReport(answers, news, namespace, listings, losses)
+        return TierReport(answers, news, namespace, listings, losses, seconds)
 
     def take_stats(self) -> Stats:
         """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""

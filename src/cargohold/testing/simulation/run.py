@@ -25,6 +25,7 @@ from cargohold.testing.simulation.oracles import (
     CopyOracle,
     EventOracle,
     Expectation,
+    FoundOracle,
     HintOracle,
     LimitOracle,
     LookUpOracle,
@@ -400,6 +401,7 @@ class Run:
             LookUpOracle(engine),
             HintOracle(engine, known_tiers, world.listed_media, lambda: struck.total() > 0),
             ContainmentOracle(engine, self._is_excused),
+            FoundOracle(engine, world.listed_media, lambda: struck.total() > 0),
             *world.oracles(engine),
         ]
         if engine.config.emit_events:

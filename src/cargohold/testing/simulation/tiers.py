@@ -154,6 +154,7 @@ class HeldQueue:
         pending: jobs that have not ended.
         held: kinds of jobs that are carried out only when told to.
         is_off: whether it refuses every job, for good.
+        takes_s: virtual seconds that a job takes which is carried out without being told to; at most until the poll.
         on_job: told of every job that is carried out.
     """
 
@@ -173,6 +174,7 @@ class HeldQueue:
         self.pending: list[TierJob] = []
         self.held: frozenset[JobKind] = frozenset()
         self.is_off = False
+        self.takes_s = _NEVER
         self.on_job: Callable[[TierJob], None] = lambda _: None
         self._clock = clock
         self._ended: list[TierJob] = []
@@ -207,6 +209,7 @@ class HeldQueue:
                     self._end(job, JobStatus.FAILED)
                 else:
                     self.complete(job)
+                    job.ended_at = min(job.ended_at, job.queued_at + self.takes_s)  # however long the step took
         ended, self._ended = self._ended, []
         return ended
 
@@ -238,7 +241,7 @@ class HeldQueue:
 
     def _end(self, job: TierJob, status: JobStatus) -> None:
         self.pending.remove(job)
-        job.status, job.reason = status, f"simulated: {status.value}"
+        job.status, job.reason, job.ended_at = status, f"simulated: {status.value}", self._clock()
         if (access := self._health.note_end(job)) is not None:
             for other in [other for other in self.pending if ACCESS_OF[other.kind] is access]:
                 self.pending.remove(other)
@@ -473,6 +476,7 @@ class LinkedQueue:
             elif job.kind is JobKind.LOAD and buffer is not None:
                 copy_bytes(buffer, memoryview(bytes([GARBAGE_BYTE]) * len(buffer)))
         job.status, job.reason = status, f"simulated: {status.value}"
+        job.ended_at = min(pending.ends, job.deadline, self._source.clock())
         if (access := self._health.note_end(job)) is not None:
             for other in [other for other in self._pending if ACCESS_OF[other.job.kind] is access]:
                 self._fail(other)

@@ -45,6 +45,8 @@ class Fetch:
         running: by tier, the number of its jobs that have not ended.
         failed: tiers with a job that was not carried out as a whole.
         sources: index of the tier that each arrived chunk came from.
+        took_s: by tier, the seconds that its slowest job took.
+        num_reserved: number of chunks that it has reserved slots for.
         pins: pins on its chunks in host memory.
         is_released: whether it was released.
         is_given_up: whether it was released because its jobs took too long.
@@ -56,6 +58,8 @@ class Fetch:
     running: Counter[int] = field(default_factory=Counter)
     failed: set[int] = field(default_factory=set)
     sources: dict[OffloadKey, int] = field(default_factory=dict)
+    took_s: dict[int, float] = field(default_factory=dict)
+    num_reserved: int = 0
     pins: list[LoadHandle] = field(default_factory=list)
     is_released: bool = False
     is_given_up: bool = False
@@ -145,19 +149,25 @@ class Fetches:
 
     def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
         """See ``LowerTiers.fetch``."""
-        now = self._clock()
-        fetch = Fetch(now, now + 2 * self._timeout_s, self._forget)
-        self._live.add(fetch)
+        num_wanted = sum([len(chain.keys) for chain in chains])
         is_shared = self._host.num_pins + self._host.num_writing > 0
-        fetch.pins.append(self._host.prepare_load(kept))
-        is_busy = False
-        for chain in chains:
-            is_busy |= not self._reserve(chain, fetch, tenant)
-        # If nobody else uses slots, none becomes free while the request waits: its own chunks fill host memory.
-        if is_busy and is_shared and not fetch.num_running:
-            self._live.discard(fetch)
-            fetch.drop_pins()  # nobody was kept waiting by them
+        fits_as_whole = num_wanted + len(kept) <= self._host.capacity
+        # A part would leave the rest to be computed, although the slots for it will be free in a moment.
+        if is_shared and fits_as_whole and self._host.num_obtainable < num_wanted:
             return None
+        pins = self._host.prepare_load(kept)
+        parts, has_to_wait = self._reserve(chains, tenant)
+        # If nobody else uses slots, none becomes free while the request waits: its own chunks fill host memory.
+        if has_to_wait and is_shared and (fits_as_whole or not parts):
+            for _, handle in parts:
+                handle.forfeit()
+            pins.release()  # nobody was kept waiting by them
+            return None
+        now = self._clock()
+        fetch = Fetch(now, now + 2 * self._timeout_s, self._forget, pins=[pins])
+        self._live.add(fetch)
+        for chain, handle in parts:
+            self._load(chain, handle, fetch)
         return fetch
 
     def release_expired(self) -> None:
@@ -176,27 +186,38 @@ class Fetches:
             num_running = sum(task.owner is fetch for task in loads)
             assert fetch.num_running == num_running, "waits for a job that does not exist"
 
-    def _reserve(self, chain: Chain, fetch: Fetch, tenant: str | None) -> bool:
-        """Reserve slots for a chain's leading chunks, and add the jobs that fill them. Mutates host memory and ``fetch``.
+    def _reserve(self, chains: Sequence[Chain], tenant: str | None) -> tuple[list[tuple[Chain, StoreHandle]], bool]:
+        """Reserve slots for chains' leading chunks, a batch at a time. Mutates host memory.
 
         Returns:
-            ``False`` if there was no slot for a batch of chunks and it is worth trying again later; else ``True``.
+            The chain and slots of each batch; and whether slots for further chunks become free when others give back theirs.
         """
+        parts: list[tuple[Chain, StoreHandle]] = []
+        has_to_wait = False
+        for chain in chains:
+            parent = chain.parent
+            for start in range(0, len(chain.keys), BATCH_CHUNKS):
+                keys = chain.keys[start : start + BATCH_CHUNKS]
+                handle = self._host.prepare_stores([StoreOffer(keys, parent, tenant)])
+                has_to_wait |= bool(handle.deferred)
+                if not handle.keys:
+                    handle.commit()
+                    break
+                parts.append((chain, handle))
+                if len(handle.keys) < len(keys):
+                    break
+                parent = keys[-1]
+        return parts, has_to_wait
+
+    def _load(self, chain: Chain, handle: StoreHandle, fetch: Fetch) -> None:
+        """Add the job that fills reserved slots."""
+        self.arriving.update(handle.keys)
+        fetch.running[chain.tier] += 1
+        fetch.num_reserved += len(handle.keys)
         before = dict(zip(chain.keys, (chain.parent, *chain.keys), strict=False))
-        for start in range(0, len(chain.keys), BATCH_CHUNKS):
-            keys = chain.keys[start : start + BATCH_CHUNKS]
-            handle = self._host.prepare_stores([StoreOffer(keys, before[keys[0]], tenant)])
-            if not handle.keys:
-                handle.commit()
-                return not handle.deferred
-            self.arriving.update(handle.keys)
-            fetch.running[chain.tier] += 1
-            parents = [before[key] for key in handle.keys]
-            on_end = partial(self._end_load, handle, fetch)
-            self._tasks.want(TierTask(JobKind.LOAD, chain.tier, handle.keys, on_end, parents, handle.slots, fetch))
-            if len(handle.keys) < len(keys):
-                break
-        return True
+        parents = [before[key] for key in handle.keys]
+        on_end = partial(self._end_load, handle, fetch)
+        self._tasks.want(TierTask(JobKind.LOAD, chain.tier, handle.keys, on_end, parents, handle.slots, fetch))
 
     def _end_load(
         self, handle: StoreHandle, fetch: Fetch, task: TierTask, succeeded: Sequence[bool], is_done: bool
@@ -235,9 +256,10 @@ class Fetches:
 
     def _note_pace(self, task: TierTask, fetch: Fetch) -> None:
         """Let a tier learn how long it took to bring up its chunks, if the job that has ended was the last and tells that."""
+        took_s = fetch.took_s[task.tier] = max(task.took_s, fetch.took_s.get(task.tier, 0.0))
         num_chunks = fetch.num_measured(task.tier)
         if num_chunks is not None:
-            self._tiers[task.tier].pace.note(num_chunks, self._clock() - fetch.started_at)
+            self._tiers[task.tier].pace.note(num_chunks, took_s or self._clock() - fetch.started_at)
 
     def _forget(self, fetch: Fetch) -> None:
         self._live.discard(fetch)

@@ -24,7 +24,7 @@ from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.protocol import Clock, Outage, TransferOutcome
 from cargohold.tiers.chunk_format import Note
-from cargohold.tiers.health import TierHealth
+from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
 from cargohold.tiers.scheduler_side.listing import Lister
@@ -41,9 +41,11 @@ SETTLE_S = 5.0
 PROGRESS_S = 3.0
 """Seconds without the end of a job after which an idle engine does not step on, until a job has ended again."""
 
+_NOT_WAITED_FOR = frozenset({JobKind.STORE, *LISTED_AT_ONCE})
 _ABSENT = bytes([ABSENT])
 _NOTHING_FOUND: Mapping[int, int] = MappingProxyType({})
 _NOTHING_LISTED: Mapping[int, Listing] = MappingProxyType({})
+_NOT_MEASURED: Mapping[int, float] = MappingProxyType({})
 
 
 class LowerTiers:
@@ -133,10 +135,16 @@ class LowerTiers:
         """Whether requests may look for chunks in any of the tiers."""
         return any(tier.is_readable for tier in self.tiers)
 
-    @property
-    def may_hold_more(self) -> bool:
-        """Whether more chunks may be fetched: those held for requests so far leave half of host memory to others."""
-        return self._fetches.num_held + len(self._fetches.arriving) <= self.host.capacity // 2
+    def may_fetch(self, num_chunks: int) -> bool:
+        """Whether so many more chunks may be fetched: what is fetched, held or loaded leaves half of host memory to stores.
+
+        The device's new chunks would find no slot otherwise, and be lost. One request may always fetch its chunks.
+        """
+        if not (self._fetches.num_held or self._fetches.arriving):
+            return True
+        num_written = sum([writes.num_writing for writes in self.writes])
+        num_used = self.host.capacity - self.host.num_obtainable - num_written
+        return num_used + num_chunks <= self.host.capacity * 3 // 4
 
     @property
     def is_idle(self) -> bool:
@@ -315,8 +323,8 @@ class LowerTiers:
                 full.add(task.tier)
                 self._tasks.want(task)
             elif not task.is_cancelled and tier.takes(task.kind):
-                # Nobody waits for a list: on a slow medium, too, it is to end.
-                is_waited_for = task.kind not in LISTED_AT_ONCE
+                # Nobody waits for a list or a write: on a slow medium, too, it is to end.
+                is_waited_for = task.kind not in _NOT_WAITED_FOR
                 timeout_s = self.config.restore_timeout_s if is_waited_for else self.config.store_timeout_s
                 commands.append(self._tasks.begin(new_id(), task, timeout_s))
             else:
@@ -325,6 +333,13 @@ class LowerTiers:
         for writes in self.writes:
             commands += (self._tasks.begin(new_id(), task, self.config.store_timeout_s) for task in writes.take())
         return tuple(commands)
+
+    def begin_writes(self) -> None:
+        """Pin chunks that are to be written next, before others make room: only host memory has them until then."""
+        for tier, writes in zip(self.tiers, self.writes, strict=True):
+            if tier.health is HEALTHY:  # while writes are tried, there is one job at a time
+                for task in writes.take():
+                    self._tasks.want(task)
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Return the ids of jobs cancelled since the last call; they are reported like all others, only sooner."""
@@ -336,6 +351,7 @@ class LowerTiers:
         health: Mapping[tuple[int, int], TierHealth],
         namespace: Mapping[str, str] | None = None,
         listings: Mapping[int, Listing] = _NOTHING_LISTED,
+        seconds: Mapping[int, float] = _NOT_MEASURED,
     ) -> None:
         """Take in what some or all workers say of their jobs' chunks, and of their tiers. ``end`` ends a job.
 
@@ -344,12 +360,14 @@ class LowerTiers:
             health: by the worker's rank and the tier's index, the tier's health where it has changed.
             namespace: what the chunks' bytes depend on, if a worker says it now.
             listings: by job, what the first worker has listed.
+            seconds: by job, how long the tier itself took.
         """
         self.namespace = namespace or self.namespace
         for job_id, (succeeded, num_workers) in answers.items():
             if (task := self._tasks.get(job_id)) is not None:
                 task.note_answers(succeeded, num_workers)
                 task.listing = listings.get(job_id, task.listing)
+                task.took_s = max(task.took_s, seconds.get(job_id, 0.0))
         for (rank, at), of_tier in health.items():
             self.tiers[at].note_health(rank, of_tier)
             if self.tiers[at].is_off:
@@ -421,7 +439,7 @@ class LowerTiers:
         self._settles_at = self.clock() + SETTLE_S
 
     def _is_too_much(self, task: TierTask) -> bool:
-        num_asked = self._tasks.num_asked(task.tier)
+        num_asked = 0 if task.kind is JobKind.STORE else self._tasks.num_asked(task.tier)
         return num_asked > 0 and num_asked + len(task.keys) > self.tiers[task.tier].options.max_asked_chunks
 
     def _conclude(self, task: TierTask, *, is_done: bool) -> None:
@@ -445,7 +463,7 @@ class LowerTiers:
             task.num_found = sum(succeeded)
             tier.note_presence(task.keys, succeeded)
             if is_done:
-                tier.note_look_up(task, self.clock() - task.begun_at)
+                tier.note_look_up(task, task.took_s or self.clock() - task.begun_at)
 
     def _note_arrived(self, tier: int, parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Note that chunks came from a tier: they are worth writing to the faster ones."""

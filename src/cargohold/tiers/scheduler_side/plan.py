@@ -219,6 +219,9 @@ class Planner:
         limit_tokens = wanted.num_computed_tokens + num_in_time
         if limit_tokens == plan.num_tokens:
             return plan
+        notes.append(
+            f"of {plan.num_tokens} tokens, {limit_tokens} were expected to come in the {max(0.0, limit_s):.3g} s that were left"
+        )
         return self._soonest(wanted, self._cut(wanted, limit_tokens, skipped), skipped, notes)
 
     def _soonest(self, wanted: Wanted, plan: Plan, skipped: Container[int], notes: MutableSequence[str]) -> Plan:

@@ -12,6 +12,9 @@
      v          v
     HELD ---> host memory's answer counts, with the chunks held until the request is admitted
 
+While the engine has no place for it, a request may lose what it was to continue: its beginning on the device, or chunks of host
+memory that nobody held. Lower tiers may have that: then it begins again, with the time that is left.
+
 Who wants chunks has a ``Waiting``, and asks in every step whether to wait still (``Prefetcher.must_wait``), which only notes
 that it was asked. All else happens twice per step, in ``Prefetcher._advance``, for those that asked, in their order: when the
 step begins, and when it ends, because answers have come by then.
@@ -34,7 +37,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
-from cargohold.blocks import READY
+from cargohold.blocks import NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.protocol import SchedulerEnvironment, StepView
 from cargohold.tiers.port import Access
@@ -48,6 +51,8 @@ MAX_COMPUTE_RATIO: Final = 2.0
 """A request waits for lower tiers for at most this many times the time that computing takes."""
 MAX_TIMEOUT_PART: Final = 0.5
 """Part of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
+MAX_STEP_PART: Final = 0.5
+"""Part of ``restore_timeout_s`` that one step counts for at most."""
 LOOK_AGAIN_S: Final = 0.02
 """Seconds until a request that waits for slots or for others' chunks looks again whether it can have them.
 
@@ -56,6 +61,8 @@ Looking takes time, the more the longer a prompt is.
 MIN_POLL_S: Final = 0.005
 """Seconds until a request looks again for announced chunks; later, ``POLL_PART`` of the time that it has waited already."""
 POLL_PART: Final = 0.2
+MAX_AGAIN: Final = 3
+"""A request that loses what it was to begin with begins again at most so many times."""
 _NOT_ENOUGH_TIME = "there was not enough time to learn from {} whether it has more chunks"
 
 
@@ -75,6 +82,7 @@ class Event(Enum):
     NOTHING = "there are none"
     ARRIVED = "all jobs that fetch its chunks have ended"
     LATE = "its time is up"
+    LOST = "the device or host memory has lost what it was to begin with"
 
 
 NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = MappingProxyType(
@@ -85,6 +93,8 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = MappingProxyType(
         (Phase.BRING, Event.ARRIVED): Phase.HELD,
         (Phase.BRING, Event.NOTHING): Phase.OVER,
         (Phase.BRING, Event.LATE): Phase.OVER,
+        (Phase.HELD, Event.LOST): Phase.ASK,
+        (Phase.OVER, Event.LOST): Phase.ASK,
     }
 )
 """The phase after each event. All other events are impossible. Once the request is admitted or ends, its wait is forgotten."""
@@ -113,6 +123,10 @@ class Waiting:
         skipped: indices of tiers that are not asked, because that would take too long.
         look_at: time before which it is not looked at again.
         fetch: the chunks on their way; ``None`` before slots were reserved for them.
+        planned: what was wanted when it was decided what to fetch.
+        num_to_have: number of leading tokens that device and host memory are to have when it is over.
+        num_again: number of times that it has begun again.
+        fetched: the tier that each chunk came from that was fetched before it began again.
         is_limited: whether its time was compared with that of computing.
         in_host: how many leading tokens host memory had when it was looked up last, and what that depended on.
         num_announced: number of leading tokens that another engine has announced and that have not been given up.
@@ -134,6 +148,10 @@ class Waiting:
     skipped: set[int] = field(default_factory=set)
     look_at: float = 0.0
     fetch: Fetch | None = None
+    planned: Wanted | None = None
+    num_to_have: int = 0
+    num_again: int = 0
+    fetched: dict[OffloadKey, int] = field(default_factory=dict)
     is_limited: bool = False
     in_host: tuple[tuple[int, int, int], int] | None = None
     num_announced: int = 0
@@ -157,7 +175,7 @@ class Waiting:
     @property
     def has_arrived(self) -> bool:
         """Whether all jobs that fetch its chunks have ended."""
-        return self.fetch is not None and not self.fetch.num_running
+        return self.phase is Phase.BRING and self.fetch is not None and not self.fetch.num_running
 
     @property
     def has_expired(self) -> bool:
@@ -167,7 +185,7 @@ class Waiting:
     @property
     def sources(self) -> Mapping[OffloadKey, int]:
         """The tier that each chunk came from."""
-        return {} if self.fetch is None else self.fetch.sources
+        return self.fetched if self.fetch is None else {**self.fetched, **self.fetch.sources}
 
     @property
     def asking_s(self) -> float:
@@ -186,6 +204,25 @@ class Waiting:
         self.go(Event.LATE)
         if self.fetch is not None:
             self.fetch.give_up()
+
+    def arrive(self) -> None:
+        """Be over, with what has come: of what could not be loaded, no more is expected."""
+        if self.planned is not None:
+            self.num_to_have = self.planner.host_hit(self.planned, self.num_to_have)
+        self.go(Event.ARRIVED)
+
+    def has_lost(self, num_tokens: int) -> bool:
+        """Whether device and host memory have fewer leading tokens than they were to have, and time is left."""
+        chunk_tokens = min([keys.chunk_tokens for keys in self.wanted.keys])
+        is_over = not self.must_wait and self.waited_s < self.limit_s
+        return is_over and num_tokens + chunk_tokens <= self.num_to_have and self.num_again < MAX_AGAIN
+
+    def begin_again(self) -> None:
+        """Give back what was fetched, to fetch it together with what has been lost."""
+        if self.fetch is not None:
+            self.fetched.update(self.fetch.sources)
+            self.fetch.release()
+            self.fetch = None
 
     def end(self) -> None:
         """Release the chunks: the request was admitted, or has ended."""
@@ -268,8 +305,22 @@ class Prefetcher:
         if self._lower.is_readable and (num_announced or planner.may_have_more(wanted, num_found_tokens)):
             self._note_asked(waiting)
         else:
+            waiting.num_to_have = num_found_tokens
             waiting.go(Event.NOTHING)
         return waiting
+
+    def begins_again(self, waiting: Waiting, wanted: Wanted, num_tokens: int) -> bool:
+        """Whether a request whose wait was over waits again, because device and host memory have only ``num_tokens`` by now.
+
+        Mutates nothing but ``waiting``.
+        """
+        if not waiting.has_lost(num_tokens) or not self._lower.is_readable:
+            return False
+        waiting.go(Event.LOST)
+        waiting.wanted = self._within_reach(wanted)
+        waiting.num_again += 1
+        self._note_asked(waiting)
+        return True
 
     def must_wait(self, waiting: Waiting | None, wanted: Wanted) -> bool:
         """Whether the answer for a request is still "not yet". To be called for every look-up; ``None`` if it does not wait.
@@ -280,7 +331,7 @@ class Prefetcher:
         if waiting is None or not waiting.must_wait:
             return False
         if waiting.has_arrived:
-            waiting.go(Event.ARRIVED)
+            waiting.arrive()
             return False
         waiting.wanted = self._within_reach(wanted)
         self._note_asked(waiting)
@@ -295,6 +346,13 @@ class Prefetcher:
         waiting.has_place = self._num_places is None or self._num_asked <= self._num_places
         self._asked.append(waiting)
 
+    def whereabouts(self, key: OffloadKey) -> str:
+        """Return where a chunk is that host memory does not have, as the end of a sentence; empty if no tier has it."""
+        if self._lower.lookup([key]) == bytes([NOT_YET]):
+            return "is still on its way from a lower tier"
+        (at,) = self._lower.tiers_of([key])
+        return f"was not fetched from {self._lower.tiers[at].name}" if at >= 0 else ""
+
     # --- effects: twice per step --------------------------------------------------------------------------------------
 
     def begin_step(self, step: StepView) -> None:
@@ -303,6 +361,7 @@ class Prefetcher:
         Asks tiers, reserves slots, begins loads. Mutates host memory, lower tiers and the waits.
         """
         self._lower.clock.begin_step()
+        self._lower.begin_writes()
         self._current, self._asked, self._num_asked = self._asked, [], 0
         if self._max_num_seqs is not None:
             self._num_places = max(1, self._max_num_seqs - len(step.scheduled))  # without any, it would not ask
@@ -314,11 +373,15 @@ class Prefetcher:
         now = self._clock()
         for waiting in self._current:
             if waiting.has_place:
-                waiting.waited_s += now - max(self._counted_to, waiting.begun_at)
+                step_s = now - max(self._counted_to, waiting.begun_at)
+                # It is looked at only between steps: one that takes long is not to be all of its time.
+                waiting.waited_s += min(step_s, MAX_STEP_PART * self._lower.config.restore_timeout_s)
             if waiting.waited_s >= waiting.limit_s and waiting.must_wait and not waiting.has_arrived:
                 waiting.give_up()
         self._counted_to = now
-        self._advance_all()
+        if self._current:
+            self._lower.begin_writes()
+            self._advance_all()
 
     def _advance_all(self) -> None:
         self._now = self._clock()
@@ -333,6 +396,8 @@ class Prefetcher:
         """Ask tiers, or fetch what they have, if it is time for that."""
         if not waiting.is_limited:
             self._limit_by_computing(waiting, waiting.wanted.limit_tokens)
+        if waiting.phase is Phase.ASK:
+            waiting.begin_again()
         if waiting.fetch is not None:
             return
         if waiting.asking_s <= 0:
@@ -364,10 +429,12 @@ class Prefetcher:
             return
         left_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, waiting.limit_s - waiting.waited_s)
         plan = waiting.planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, waiting.notes)
+        waiting.planned, waiting.num_to_have = wanted, plan.num_tokens
         if plan.chains:
             waiting.on_ask()
             self._fetch(waiting, plan)
         else:
+            waiting.num_to_have = waiting.planner.host_hit(wanted, wanted.limit_tokens)
             waiting.go(Event.NOTHING)
 
     def _is_to_come(self, waiting: Waiting, num_tokens: int) -> bool:
@@ -388,7 +455,7 @@ class Prefetcher:
 
     def _fetch(self, waiting: Waiting, plan: Plan) -> None:
         """Reserve slots and begin to load, or wait for slots."""
-        if not self._are_slots_taken and self._lower.may_hold_more:
+        if not self._are_slots_taken and self._lower.may_fetch(sum([len(chain.keys) for chain in plan.chains])):
             needed = waiting.wanted.needed_keys(plan.num_tokens)
             kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
             waiting.fetch = self._lower.fetch(plan.chains, kept, waiting.wanted.tenant)
@@ -400,8 +467,11 @@ class Prefetcher:
             waiting.notes.append(
                 "the request's own chunks fill host memory: there was no room for more from lower tiers"
             )
-            waiting.go(Event.ARRIVED)
+            waiting.arrive()
         else:
+            num_wanted = sum([len(chain.keys) for chain in plan.chains])
+            if waiting.fetch.num_reserved < num_wanted:
+                waiting.notes.append(f"host memory had room for {waiting.fetch.num_reserved} of {num_wanted} chunks")
             self._limit_by_computing(waiting, plan.num_tokens)
             self._limit_trial(waiting, plan.first_tokens, Access.LOAD)
 

@@ -79,6 +79,7 @@ class TierTask:
         num_after: for a probe, number of chunks that the look-up will ask the tier for if all of these are there.
         num_found: for a probe, number of chunks that are there, once it is answered.
         begun_at: time at which it was handed out.
+        took_s: seconds that the tier itself took, as far as that was told. Until its end is known here, a long step may pass.
         answers: one byte per chunk: the merged ``TierJob.verdicts`` of all workers that have answered.
         num_answers: number of workers that have answered.
         listing: what the first worker has listed, for a task that lists.
@@ -98,6 +99,7 @@ class TierTask:
     num_after: int = 0
     num_found: int = field(default=0, init=False)
     begun_at: float = field(default=0.0, init=False)
+    took_s: float = field(default=0.0, init=False)
     answers: bytes = field(default=b"", init=False)
     num_answers: int = field(default=0, init=False)
     listing: Listing = field(default=NOTHING_LISTED, init=False)

@@ -279,7 +279,7 @@ class Writes:
         self.num_writing = 0
         self.touching: set[OffloadKey] = set()
         self.is_promised: Callable[[OffloadKey], bool] = lambda _: False
-        self._max_writing = max(1, min(tier.options.max_inflight_chunks, host.capacity // 4))
+        self._max_writing = max(1, min(tier.options.max_inflight_chunks, host.capacity // 2))
         daily = tier.options.max_daily_chunks
         self._allowance = None if daily is None else Allowance(daily, clock)
         self._max_dirty = host.capacity * 3 // 4
@@ -441,7 +441,7 @@ class Writes:
         num_stored = sum(succeeded)
         self.tier.stats["stored_chunks"] += num_stored
         self.tier.stats["not_stored_chunks"] += len(succeeded) - num_stored
-        if task.is_cancelled:
+        if writing is not self._writing:
             return  # after a reset, names are others
         self.untaken.forget(compress(task.keys, succeeded))
         # Nothing is said of chunks that were not tried, or are not there only for now.
@@ -452,7 +452,8 @@ class Writes:
             if not is_stored:
                 backlog = self.promised if self.is_promised(key) else self.backlog
                 self.untaken.add(key, parent, backlog, is_refused=is_refused)
-        self._pause(is_any_taken=any(is_told) or not is_done)
+        if is_done or any(is_told):  # else the breaker decides
+            self._pause(is_any_taken=any(is_told))
 
     def _pause(self, *, is_any_taken: bool) -> None:
         """Let a tier rest that puts off all that it is offered."""

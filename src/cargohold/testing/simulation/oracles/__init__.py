@@ -1,6 +1,7 @@
 """Oracles: checks of what must always hold in a simulated engine."""
 
 from cargohold.testing.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
+from cargohold.testing.simulation.oracles.found import FoundOracle
 from cargohold.testing.simulation.oracles.hints import HintOracle
 from cargohold.testing.simulation.oracles.requests import (
     ContainmentOracle,
@@ -18,6 +19,7 @@ __all__ = [
     "CopyOracle",
     "EventOracle",
     "Expectation",
+    "FoundOracle",
     "HintOracle",
     "Index",
     "LimitOracle",
