@@ -64,7 +64,7 @@ def test_who_comes_late_is_served_before_what_another_has_piled_up(
             begin(server, stack, "a")
         wait_until(lambda: server.desk.num_answers == 8)
         late = threads.submit(call, server, TEXT, BODY, keyed("b"))
-        wait_until(lambda: server.desk.num_answers == 9)
+        wait_until(lambda: call(server, "/cache", headers=keyed("b")).json["requests"])
         first.close()
         assert late.result().status == 200
         assert server.desk.num_answers == 7, "the others are all still there"
@@ -142,3 +142,24 @@ def test_counting_tokens_takes_a_place(chat_model: str, monkeypatch: pytest.Monk
         wait_until(lambda: tokenizing.num_begun == 1)
         assert call(server, COUNT, conversation("Hello")).status == 429
         assert call(server, TEXT, BODY).status == 429
+
+
+def test_bodies_in_memory_are_bounded_and_shared(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of them, of 8 MB each, could wait to be tokenized."""
+    monkeypatch.setattr("cargohold.serve.gate._NUM_LARGEST_BODIES", 4)
+    config = ServeConfig(port=0, api_keys=("a", "b"), max_body_bytes=101_000)
+    with running(chat_model, config) as server, ExitStack() as stack, ThreadPoolExecutor() as threads:
+        tokenizing = Tokenizing(monkeypatch)
+        stack.callback(tokenizing.go_on.set)
+        large = conversation("x" * 100_000)
+        waiting = [threads.submit(call, server, COUNT, large, keyed("a")) for _ in range(4)]
+        wait_until(lambda: server.desk.num_answers == 4)
+        refused = call(server, COUNT, large, keyed("a"))
+        assert (refused.status, refused.json["error"]["type"]) == (503, "overloaded_error")
+        assert call(server, COUNT, conversation("Hello"), keyed("a")).status == 200, "small ones go on"
+        waiting += [threads.submit(call, server, COUNT, large, keyed("b")) for _ in range(2)]
+        wait_until(lambda: server.desk.num_answers == 6)
+        assert call(server, COUNT, large, keyed("b")).status == 503, "so much is its share"
+        tokenizing.go_on.set()
+        assert {one.result().status for one in waiting} == {400}
+        assert call(server, COUNT, large, keyed("a")).status == 400, "all is given back"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -19,6 +20,10 @@ from cargohold.serve.settings import Client, Keys, ServeConfig
 HEALTH: Final = "/health"
 """Answered however many requests there are: whoever asks may restart a server that does not answer."""
 ANY_HOST: Final = "*"
+_NUM_LARGEST_BODIES: Final = 32
+"""As much as so many bodies of the largest size may be in memory, of all requests together."""
+_SMALL_BODY_BYTES: Final = 64 * 1024
+"""Bodies up to this size do not count: so many connections cannot hold much."""
 _SPARE_CONNECTIONS: Final = 16
 """Connections beside those of requests, for whoever asks how the server is."""
 
@@ -42,6 +47,7 @@ class Gate:
         self._hosts = hosts
         self._keys = Keys(config)
         self._num_requests = 0
+        self._bodies = _Bodies(_NUM_LARGEST_BODIES * config.max_body_bytes, config.num_tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
@@ -57,13 +63,15 @@ class Gate:
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
-        body = scope["state"]["body"] = _Body(receive, self._config)
+        tenant = scope["state"]["client"].tenant
+        body = scope["state"]["body"] = _Body(receive, self._config, partial(self._bodies.take, tenant))
         self._num_requests += 1
         try:
             with suppress(UnheardError):
                 await self._app(scope, body.receive, _patient(send, self._config.write_timeout_s))
         finally:
             self._num_requests -= 1
+            self._bodies.give_back(tenant, body.num_held)
 
     def _check_number(self, path: str) -> None:
         most = self._config.max_connections
@@ -91,15 +99,45 @@ class Gate:
             raise too_large(self._config.max_body_bytes)
 
 
+class _Bodies:
+    """Bytes of bodies that are in memory. Tenants share them as they share places; see ``Desk``."""
+
+    def __init__(self, limit: int, num_tenants: int) -> None:
+        self._limit = limit
+        self._share = limit // num_tenants
+        self._held: Counter[str | None] = Counter()
+
+    def take(self, tenant: str | None, num_bytes: int) -> None:
+        """Count bytes that have come. Raises ``ApiError`` 503 if there are too many."""
+        if self._held.total() + num_bytes > self._limit and self._held[tenant] + num_bytes > self._share:
+            message = (
+                f"bodies of {self._limit} bytes are being worked on, which is all that this server takes: try again"
+            )
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_bytes", retry_after_s=1)
+        self._held[tenant] += num_bytes
+
+    def give_back(self, tenant: str | None, num_bytes: int) -> None:
+        """Count them no more."""
+        self._held[tenant] -= num_bytes
+
+
 class _Body:
     """The body of one request, as it comes in.
 
+    Args:
+        receive: has it.
+        config: the limits.
+        take: counts its bytes, of a large one.
+
     Attributes:
         num_bytes: how much has come.
+        num_held: how much was counted.
     """
 
-    def __init__(self, receive: Receive, config: ServeConfig) -> None:
+    def __init__(self, receive: Receive, config: ServeConfig, take: Callable[[int], None]) -> None:
         self._receive = receive
+        self._take = take
+        self.num_held = 0
         self._max_bytes = config.max_body_bytes
         self._timeout_s = config.read_timeout_s
         self._deadline = asyncio.get_running_loop().time() + config.read_timeout_s
@@ -121,6 +159,9 @@ class _Body:
         self._is_whole = not message.get("more_body", False)
         if self.num_bytes > self._max_bytes:
             raise too_large(self._max_bytes)
+        if self.num_bytes > _SMALL_BODY_BYTES:
+            self._take(self.num_bytes - self.num_held)
+            self.num_held = self.num_bytes
         return message
 
 
