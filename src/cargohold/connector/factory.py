@@ -58,8 +58,12 @@ def lower_tiers(offload: Offload | Sequence[Offload] | None) -> list[str]:
     return list(dict.fromkeys(name for _, config in own_configs(offload) for name in tier_names(config.tiers)))
 
 
-def check_memory(offload: Offload | Sequence[Offload] | None) -> None:
-    """Check that this machine has the host memory that ``offload`` asks for; warn if it is in use at the moment.
+def check_memory(offload: Offload | Sequence[Offload] | None, *, warns: bool = True) -> None:
+    """Check that this machine has the host memory that ``offload`` asks for.
+
+    Args:
+        offload: the connectors' options.
+        warns: whether to log a warning if it is in use at the moment.
 
     Raises:
         ConfigError: this machine does not allow so much in all.
@@ -67,7 +71,7 @@ def check_memory(offload: Offload | Sequence[Offload] | None) -> None:
     wanted, free = host_bytes_of(offload), available_memory_bytes()
     written = offload.host_bytes if isinstance(offload, OffloadConfig | LazyOffloadConfig) else format_bytes(wanted)
     require_memory(written, wanted)
-    if wanted > free:
+    if warns and wanted > free:
         # It is taken bit by bit as KV is stored, so nothing would fail before the machine is full.
         logger.warning(
             "host_bytes=%s: only %s of this machine's memory are free now; once more is filled, the system may end processes",

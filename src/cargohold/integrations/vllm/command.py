@@ -15,11 +15,9 @@ from typing import Any, Final, Self
 
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from cargohold.connector.factory import host_bytes_of, tiers_of
-from cargohold.connector.offloading.factory import require_memory
+from cargohold.connector.factory import check_memory, tiers_of
 from cargohold.errors import option_path
 from cargohold.integrations.vllm.settings import Settings
-from cargohold.option_values import format_bytes
 from cargohold.tiers import check_place_here
 
 NAME: Final = "CargoholdConnector"
@@ -102,8 +100,7 @@ def check(command: Command) -> None:
 def _check_here(settings: Settings) -> None:
     """Refuse what this machine has not, and files that cannot be written."""
     settings.factory()
-    num_bytes = host_bytes_of(settings.offload)
-    require_memory(format_bytes(num_bytes), num_bytes)
+    check_memory(settings.offload, warns=False)  # the first worker warns, once the weights are loaded
     for path, tier, _ in tiers_of(settings.offload):
         with option_path(path):
             check_place_here(tier)
