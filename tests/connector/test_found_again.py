@@ -21,7 +21,7 @@ from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, Simul
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.chunk_format import TOKEN_TYPE, Details
 from cargohold.tiers.health import HEALTHY
-from cargohold.tiers.port import LISTED_AT_ONCE
+from cargohold.tiers.port import DONE, LISTED_AT_ONCE, OPEN
 from cargohold.tiers.scheduler_side import TierCommand, TierOptions
 from cargohold.tiers.scheduler_side.listing import MAX_RETRIES, RETRY_S
 from tests.connector.common import evict_everything, prompt
@@ -298,7 +298,7 @@ def test_a_chunk_that_is_lost_while_its_job_goes_on_with_others_is_not_announced
     queue._ended.append(job)
     assert worker.poll() == {1: TransferOutcome.DONE}
     report = worker.take_report()
-    assert report is not None and report.answers[1] == (bytes([1, 1]), 1)
+    assert report is not None and report.answers[1] == (bytes([DONE | OPEN] * 2), 1)
     assert report.losses[0].keys == names[:1], "to be applied after the answers"
     worker.poll()
     assert worker.take_report() is None

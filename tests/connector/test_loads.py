@@ -257,3 +257,19 @@ def test_tokens_computed_behind_a_load_fit_one_step() -> None:
         assert steps == computed
         finish(engine, offloading)
         assert engine.outputs[name].cache_report.restored_tokens == {"host": 12}
+
+
+def test_nobody_waits_for_a_load_of_the_block_with_the_last_token_which_is_never_shared() -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 16), 1)
+    engine.add("stem", prompt(0, 13), 1)
+    finish(engine, offloading)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    for name in ("one", "two"):
+        engine.add(name, prompt(0, 16), 1)
+    engine.step()
+    assert [len(job.block_ids) for job in transfers.pending if job.direction is Direction.LOAD] == [1, 1]
+    transfers.auto = True
+    finish(engine, offloading)

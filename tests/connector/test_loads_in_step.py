@@ -88,6 +88,15 @@ def test_a_long_load_is_not_waited_for(bench: Bench, most_s: float) -> None:
     bench.check("back")
 
 
+def test_one_slow_load_among_others_does_not_make_all_long(bench: Bench) -> None:
+    most_s = min(loads.MAX_IN_STEP_S, loads.IN_STEP_SHARE * STEP_S)
+    bench.note_loads(0.0)
+    bench.note_loads(most_s / 4)  # by far too long for ten blocks
+    bench.come_back("one")
+    assert num_tokens_after_one_step(bench, "one") == 1
+    bench.check("one")
+
+
 def test_loads_of_one_step_share_the_time_for_which_it_waits(bench: Bench) -> None:
     bench.note_loads(min(loads.MAX_IN_STEP_S, loads.IN_STEP_SHARE * STEP_S) / 15)
     bench.come_back("one", 0)

@@ -332,3 +332,23 @@ def test_latest_windows_that_displace_each_other_are_offered_once(windows: tuple
     engine.add("r", prompt(0, 41), 1)
     engine.run(60)
     finish(engine, offloading)
+
+
+@pytest.mark.parametrize(("windows", "ends_them"), [((None,), False), ((6,), True), ((None, 6), True)])
+def test_where_blocks_cannot_be_held_stores_end_before_a_window_leaves_theirs_behind(
+    windows: tuple[int | None, ...], ends_them: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloading = SimulatedOffloading(60)
+    layout = simulated_layout(60, windows=windows)
+    engine = SimulatedEngine(layout, offloading, max_num_batched_tokens=8, **HOLDS["request"])
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    calls: list[int] = []
+    monkeypatch.setattr(transfers, "finish_stores", lambda: calls.append(engine.num_steps))
+    engine.add("r", prompt(0, 30), 2)
+    for _ in range(3):
+        engine.step()
+    assert bool(calls) is ends_them
+    monkeypatch.undo()
+    transfers.auto = True
+    finish(engine, offloading)
