@@ -257,12 +257,12 @@ def test_contents_that_nobody_needs_are_forgotten(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_being_stored_is_announced_however_much_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "_NUM_SPARE", 0)
-    world, others = AskedBy(2), AskedBy(40)
+    world = AskedBy(40)
     contents = Contents(None, array(TOKEN_TYPE, range(BLOCK_TOKENS)))
-    world.events.note_contents([(key, contents) for key in world.keys.keys])
-    for _ in range(3):
-        world.events.note_wanted(others.request, [others.keys])
-    world.source.events.append(ChunksStored(tuple(world.keys.keys)))
+    stored = [offload_key(bytes([number]) * 32, 0) for number in range(2)]
+    world.events.note_contents([(key, contents) for key in stored])
+    world.events.note_wanted(world.request, [world.keys])
+    world.source.events.append(ChunksStored(tuple(stored)))
     assert len(world.events.take()) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cargohold.errors import RequestError
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from tests.connector.common import alone, finish, prompt
+from tests.connector.common import alone, finish, prompt, serve_and_lose
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,15 @@ def test_wishes_limit_what_is_loaded_and_stored() -> None:
     finish(engine, offloading)
     assert engine.outputs["second"].cache_report.restored_tokens == {"host": 8}
     assert offloading.manager.num_ready == 4
+
+
+@pytest.mark.parametrize(("allowed", "is_named"), [(16, True), (1000, False)])
+def test_a_limit_is_named_as_the_reason_only_where_it_is_one(allowed: int, is_named: bool) -> None:
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 32), 1)
+    tokens = [*prompt(0, 32), *prompt(1, 16)]
+    engine.add("more", tokens, 1, kv_transfer_params={"max_load_tokens": allowed})
+    finish(engine, offloading)
+    notes = " ".join(engine.outputs["more"].cache_report.notes)
+    assert (f"the request allows {allowed}" in notes) is is_named, notes
