@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) ->
         ({"host_byte": 1}, r"host_byte=1 .* did you mean host_bytes\?"),
         ({"if_unsuported": "refuse"}, r"did you mean if_unsupported\?"),
         ({"mode": "multi", "connectors": [{"host_bytes": 1}], "recrod": "x"}, "did you mean record"),
-        ({"colour": "red"}, "there are blocks_per_chunk, hints, host_bytes, if_unsupported, .* mode, "),
+        ({"colour": "red"}, "there are blocks_per_chunk, guests, hints, host_bytes, if_unsupported, .* mode, "),
         ({"host_bytes": 1, "lookahead_blocks": 3}, "an option of mode=lazy, and this is eager"),
         ({"mode": "lazy", "host_bytes": 1, "blocks_per_chunk": 2}, "an option of mode=eager, and this is lazy"),
     ],

@@ -32,7 +32,7 @@ from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.config import HintConfig
 from cargohold.connector.offloading.events import TierEvents
-from cargohold.connector.offloading.hints import Budgets, Hints
+from cargohold.connector.offloading.hints import Budget, Budgets, Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import (
@@ -43,7 +43,7 @@ from cargohold.connector.offloading.loads import (
     blocks_to_load,
     blocks_to_store,
 )
-from cargohold.connector.offloading.requests import Budget, RequestState, TransferParams
+from cargohold.connector.offloading.requests import RequestState, TransferParams
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores

@@ -8,7 +8,7 @@ the facts that it wants to hear, keeps its own record of requests, and can be le
     facts       request_new | request_placed | request_asked | request_admitted | request_ended
                 load_ended     store_begins | store_ended
                 step_begins | step_ends     reset     worker_reported
-    questions   may_store
+    questions   worth | may_store
 
 Guests are told in the order of the list that the kernel is given: each finds done what those before it do for the same fact.
 """
@@ -22,6 +22,7 @@ from functools import update_wrapper
 from typing import Any, Final, TypeVar, cast
 
 from cargohold.cache.manager import OffloadKey
+from cargohold.cache.shares import NORMAL
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.errors import ConfigError, RequestError, one_line
@@ -120,6 +121,24 @@ class StoredPart:
     first_chunk: int
 
 
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a request's chunks are worth.
+
+    Attributes:
+        level: the level with which they are offered to host memory; see ``cargohold.cache.shares``.
+        must_keep: whether none may be lost: the blocks of those that are not stored when the request ends are held until they
+            are.
+    """
+
+    level: int = NORMAL
+    must_keep: bool = False
+
+
+ORDINARY: Final = Worth()
+"""What is answered for nearly every request."""
+
+
 class Guest:
     """Hears what the kernel does. Every method does nothing by default, and then is not called.
 
@@ -175,6 +194,10 @@ class Guest:
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
+    def worth(self, state: RequestState) -> Worth:
+        """What a request's chunks are worth. Of several answers, the highest level counts, and every "must be kept"."""
+        return ORDINARY
+
     def may_store(self, key: OffloadKey, block_id: int) -> bool:
         """Whether a device block may be stored that holds this chunk, and that no request holds any more. All must say yes."""
         return True
@@ -191,7 +214,7 @@ def _told(method: Method) -> Method:
     return cast("Method", update_wrapper(tell, method))
 
 
-QUESTIONS: Final = ("may_store",)
+QUESTIONS: Final = ("worth", "may_store")
 """The names of all questions."""
 FACTS: Final = tuple(name for name, value in vars(Guest).items() if callable(value) and name not in QUESTIONS)
 """The names of all facts."""
@@ -224,10 +247,23 @@ class Guests(Guest):
             for fact in (*FACTS, *QUESTIONS)
         }
 
+    def worth(self, state: RequestState) -> Worth:
+        """Ask all guests. One that raises has no say."""
+        worth = ORDINARY
+        for guest, ask in self.hearers["worth"]:
+            answer = self.call(guest, ask, (state,))
+            if answer is not None and answer is not ORDINARY:
+                worth = Worth(max(worth.level, answer.level), worth.must_keep or answer.must_keep)
+        return worth
+
     def may_store(self, key: OffloadKey, block_id: int) -> bool:
         """Ask all guests, until one says no. One that raises has no say."""
         hearers = self.hearers["may_store"]
         return all(self.call(guest, ask, (key, block_id)) is not False for guest, ask in hearers)
+
+    def has(self, guest: Guest) -> bool:
+        """Whether it is one of them, and was not turned off."""
+        return guest in self._guests
 
     def call(self, guest: Guest, hear: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Tell or ask one guest; return what it answers, or ``None`` if it raises.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
@@ -20,9 +22,12 @@ from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.cache.shares import HELD, NORMAL
 from cargohold.connector.offloading.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig
-from cargohold.connector.offloading.requests import Budget, Grant, RequestState
+from cargohold.connector.offloading.guest import ORDINARY, Admission, Guest, Worth
+from cargohold.connector.offloading.jobs import Store
+from cargohold.connector.offloading.requests import RequestState
 from cargohold.protocol import (
     MAX_PRIORITY,
+    BlockIds,
     Clock,
     Hint,
     HintEnd,
@@ -33,6 +38,10 @@ from cargohold.protocol import (
     KVCacheLayout,
     Pin,
     RequestView,
+    Stats,
+    StepView,
+    TransferOutcome,
+    level_changes,
 )
 from cargohold.tiers.chunk_format import NO_CLAIM, Claim
 from cargohold.tiers.scheduler_side import Ahead, Prefetches
@@ -48,6 +57,68 @@ DEMOTED: Final = {"nowhere": 0, "lower": 10}
 
 _FREE = (HintKind.RETAIN, HintKind.DEMOTE, HintKind.RELEASE)
 """Kinds that clients may ask for who may not take what others could need."""
+
+
+class Budget(Enum):
+    """What a grant takes from others."""
+
+    PINNED = "pin_fraction"
+    RAISED = "retain_fraction"
+    LOWERED = "the number of chunks in host memory"
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """What a hint has led to.
+
+    Attributes:
+        hint: the hint.
+        tenant: who gave it.
+        level: the level that its chunks get.
+        ends_at: when it ends.
+        ttl_s: by how long a use renews it, if it is a lease.
+        number: in the order of hints.
+        keys: the chunks that it covers, in the tier or not.
+        num_tokens: number of leading tokens whose chunks it covers.
+        alone: itself: what most of its chunks have.
+        is_dropping: whether its chunks are worth nothing from now on: they leave host memory as soon as nothing needs them.
+        is_told: whether it was told how the hint has ended.
+        is_over: whether it has ended.
+        told_until: until when it lasts as far as lower tiers know.
+    """
+
+    hint: Hint
+    tenant: str | None
+    level: int
+    ends_at: float
+    ttl_s: float
+    number: int
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+    num_tokens: int = 0
+    alone: tuple[Grant, ...] = field(init=False)
+    is_dropping: bool = False
+    is_told: bool = False
+    is_over: bool = False
+    told_until: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.alone = (self,)
+        self.told_until = self.ends_at
+
+    @property
+    def is_lease(self) -> bool:
+        """Whether it is a lease."""
+        return self.level == HELD
+
+    @property
+    def budget(self) -> Budget:
+        """What it takes from others."""
+        if self.is_lease:
+            return Budget.PINNED
+        return Budget.RAISED if self.level > NORMAL else Budget.LOWERED
+
+    def __lt__(self, other: Grant) -> bool:
+        return self.number < other.number
 
 
 class Budgets:
@@ -91,7 +162,7 @@ class Budgets:
         return self._used[budget]
 
 
-class Hints:
+class Hints(Guest):
     """Carries out hints in one tier.
 
     Args:
@@ -107,6 +178,8 @@ class Hints:
         on_ask: told of a request's keys before its chunks are fetched for a hint.
         coming: tells which chunks are on their way into the tier.
     """
+
+    name = "hints"
 
     def __init__(
         self,
@@ -137,7 +210,10 @@ class Hints:
         self.on_ask: Callable[[RequestView, Iterable[ChunkKeys]], None] = lambda _request, _keys: None
         self.coming: Callable[[Sequence[OffloadKey]], AbstractSet[OffloadKey]] = lambda _: frozenset()
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
-        self.stats: Counter[str] = Counter()
+        # What the hints of requests that have not ended have led to.
+        self._of_request: dict[str, tuple[Grant, ...]] = {}
+        self._stats: Counter[str] = Counter()
+        self._levels: Stats = {}
 
     def __bool__(self) -> bool:
         return bool(self._grants)
@@ -216,8 +292,8 @@ class Hints:
                 return HintOutcome(hint.action_id, HintStatus.CLIPPED, self._limit_reached(grant))
             return HintOutcome(hint.action_id, HintStatus.MISSING, "host memory has none of these chunks")
         self._begin(grant)
-        if state is not None:
-            state.grants = (*state.grants, grant)
+        if state is not None and not state.has_ended:
+            self._of_request[request.request_id] = (*self._granted_to(request), grant)
         limits += [self._limit_reached(grant)] if num_left else []
         status = HintStatus.CLIPPED if limits else HintStatus.ACCEPTED
         grant.num_tokens = _num_covered(keys, grant.keys)
@@ -284,11 +360,10 @@ class Hints:
             named = self._leases.get((request.tenant, hint.lease))
             ended = [] if named is None else [named]
         else:
-            state = self._requests.get(request.request_id)
             keys = self._keys_about(request)
             covering = [self._of.get(key, ()) for key in _in_range(keys, hint)]
             found = {grant.number: grant for grants in covering for grant in grants}
-            found |= {grant.number: grant for grant in (() if state is None else state.grants) if not grant.is_over}
+            found |= {grant.number: grant for grant in self._granted_to(request) if not grant.is_over}
             ended = [grant for grant in found.values() if grant.tenant == request.tenant]
         for grant in ended:
             self._end(grant, HintEnd.RELEASED)
@@ -308,6 +383,56 @@ class Hints:
     def _limit_reached(self, grant: Grant) -> str:
         most = self.budgets.limit_of(grant.tenant, grant.budget)
         return f"{grant.budget.value} leaves this tenant {most} chunks at most, and others may have some of them"
+
+    # --- what it hears ------------------------------------------------------------------------------------------------
+
+    def step_begins(self, step: StepView) -> None:
+        """Go on with prefetches, behind the requests that the engine has asked for; end what is over."""
+        if self.ahead:
+            self.ahead.step()
+        if self._grants:
+            self.expire()
+
+    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+        """See ``note_used``."""
+        self.note_used(state)
+
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Let its grants also cover what it has generated."""
+        if state.request.request_id in self._of_request:
+            self._note_ended(state)
+
+    def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
+        """See ``note_stored``."""
+        if outcome is TransferOutcome.DONE and not store.is_spoiled:
+            self.note_stored(store.handle.keys)
+
+    def worth(self, state: RequestState) -> Worth:
+        """Return the highest level that a hint gives its chunks, and whether a lease covers them."""
+        if state.request.request_id not in self._of_request:
+            return ORDINARY
+        grants = [grant for grant in self._granted_to(state.request) if not grant.is_over]
+        return Worth(max([NORMAL, *(grant.level for grant in grants)]), any(grant.is_lease for grant in grants))
+
+    def reset(self) -> None:
+        """Forget all grants: the tier was reset."""
+        self.void_all()
+
+    def shutdown(self) -> None:
+        """End leases and priorities: the manager may outlive the connector."""
+        self.void_all()
+
+    def take_stats(self, tier: str, chunk_bytes: int) -> Stats:
+        """Return counters since the last call, and how the number of pinned chunks has changed since then."""
+        stats, self._stats = dict(self._stats), Counter()
+        before, self._levels = (
+            self._levels,
+            {"num_pinned_chunks": self.num_pinned, f"num_{tier}_pinned_bytes": self.num_pinned * chunk_bytes},
+        )
+        return {**stats, **(level_changes(before, self._levels) if before != self._levels else {})}
+
+    def _granted_to(self, request: RequestView) -> tuple[Grant, ...]:
+        return self._of_request.get(request.request_id, ())
 
     # --- chunks come and are used -------------------------------------------------------------------------------------
 
@@ -335,7 +460,7 @@ class Hints:
         if not self._of:
             return
         used = [key for keys in state.keys for key in keys.keys if key in self._of]
-        now, own = self._clock(), set(state.grants)
+        now, own = self._clock(), set(self._granted_to(state.request))
         for grant in self._grants_on(used):
             if grant.is_lease and grant.tenant == state.request.tenant:
                 grant.ends_at = now + grant.ttl_s
@@ -349,9 +474,8 @@ class Hints:
             self.on_claims([key for key, _ in lowered])
         self._rank(used)  # some may have come from lower tiers
 
-    def note_ended(self, state: RequestState) -> None:
-        """Learn that a request has ended: its grants also cover what it has generated."""
-        for grant in state.grants:
+    def _note_ended(self, state: RequestState) -> None:
+        for grant in self._of_request.pop(state.request.request_id):
             if not grant.is_over and grant.hint.end is None:
                 keys = self._keys_about(state.request)
                 self._cover(grant, _in_range(keys, grant.hint))
@@ -452,7 +576,7 @@ class Hints:
             self._tell(grant.hint, how, grant.tenant)
 
     def _tell(self, hint: Hint, how: HintEnd, tenant: str | None) -> None:
-        self.stats[f"hints_{how.value}"] += 1
+        self._stats[f"hints_{how.value}"] += 1
         self._events.append(HintEvent(hint.action_id, hint.kind, how, tenant))
 
     def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:

@@ -211,8 +211,6 @@ class Meters(Guest):
             "num_ready_chunks": num_ready,
             "num_stuck_copies": self._shared.jobs.num_stuck,
             f"num_{tier}_bytes": num_ready * chunk_bytes,
-            "num_pinned_chunks": (num_pinned := self._shared.hints.num_pinned),
-            f"num_{tier}_pinned_bytes": num_pinned * chunk_bytes,
             f"num_{tier}_in_use_bytes": manager.num_pins * chunk_bytes,
             f"num_{tier}_capacity_bytes": manager.capacity * chunk_bytes,
             **self._limits,

@@ -78,11 +78,11 @@ class Offer:
         """Index of the group."""
         return self.of.group
 
-    def for_manager(self) -> StoreOffer:
-        """Return the offer in the form that managers take."""
+    def for_manager(self, level: int) -> StoreOffer:
+        """Return the offer in the form that managers take, at a level."""
         index = self.blocks.chunks[0] if self.keys else 0
         parent = self.state.keys[self.group].keys[index - 1] if index else None
-        return StoreOffer(self.keys, parent, self.state.tenant, self.state.level)
+        return StoreOffer(self.keys, parent, self.state.tenant, level)
 
     def num_again(self, keys: AbstractSet[OffloadKey]) -> int:
         """Return how many of these chunks were not computed for the request, because they were on the device."""

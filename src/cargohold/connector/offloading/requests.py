@@ -21,15 +21,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from reprlib import repr as shown  # a client may send values of any size, and what is refused is logged
 from typing import Any, Final, NamedTuple, Self
 
 from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, longest_hit
-from cargohold.cache.manager import ChunkKeys, OffloadKey
-from cargohold.cache.shares import HELD, NORMAL
+from cargohold.cache.manager import ChunkKeys
 from cargohold.errors import RequestError
-from cargohold.protocol import Hint, KVCacheLayout, RequestView
+from cargohold.protocol import KVCacheLayout, RequestView
 from cargohold.tiers.scheduler_side import Promises, Waiting
 
 HANDOFF: Final = "cargohold_handoff"
@@ -167,71 +165,6 @@ class TransferParams:
         return cls(remote, limits["max_load_tokens"], limits["max_store_tokens"], handoff)
 
 
-# --- what hints lead to -----------------------------------------------------------------------------------------------
-
-
-class Budget(Enum):
-    """What a grant takes from others."""
-
-    PINNED = "pin_fraction"
-    RAISED = "retain_fraction"
-    LOWERED = "the number of chunks in host memory"
-
-
-@dataclass(slots=True, eq=False)
-class Grant:
-    """What a hint has led to.
-
-    Attributes:
-        hint: the hint.
-        tenant: who gave it.
-        level: the level that its chunks get.
-        ends_at: when it ends.
-        ttl_s: by how long a use renews it, if it is a lease.
-        number: in the order of hints.
-        keys: the chunks that it covers, in the tier or not.
-        num_tokens: number of leading tokens whose chunks it covers.
-        alone: itself: what most of its chunks have.
-        is_dropping: whether its chunks are worth nothing from now on: they leave host memory as soon as nothing needs them.
-        is_told: whether it was told how the hint has ended.
-        is_over: whether it has ended.
-        told_until: until when it lasts as far as lower tiers know.
-    """
-
-    hint: Hint
-    tenant: str | None
-    level: int
-    ends_at: float
-    ttl_s: float
-    number: int
-    keys: dict[OffloadKey, None] = field(default_factory=dict)
-    num_tokens: int = 0
-    alone: tuple[Grant, ...] = field(init=False)
-    is_dropping: bool = False
-    is_told: bool = False
-    is_over: bool = False
-    told_until: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.alone = (self,)
-        self.told_until = self.ends_at
-
-    @property
-    def is_lease(self) -> bool:
-        """Whether it is a lease."""
-        return self.level == HELD
-
-    @property
-    def budget(self) -> Budget:
-        """What it takes from others."""
-        if self.is_lease:
-            return Budget.PINNED
-        return Budget.RAISED if self.level > NORMAL else Budget.LOWERED
-
-    def __lt__(self, other: Grant) -> bool:
-        return self.number < other.number
-
-
 # --- the scheduler side's state of each request -----------------------------------------------------------------------
 
 NEVER: Final = 1 << 62
@@ -292,7 +225,6 @@ class RequestState:
         restored: these tokens, by their places.
         notes: what was decided and why, the last ``MAX_NOTES``.
         tenant: whose request it is, for quotas.
-        grants: what its hints have led to.
     """
 
     request: RequestView
@@ -315,7 +247,6 @@ class RequestState:
     restored: range = range(0)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTES))
     tenant: str | None = field(init=False)
-    grants: tuple[Grant, ...] = ()
 
     @classmethod
     def create(
@@ -333,18 +264,6 @@ class RequestState:
         self.chunk_tokens = min([keys.chunk_tokens for keys in self.keys])
         self.max_computed_tokens = self.request.num_tokens
         self._note_due()
-
-    @property
-    def level(self) -> int:
-        """The level with which its chunks are offered: the highest that a hint gives them."""
-        if not self.grants:
-            return NORMAL
-        return max([NORMAL, *(grant.level for grant in self.grants if not grant.is_over)])
-
-    @property
-    def is_leased(self) -> bool:
-        """Whether a lease covers its chunks."""
-        return any(grant.is_lease and not grant.is_over for grant in self.grants)
 
     def extend_keys(self) -> None:
         """Add the keys of chunks that became full since the last call."""

@@ -13,7 +13,7 @@ from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.offloading.events import tier_events
 from cargohold.connector.offloading.guest import Admission, Guests, GuestView, own_guests
-from cargohold.connector.offloading.hints import Hints
+from cargohold.connector.offloading.hints import Budget, Hints
 from cargohold.connector.offloading.jobs import (
     NOTHING_TO_DO,
     JobTable,
@@ -27,7 +27,7 @@ from cargohold.connector.offloading.jobs import (
 )
 from cargohold.connector.offloading.loads import Loads, TierLookup
 from cargohold.connector.offloading.measures import Meters
-from cargohold.connector.offloading.requests import NEVER, Budget, Handoff, RequestState
+from cargohold.connector.offloading.requests import NEVER, Handoff, RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
@@ -51,6 +51,7 @@ from cargohold.protocol import (
     StepView,
     TenantUse,
     TierContents,
+    answers_to,
 )
 from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Prefetches, StepPace
@@ -101,13 +102,13 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._requests: dict[str, RequestState] = {}
         # Those who were told what they can load, since the last step.
         self._told: list[RequestState] = []
-        self._shared.hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
+        self._hints = hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
         self._stores = make_stores(self._shared, self._requests)
         self._meters = Meters(self._shared, environment, lower)
         self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
         # In the order in which they are told.
         own = own_guests(config.guests, GuestView(environment.layout, environment.clock, manager.lookup))
-        guests = Guests([*([] if self._events is None else [self._events]), self._meters, *own])
+        guests = Guests([*([] if self._events is None else [self._events]), self._meters, hints, *own])
         self._guests = self._shared.guests = guests
         self._lower = lower
         self._prefetcher = None
@@ -115,7 +116,6 @@ class OffloadingScheduler(KVConnectorScheduler):
             lower.describe_by(self._notes_of)
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
-            hints = self._shared.hints
             hints.on_claims, lower.on_arrived = lower.rank, hints.note_stored
             if self._events is not None:
                 hints.on_ask = self._events.note_wanted
@@ -131,7 +131,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         )
         lower_names = () if lower is None else [tier.name for tier in lower.tiers]
         self._loads = Loads(self._shared, self._requests, lower_names)
-        self._shared.hints.coming = self._stores.coming
+        hints.coming = self._stores.coming
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
@@ -150,7 +150,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     @property
     def hints(self) -> Hints:
         """Leases and priorities: for inspection."""
-        return self._shared.hints
+        return self._hints
 
     @property
     def requests(self) -> Mapping[str, RequestState]:
@@ -198,7 +198,12 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
         """Carry out hints about a request that it knows, or about a prefix without one."""
-        return self._shared.hints.on_hints(request, hints)
+        outcomes = None
+        if self._guests.has(self._hints):
+            outcomes = self._guests.call(self._hints, self._hints.on_hints, (request, hints))
+        return (
+            answers_to(hints, reason="hints are turned off, because they have failed") if outcomes is None else outcomes
+        )
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
@@ -212,8 +217,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.end_waiting()
         state.lookup, state.has_ended = None, True
         self._stores.end_request(state, block_ids)
-        if state.grants:
-            self._shared.hints.note_ended(state)
         self._guests.request_ended(state, block_ids)
         return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
 
@@ -277,8 +280,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         # Chunks are marked as used by no look-up, which may be repeated any number of times.
         num_ready = self._mark_used(state)
         state.is_marked = False
-        if self._shared.hints:
-            self._shared.hints.note_used(state)
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Mapping[str, int] = {}
         if num_external_tokens:
@@ -301,14 +302,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         """
         self._pace.begin(step)
         self._keep_for_waiting()
-        if self._prefetcher is not None:
-            if self._shared.hints.ahead:
-                self._shared.hints.ahead.step()  # behind the requests, which the engine has asked for
-            self._prefetcher.begin_step(step)
-        if self._shared.hints:
-            self._shared.hints.expire()
-        given_up = self._give_up_overdue()
         self._guests.step_begins(step)
+        if self._prefetcher is not None:
+            self._prefetcher.begin_step(step)
+        given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
         loads, release = self._loads.take_planned(), self._take_released()
@@ -371,7 +368,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         Also whether lower tiers need further steps for a short while; see ``LowerTiers.is_settling``.
         """
         is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
-        is_busy |= bool(self._shared.hints.ahead)
+        is_busy |= bool(self._hints.ahead)
         return is_busy or (self._lower is not None and self._lower.is_settling)
 
     # --- on demand ----------------------------------------------------------------------------------------------------
@@ -382,12 +379,12 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def take_hint_events(self) -> Iterable[HintEvent]:
         """Return how hints have ended since the last call."""
-        return self._shared.hints.take_events()
+        return self._hints.take_events()
 
     def get_contents(self) -> Sequence[TierContents]:
         """Return what is in host memory; of a tier below, nobody keeps a list by tenant or prefix."""
         shared = self._shared
-        hints, chunk_bytes = shared.hints, self._meters.chunk_bytes
+        hints, chunk_bytes = self._hints, self._meters.chunk_bytes
         return [
             TierContents(
                 tier=shared.tier,
@@ -413,22 +410,19 @@ class OffloadingScheduler(KVConnectorScheduler):
             state.max_computed_tokens = NEVER
         is_reset = not self._shared.jobs and self._shared.manager.reset()
         if is_reset:
-            self._shared.hints.void_all()
             self._guests.reset()
         return is_reset
 
     def shutdown(self) -> None:
         """End leases and priorities: the manager may outlive this connector."""
-        self._shared.hints.void_all()
         self._guests.shutdown()
 
     def get_stats(self) -> Stats:
         """Return counters since the last call."""
         stats, self._shared.stats = dict(self._shared.stats), Counter()
-        if self._shared.hints.stats:
-            stats, self._shared.hints.stats = {**stats, **self._shared.hints.stats}, Counter()
         lower = {} if self._lower is None else self._lower.take_stats()
-        return {**stats, **self._meters.take_stats(), **lower}
+        hints = self._hints.take_stats(self._shared.tier, self._meters.chunk_bytes)
+        return {**stats, **self._meters.take_stats(), **hints, **lower}
 
     def get_outages(self) -> Sequence[Outage]:
         """Return which tiers are out of use, as a whole or in part."""
@@ -436,7 +430,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def _notes_of(self, keys: Sequence[OffloadKey]) -> Sequence[Note]:
         """Return what lower tiers are to keep with chunks that are written down now; nothing if that is nothing for all."""
-        events, hints = self._events, self._shared.hints
+        events, hints = self._events, self._hints
         notes = [NO_NOTE] * len(keys) if events is None else list(map(events.note_of, keys))
         if hints:
             return [replace(note, claim=hints.claim_of(key)) for note, key in zip(notes, keys, strict=True)]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.offloading.config import OffloadConfig
 from cargohold.connector.offloading.guest import Guests
-from cargohold.connector.offloading.hints import Hints
 from cargohold.connector.offloading.jobs import BlockHolder, JobTable
 from cargohold.errors import SparingLog
 from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext
@@ -37,7 +36,6 @@ class Shared:
         promises: chunks promised to other engines; ``None`` if there are no lower tiers.
         stats: counters since they were last taken.
         failures: log of transfers that failed.
-        hints: leases and priorities; falsy while there are none.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
     """
 
@@ -55,7 +53,6 @@ class Shared:
     stats: Counter[str] = field(default_factory=Counter)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)
-    hints: Hints = field(init=False)
     guests: Guests = field(init=False)
 
     def __post_init__(self) -> None:

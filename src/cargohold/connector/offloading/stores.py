@@ -364,7 +364,8 @@ class EagerStores:
         leftover = None
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             leftover = self._leftovers.add(state, block_ids, num_tokens, context)
-        if state.is_handed_off or (leftover is not None and (state.is_leased or self._are_few(leftover))):
+        must_keep = leftover is not None and (self._shared.guests.worth(state).must_keep or self._are_few(leftover))
+        if state.is_handed_off or must_keep:
             self._hold(state, leftover)
         while (surplus := self._leftovers.pop_surplus()) is not None:
             self._let_go(surplus)
@@ -382,7 +383,7 @@ class EagerStores:
         shared = self._shared
         blocks = () if leftover is None else leftover.known_blocks()
         if leftover is None or len(blocks) + self._leftovers.num_held > shared.max_store_blocks:
-            if state.is_leased:
+            if shared.guests.worth(state).must_keep:
                 state.notes.append(
                     "stores may hold too few blocks to keep what was not stored at its end for its lease"
                 )
@@ -435,7 +436,9 @@ class EagerStores:
             return
         shared = self._shared
         self._promise(offered)
-        handle = shared.manager.prepare_stores([offer.for_manager() for offer in offered if offer.keys])
+        handle = shared.manager.prepare_stores(
+            [offer.for_manager(shared.guests.worth(offer.state).level) for offer in offered if offer.keys]
+        )
         self._note_offered(offered, handle)
         if leftover is not None:
             leftover.forget_latest(offered, frozenset(handle.deferred), shared.config.blocks_per_chunk)
@@ -454,7 +457,7 @@ class EagerStores:
         """Promise the chunks of requests that another engine decodes: those that are there are not evicted from now on."""
         for offer in offered:
             if offer.state.is_handed_off and self._shared.promises is not None:
-                self._shared.promises.make(offer.keys, parents_in(offer.of.keys.keys[: offer.rest]))
+                self._shared.promises.make(offer.keys, parents_in(offer.of.keys.keys[: offer.of.end]))
 
     def _without_slot(self, offer: Offer, handle: StoreHandle) -> AbstractSet[OffloadKey]:
         """Return the promised chunks that found no slot, and make room for them: they are offered again in the next step."""
@@ -546,8 +549,6 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
         shared.stats["stored_chunks"] += len(store.handle.keys)
-        if shared.hints:
-            shared.hints.note_stored(store.handle.keys)
     else:
         store.handle.forfeit()
         shared.stats["stores_failed"] += 1
