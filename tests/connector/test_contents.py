@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.connector.offloading import HintConfig, TenantQuota
-from cargohold.connector.offloading.measures import MAX_MARKS, MAX_PREFIXES
+from cargohold.connector.offloading.guests.meters import MAX_MARKS, MAX_PREFIXES
 from cargohold.protocol import Hint, TierContents
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import prompt

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache import ChunksStored, OffloadKey
 from cargohold.cache.manager import ChunkKeys, offload_key, split_key
-from cargohold.connector.offloading import events as events_module
-from cargohold.connector.offloading.events import Contents, Medium, TierEvents
+from cargohold.connector.offloading.guests import events as events_module
+from cargohold.connector.offloading.guests.events import Contents, Medium, TierEvents
 from cargohold.protocol import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,

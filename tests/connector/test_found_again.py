@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache.manager import offload_key
-from cargohold.connector.offloading.events import Contents, contents_in
+from cargohold.connector.offloading.guests.events import Contents, contents_in
 from cargohold.connector.offloading.worker import TierWorker
 from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockRemoved, BlockStored, ExtraKey, TransferOutcome
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock

@@ -8,7 +8,7 @@ import pytest
 
 from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
 from cargohold.connector.offloading import HintConfig, TenantQuota
-from cargohold.connector.offloading.hints import Hints
+from cargohold.connector.offloading.guests.hints import Hints
 from cargohold.errors import ConfigError
 from cargohold.protocol import Hint, HintEnd, HintKind, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout

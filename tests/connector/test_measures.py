@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import make_manager
-from cargohold.connector.offloading.measures import LOOK_S, MAX_KEPT, MAX_USED, ChunkAges
+from cargohold.connector.offloading.guests.meters import LOOK_S, MAX_KEPT, MAX_USED, ChunkAges
 from cargohold.protocol import times_part
 from cargohold.testing.simulation import VirtualClock
 

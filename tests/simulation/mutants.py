@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 
-import cargohold.connector.offloading.hints as hints_module
+import cargohold.connector.offloading.guests.hints as hints_module
 import cargohold.connector.offloading.jobs as messages_module
 import cargohold.connector.offloading.loads as loads_module
 import cargohold.connector.offloading.offers as offers_module
@@ -31,8 +31,8 @@ from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.config import HintConfig
-from cargohold.connector.offloading.events import TierEvents
-from cargohold.connector.offloading.hints import Budget, Budgets, Hints
+from cargohold.connector.offloading.guests.events import TierEvents
+from cargohold.connector.offloading.guests.hints import Budget, Budgets, Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.loads import (

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
-from cargohold.connector.offloading.events import tier_events
 from cargohold.connector.offloading.guest import Admission, Guests, GuestView, own_guests
-from cargohold.connector.offloading.hints import Budget, Hints
+from cargohold.connector.offloading.guests.events import tier_events
+from cargohold.connector.offloading.guests.hints import Budget, Hints
+from cargohold.connector.offloading.guests.meters import Meters
 from cargohold.connector.offloading.jobs import (
     NOTHING_TO_DO,
     JobTable,
@@ -26,7 +27,6 @@ from cargohold.connector.offloading.jobs import (
     TouchHolder,
 )
 from cargohold.connector.offloading.loads import Loads, TierLookup
-from cargohold.connector.offloading.measures import Meters
 from cargohold.connector.offloading.requests import NEVER, Handoff, RequestState
 from cargohold.connector.offloading.shared import Shared
 from cargohold.connector.offloading.stores import EagerStores, MakeStores

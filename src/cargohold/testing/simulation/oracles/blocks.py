@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.manager import offload_key, split_key
-from cargohold.connector.offloading.events import contents_in
+from cargohold.connector.offloading.guests.events import contents_in
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.protocol import (

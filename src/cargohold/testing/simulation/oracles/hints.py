@@ -12,7 +12,7 @@ from cargohold.cache.shares import HELD, NORMAL
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.connector.offloading.config import HINTS_OFF, HINTS_RETAIN, HintConfig
-from cargohold.connector.offloading.hints import Budget, Grant
+from cargohold.connector.offloading.guests.hints import Budget, Grant
 from cargohold.connector.offloading.requests import RequestState
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.protocol import Hint, HintKind, HintOutcome, HintStatus, RequestView
