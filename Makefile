@@ -33,7 +33,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 VLLM_CUDA := 0.33.%
 
 .PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-sglang test-routers \
-	demo-vllm bench-vllm gpu-packages .gpu-python test-gpu bench-gpu
+	demo-vllm bench-vllm bench-sglang gpu-packages .gpu-python test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -135,6 +135,9 @@ bench-vllm: $(VENV)/.dev $(VENV)/.demo $(VLLM_VENV)/.installed $(LMCACHE_VENV)/.
 	$(VLLM_VENV)/bin/python -m benchmarks generating $(ARGS)
 	$(BIN)/python -m benchmarks vllm $(ARGS)
 	$(BIN)/python -m benchmarks vllm_load $(ARGS)
+
+bench-sglang: $(SGLANG_VENV)/.installed ## Compare the storage for SGLang's HiCache with SGLang's own file storage
+	$(SGLANG_VENV)/bin/python -m benchmarks sglang $(ARGS)
 
 gpu-packages: ## Fetch what a machine with CUDA's PyTorch, transformers and pytest may lack, for its Python: FOR=3.12
 	$(PYTHON) -m pip --quiet install --constraint constraints.txt --no-deps --upgrade --target $(GPU_PACKAGES) --only-binary :all: \

