@@ -273,13 +273,3 @@ def test_nobody_waits_for_a_load_of_the_block_with_the_last_token_which_is_never
     assert [len(job.block_ids) for job in transfers.pending if job.direction is Direction.LOAD] == [1, 1]
     transfers.auto = True
     finish(engine, offloading)
-
-
-def test_a_request_that_is_admitted_again_after_a_preemption_has_asked_once() -> None:
-    offloading = SimulatedOffloading(60)
-    engine = SimulatedEngine(simulated_layout(14), offloading)
-    for seed in range(3):
-        engine.add(f"r{seed}", prompt(seed, 9), 24)
-    finish(engine, offloading)
-    assert sum(request.num_preemptions for request in engine.requests.values()) > 0
-    assert engine.scheduler.connector.get_stats()["asked_tokens"] == 3 * 9

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.blocks import READY, extend_hashes, root_hash
+from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
+from cargohold.cache.manager import offload_key
 from cargohold.connector.offloading import HintConfig, OffloadingScheduler, TenantQuota
 from cargohold.protocol import MEDIUM_HOST, BlockStored, Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.testing.simulation import SimulatedEngine, VirtualClock
@@ -131,6 +132,20 @@ def test_the_deadline_of_a_prefetch_may_be_shorter_than_tiers_may_take() -> None
     assert engine.clock() > given_at + 2.0
     queue.auto = True
     finish(engine, tiering)
+
+
+@pytest.mark.parametrize("windows", [(6,), (None, 6)])
+def test_of_a_window_a_prefetch_brings_up_what_the_end_of_the_prefix_needs(windows: tuple[int | None, ...]) -> None:
+    tiering = SimulatedTiering(60)
+    serve(make_engine(tiering, windows=windows), tiering, "first", TOKENS)
+    engine = make_engine(tiering, windows=windows)
+    give(engine, Hint.prefetch())
+    finish(engine, tiering)
+    assert ends(engine) == [HintEnd.DONE]
+    last = len(windows) - 1
+    hashes = prefix(TOKENS).block_hashes
+    there = tiering.manager.lookup([offload_key(block_hash, last) for block_hash in hashes])
+    assert list(there) == [ABSENT] * 9 + [READY] * 2
 
 
 def test_what_a_prefetch_has_brought_up_is_kept_until_its_deadline() -> None:
