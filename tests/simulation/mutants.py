@@ -30,7 +30,6 @@ from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
-from cargohold.connector.offloading.config import HintConfig
 from cargohold.connector.offloading.guests.events import TierEvents
 from cargohold.connector.offloading.guests.hints import Budget, Budgets, Hints
 from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
@@ -877,7 +876,7 @@ def covers_a_chunk_behind_the_range_of_a_hint(patch: Patch) -> None:
 
 @mutant(workload="hints")
 def carries_out_hints_that_their_tenant_may_not_give(patch: Patch) -> None:
-    patch.setattr(HintConfig, "allowed_to", lambda self, tenant: self.allow)
+    patch.setattr(Hints, "_refusal_of", lambda self, hint, tenant: "")
 
 
 @mutant(workload="hints")

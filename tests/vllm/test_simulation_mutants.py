@@ -16,6 +16,7 @@ pytest.importorskip(
 
 import cargohold.integrations.vllm.connector as connector_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
+from cargohold.connector.offloading.guests.events import TierEvents
 from cargohold.connector.offloading.jobs import JobTable
 from cargohold.integrations.vllm.deferrals import CacheResets
 from cargohold.integrations.vllm.engine_view import PoolContext, Share
@@ -111,6 +112,11 @@ def takes_the_last_token_into_a_state_twice(patch: Patch) -> None:
 @mutant(workload="windows", connector="eager", faults="late,slow")
 def loads_a_prefix_twice_at_a_time(patch: Patch) -> None:
     patch.setattr(JobTable, "load_up_to", lambda self, num_tokens, last_keys: None)
+
+
+@mutant(workload="limits", connector="lazy")
+def keeps_what_it_cannot_announce(patch: Patch) -> None:
+    patch.setattr(TierEvents, "may_store", lambda self, key, block_id: True)
 
 
 # --- worker side ------------------------------------------------------------------------------------------------------

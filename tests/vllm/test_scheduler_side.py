@@ -1,0 +1,92 @@
+"""The adapter's scheduler side alone: what it passes on of a connector's answers, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from cargohold.integrations.vllm.deferrals import LoadRoom
+from cargohold.integrations.vllm.engine_view import BlockView, NotedTables
+from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
+from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView
+from cargohold.testing.simulation import simulated_layout
+
+LAYOUT = simulated_layout(20)
+
+
+class Finds(NullConnectorScheduler):
+    """Finds a prompt up to a token, and answers with parameters of its own."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_found = max(0, self.num_tokens - num_computed_tokens)
+        return num_found, num_found > 0
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        return False, {"do_remote_prefill": True, "own": 1}
+
+
+def side_over(num_tokens: int, **options: Any) -> SchedulerSide:
+    pool = SimpleNamespace(blocks=[None] * LAYOUT.num_blocks, cached_block_hash_to_block=SimpleNamespace(_cache={}))
+    tables = NotedTables(1)
+    room = LoadRoom(pool, LAYOUT.groups, tables, max_in_flight_tokens=64)
+    chosen = SideOptions(load_timeout_s=60.0, follow_resets=False, **options)
+    return SchedulerSide(Finds(num_tokens), LAYOUT, pool, tables, room, clock=lambda: 0.0, options=chosen)
+
+
+def asked(side: SchedulerSide, num_tokens: int) -> Any:
+    """A request of vLLM's that the side knows."""
+    request = SimpleNamespace(
+        request_id="r",
+        all_token_ids=list(range(num_tokens)),
+        block_hashes=[],
+        kv_transfer_params=None,
+        num_computed_tokens=0,
+        num_prompt_tokens=num_tokens,
+        num_tokens=num_tokens,
+        status=None,
+        cache_salt=None,
+    )
+    side.on_new_request(request)
+    return request
+
+
+@pytest.mark.parametrize(("num_tokens", "num_loaded"), [(40, 8), (32, 0), (34, 8)])
+def test_what_vllm_would_drop_of_a_hit_is_not_loaded(num_tokens: int, num_loaded: int) -> None:
+    # To draft, vLLM computes the last block of 4 again, and with all tokens there also the one before.
+    side = side_over(32, dropped_tokens=4)
+    request = asked(side, num_tokens)
+    assert side.get_num_new_matched_tokens(request, 24) == (num_loaded, num_loaded > 0)
+
+
+def test_where_a_prompt_comes_from_is_counted_once_however_often_it_is_admitted() -> None:
+    side = side_over(0)
+    request = asked(side, 40)
+    blocks = SimpleNamespace(blocks=((),))
+    for num_computed in (8, 24):  # it was preempted, and finds what it has computed itself
+        side.get_num_new_matched_tokens(request, num_computed)
+        side.update_state_after_alloc(request, blocks, 0)
+    assert (side._stats["device_tokens"], side._stats["computed_tokens"]) == (8, 32)
+
+
+def test_a_key_that_other_connectors_answer_is_left_to_them() -> None:
+    side = side_over(0)
+    assert side.request_finished(asked(side, 8), ([],)) == (False, {"own": 1})
+
+
+@pytest.mark.parametrize(("num_hashed_tokens", "is_whole"), [(8, True), (4, True), (6, False), (None, True)])
+def test_a_block_whose_prefix_ends_inside_it_holds_no_whole_block(
+    num_hashed_tokens: int | None, is_whole: bool
+) -> None:
+    groups: tuple[KVCacheGroup, ...] = LAYOUT.groups
+    block = SimpleNamespace(
+        block_id=1, block_hash=b"h" * 32 + (0).to_bytes(4, "big"), block_hash_num_tokens=num_hashed_tokens
+    )
+    assert (BlockView(block, groups).block_hash is not None) is is_whole
