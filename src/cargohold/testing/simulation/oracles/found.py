@@ -90,8 +90,13 @@ class FoundOracle(Oracle):
         if inside or at >= len(keys.keys) or (at + 1) * keys.chunk_tokens >= state.request.num_tokens:
             return
         assert isinstance(side.manager, TieringManager)
-        is_in_host = side.manager.host.lookup([keys.keys[at]]) == bytes([READY])
-        is_held = is_in_host or self._since.get(keys.keys[at], self._engine.num_steps) < asked
+        key = keys.keys[at]
+        is_in_host = side.manager.host.lookup([key]) == bytes([READY])
+        # What was there when the last step ended may have gone with a reset since.
+        is_below = self._since.get(key, self._engine.num_steps) < asked and any(
+            key in medium.find([key]) for medium in self._media() if medium.tier.knows_all
+        )
+        is_held = is_in_host or is_below
         if is_held and not is_explained:
             self._missed = f"{state.request.request_id} found {num_found} tokens, and chunk {at} is held"
         elif is_held and state.notes and "nothing is kept of it" in state.notes[-1]:
