@@ -169,6 +169,9 @@ def test_clearing_deletes_what_the_engine_may_find_and_nothing_else(pools: dict[
         storage.clear()
         assert storage.batch_exists(KEYS) == 0
         assert storage.batch_set_v1(KEYS, slots) == [True] * 8 and storage.batch_exists(KEYS) == 8
+        for place in (str(tmp_path / "a"), f"file://{tmp_path}/b"):
+            kept = [holding for holding in open_inventory(place).holdings() if holding.num_chunks]
+            assert sorted(holding.facts.get("label", "") for holding in kept) == ["a model", "other"]
     with storage_on(pools, a_config(model_name="other", tp_size=2), *places) as other:
         assert other.batch_exists(KEYS) == 8
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -38,8 +39,8 @@ class Place:
     def __init__(self, config: TierConfig, namespace: Namespace, page_bytes: int, num_shards: int) -> None:
         self.config = config
         self.namespace = namespace_in(config, namespace)
-        tier = open_tier(config, namespace, page_bytes, num_shards)
-        self.queue = TierQueue(tier, time.monotonic, QueueConfig(num_threads=config.num_threads))
+        self._open = partial(open_tier, config, namespace, page_bytes, num_shards)
+        self.queue = TierQueue(self._open(), time.monotonic, QueueConfig(num_threads=config.num_threads))
         self._ids = count()
 
     def run(self, kind: JobKind, keys: Sequence[OffloadKey], deadline: float, **more: Sequence[object]) -> list[bool]:
@@ -62,11 +63,13 @@ class Place:
         """Delete all chunks. Raises ``TierError``."""
         if not self.config.is_listed:
             open_inventory(str(getattr(self.config, "url", ""))).remove(self.namespace.id)
+            self._open().close()  # which describes the namespace again, for people
             return
         tier, deadline = self.queue.tier, time.monotonic() + _CLEAR_S
         while keys := tier.list_chunks(b"", LISTED_AT_ONCE[JobKind.LIST], with_details=False).keys:
-            if not all(self.run(JobKind.REMOVE, keys[:STORED_AT_ONCE], deadline)):
-                raise TierError(tier.name, "not everything could be deleted")
+            for begin in range(0, len(keys), STORED_AT_ONCE):
+                if not all(self.run(JobKind.REMOVE, keys[begin : begin + STORED_AT_ONCE], deadline)):
+                    raise TierError(tier.name, "not everything could be deleted")
 
 
 class Shelf:
