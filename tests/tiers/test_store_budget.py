@@ -337,6 +337,19 @@ def test_chunks_are_put_off_while_the_store_is_listed(place: Path, monkeypatch: 
     assert store(tier, 0) is StoreOutcome.PRESENT and store(tier, 1) is StoreOutcome.STORED
 
 
+def test_a_store_with_a_limit_is_listed_before_the_first_chunk_comes(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by use: the first hand-off of an engine's life was announced while 40,000 objects were listed, and did not come."""
+    looks = counting_looks(monkeypatch)
+    tier = shared(place, 64 * VALUE)
+    tier.begin()
+    (thread,) = (of for of in threading.enumerate() if of.name == "cargohold-shared-list")
+    thread.join(WAIT_S)
+    assert len(looks) == 1
+    assert store(tier, 0) is StoreOutcome.STORED and len(looks) == 1
+
+
 def test_where_nothing_may_be_deleted_chunks_are_refused(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = of_others(place, 12)
     tier = shared(place, 12 * VALUE)

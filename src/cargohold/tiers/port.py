@@ -147,6 +147,9 @@ class Tier(ABC):
     chunk_bytes: int
     has_index: bool = False
 
+    def begin(self) -> None:  # noqa: B027  # most tiers have nothing to do
+        """Get ready to serve an engine; called once before all other calls, and does not wait. By default, nothing."""
+
     @abstractmethod
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return whether each chunk is there."""

@@ -42,7 +42,10 @@ class WrappedTier(Tier):
         del operation, num_bytes
         return run()
 
-    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:  # noqa: D102  # the port says what these do
+    def begin(self) -> None:  # noqa: D102  # the port says what these do
+        self.inner.begin()
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:  # noqa: D102
         return self.call("probe", 0, lambda: self.inner.probe(keys))
 
     def store(  # noqa: D102

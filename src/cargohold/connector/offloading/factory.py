@@ -117,6 +117,7 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
         for at, (tier, options) in enumerate(zip(config.tiers, tier_options(config, layout), strict=True)):
             with option_path(f"tiers[{at}]."):
                 opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.num_shards)
+            opened.begin()
             limits = QueueConfig(num_threads=tier.num_threads, finish_s=config.shutdown_timeout_s)
             queues[options.name] = TierQueue(opened, environment.clock, limits)
     except BaseException:

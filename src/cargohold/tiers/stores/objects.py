@@ -135,6 +135,18 @@ class StoreBudget:
                 return self._grant(num_bytes)
             self._is_looking = True
             self._new = self._writing
+        return self._look_and_grant(num_bytes)
+
+    def look_ahead(self) -> None:
+        """List the store before the first chunk comes, which would have to be put off. Raises the store's errors."""
+        with self._lock:
+            if self._is_looking:
+                return
+            self._is_looking = True
+            self._new = self._writing
+        self._look_and_grant(0)
+
+    def _look_and_grant(self, num_bytes: int) -> bool:
         try:
             total = self._look(num_bytes)
             with self._lock:
@@ -298,6 +310,16 @@ class ObjectTier(SharedTier):
         with self._errors():
             for key in keys:
                 delete_if_there(self._store, self._path(key))
+
+    def begin(self) -> None:
+        """List a store with a limit in a thread of its own: that may take long, and nobody waits for it."""
+        if self._budget is not None:
+            threading.Thread(target=self._look_ahead, name=f"cargohold-{self.name}-list", daemon=True).start()
+
+    def _look_ahead(self) -> None:
+        assert self._budget is not None
+        with suppress(TierError), self._errors():  # the first chunk tries again, and tells of it
+            self._budget.look_ahead()
 
     def close(self) -> None:
         """Do nothing: connections close when the store's client is garbage-collected."""
