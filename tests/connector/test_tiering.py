@@ -336,3 +336,14 @@ def test_what_comes_from_a_slow_tier_is_written_to_the_faster_one_and_not_back()
     assert restored(engine, "second") == {"shared": 44}
     written = [sum(len(job.keys) for job in of_tier if job.kind is JobKind.STORE) for of_tier in jobs]
     assert written == [11, 0]
+
+
+def test_a_request_is_told_that_a_load_from_below_has_failed() -> None:
+    """Found by a simulation: chunks that are there were not restored, and nothing said why."""
+    tiering = SimulatedTiering(60)
+    engine, queue = fetching_engine(tiering)
+    queue.complete(queue.pending[0], JobStatus.FAILED)
+    queue.auto = True
+    finish(engine, tiering)
+    notes = engine.outputs["second"].cache_report.notes
+    assert any("not all of what lower tiers have has come" in note for note in notes), notes
