@@ -65,7 +65,7 @@ class Identity:
             config=text,
             dtype=f"SGLang {version('sglang')}{''.join(f', {key} {value}' for key, value in _options())}",
             layout=f"pool {name}: {pages.describe()}",
-            split=f"rank {rank} of {total}{shared}, {self._split}",
+            split=f"rank {rank} of {total}{shared}, {self._split}: {name}",
             hashing="SGLang's page hashes",
         )
 
