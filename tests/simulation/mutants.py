@@ -969,11 +969,6 @@ def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
     patch.setattr(TierState, "note_lost", lambda self, keys: None)
 
 
-@mutant("tiered", faults="late-worker")
-def forgets_what_a_disk_loses_before_the_end_of_a_job_is_told(patch: Patch) -> None:
-    patch.setattr(TaskTable, "note_lost", lambda self, tier, lost: None)
-
-
 @mutant("tiered", "returning", faults="failed", first_seed=49)
 def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
     conclude = LowerTiers._conclude
@@ -986,7 +981,7 @@ def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
     patch.setattr(LowerTiers, "_conclude", silent)
 
 
-@mutant("any", "any", faults="all", first_seed=9900507)
+@mutant("tiered", "returning", faults="failed,restart,gone", first_seed=130)
 def never_reads_on_in_a_list_that_has_failed(patch: Patch) -> None:
     def give_up(self: Lister, kind: JobKind) -> None:
         self._is_running, self._next = False, None
