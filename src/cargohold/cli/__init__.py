@@ -13,10 +13,6 @@ def main() -> int:
     Returns:
         The exit status: 0; 1 if something failed; 2 for impossible requests; 130 after Ctrl-C, and 143 after SIGTERM.
     """
-    if missing := [name for name in ("packaging", "rich", "typer") if find_spec(name) is None]:
-        sys.stderr.write(f"cargohold: its commands need {' and '.join(missing)}: pip install 'cargohold[cli]'\n")
-        return 2
-
     from cargohold.cli.signals import interrupted, termination  # noqa: PLC0415  # not a name of this package
 
     with termination.handled():
@@ -28,6 +24,10 @@ def main() -> int:
 
 
 def _run() -> int:
+    if missing := [name for name in ("packaging", "rich", "typer") if find_spec(name) is None]:
+        sys.stderr.write(f"cargohold: its commands need {' and '.join(missing)}: pip install 'cargohold[cli]'\n")
+        return 2
+
     import typer  # noqa: PLC0415  # slow to import
 
     from cargohold.cli import (  # noqa: PLC0415  # they join

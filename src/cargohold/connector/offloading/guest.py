@@ -209,7 +209,12 @@ def _told(method: Method) -> Method:
 
     def tell(self: Guests, *args: Any) -> None:
         for guest, hear in self.hearers[fact]:
-            self.call(guest, hear, args)
+            try:
+                hear(*args)
+            except NOT_CONTAINED:
+                raise
+            except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
+                self.note_raised(guest, fact, error)
 
     return cast("Method", update_wrapper(tell, method))
 
@@ -265,20 +270,21 @@ class Guests(Guest):
         """Whether it is one of them, and was not turned off."""
         return guest in self._guests
 
-    def call(self, guest: Guest, hear: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Tell or ask one guest; return what it answers, or ``None`` if it raises.
-
-        A ``RequestError`` of ``request_new`` reaches the caller: it is the request's fault.
-        """
+    def call(self, guest: Guest, ask: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Ask one guest; return what it answers, or ``None`` if it raises."""
         try:
-            return hear(*args)
+            return ask(*args)
         except NOT_CONTAINED:
             raise
-        except BaseException as error:  # somebody's feature: whatever it raises must not stop the kernel
-            if isinstance(error, RequestError) and hear.__name__ == "request_new":
-                raise
-            self._turn_off(guest, hear.__name__, error)
+        except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
+            self.note_raised(guest, ask.__name__, error)
             return None
+
+    def note_raised(self, guest: Guest, fact: str, error: BaseException) -> None:
+        """Turn a guest off. A ``RequestError`` of ``request_new`` is raised instead: it is the request's fault."""
+        if isinstance(error, RequestError) and fact == "request_new":
+            raise error
+        self._turn_off(guest, fact, error)
 
     def _turn_off(self, guest: Guest, fact: str, error: BaseException) -> None:
         """Tell it nothing any more, with one loud line, and let it release what it held."""

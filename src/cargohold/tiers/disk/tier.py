@@ -309,14 +309,17 @@ class DiskTier(Tier):
         return slot
 
     def _grow(self, state: _State) -> bool:
-        """Add a segment if budget and disk allow it. Returns ``False`` if another thread is doing that, else ``True``."""
+        """Add a segment if budget and disk allow it.
+
+        Returns ``False`` if the store must come again: another thread is doing that, or the state's directory is gone.
+        """
         with self._alone() as is_alone:
             if not is_alone:
                 return False
             if state.index.has_free or state.shard.num_slots >= state.shard.capacity:
                 return True
             if state is not self._state:
-                return True  # the state's directory is gone; new files would belong to the new state's shard
+                return False  # new files would belong to the new state's shard
             if state.shard.grow():
                 with self._lock:
                     state.index.add_slots(state.shard.geometry.slots_per_segment)
