@@ -931,6 +931,11 @@ def forgets_a_hint_in_its_answer(patch: Patch) -> None:
 # --- what is held and not found ---------------------------------------------------------------------------------------
 
 
+@mutant("tiered", "queues")
+def never_looks_for_what_it_has_lost_while_it_waited(patch: Patch) -> None:
+    patch.setattr(Waiting, "has_lost", lambda self, num_tokens: False)
+
+
 @mutant("tiered", "returning")
 def says_of_what_it_did_not_fetch_that_it_is_not_there(patch: Patch) -> None:
     patch.setattr(Prefetcher, "whereabouts", lambda self, key: "")

@@ -3,22 +3,25 @@ that draws scenarios changes, so scenes are written out."""
 
 from __future__ import annotations
 
+from random import Random
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
-from cargohold.protocol import AttentionKind, Hint
+from cargohold.protocol import AttentionKind, Hint, TransferOutcome
 from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
-from cargohold.testing.simulation.faults import Fault
+from cargohold.testing.simulation.faults import Fault, VirtualClock
 from cargohold.testing.simulation.fingerprints import GroupPlan
 from cargohold.testing.simulation.run import Run, RunResult
 from cargohold.testing.simulation.tiers import MediumPlan
-from cargohold.testing.simulation.transfers import LinkProfile
+from cargohold.testing.simulation.transfers import LinkProfile, LinkTransfers
 from cargohold.testing.simulation.workloads import Action, Ask, Reset, Restart
 from cargohold.testing.simulation.world import Scenario, Shape
 from cargohold.tiers.scheduler_side import TierOptions
+from cargohold.transfer import CopyJob, Direction
 
 SCHEDULER = MappingProxyType(
     {
@@ -123,3 +126,15 @@ def test_a_request_whose_step_waits_for_its_load_may_grow_before_the_load_is_rep
     result = Run(Scenario(1, "by hand", shape, connector, {Fault.LATE_WORKER: 0.25}, 2.0, asks)).play()
     assert result.error is None
     assert result.tallies["restored tokens"] > 0
+
+
+def test_loads_that_steps_have_waited_for_do_not_queue_up() -> None:
+    # A mistake of the simulator. A load that ends in no time, as its step waits for it, kept its place on the link; a dozen
+    # of them made requests wait for a second.
+    clock = VirtualClock()
+    region, rows = np.zeros((4, 8), np.uint8), np.ones((4, 8), np.uint8)
+    link = LinkTransfers(region, rows, lambda: clock.now, LinkProfile(block_s=0.3), Random(1))
+    for job_id in range(20):
+        link.submit(CopyJob(job_id, Direction.LOAD, (1, 2), (1, 2), 30.0))
+        assert link.finish_loads()
+        assert [result.outcome for result in link.poll()] == [TransferOutcome.DONE]

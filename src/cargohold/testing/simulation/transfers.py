@@ -342,13 +342,16 @@ class LinkTransfers(TransferWorker):
 
     def finish_loads(self) -> bool:
         """Carry out the loads now, in no time, except those that would take too long: they go on."""
-        limit = self._clock() + MAX_WAIT_S
+        now = self._clock()
         copies, self._copies = self._copies, []
         for copy in copies:
-            if copy.job.direction is Direction.LOAD and copy.ends <= limit:
+            if copy.job.direction is Direction.LOAD and copy.ends <= now + MAX_WAIT_S:
                 self._end(copy)
             else:
                 self._copies.append(copy)
+        # Those that have ended keep the next ones from nothing.
+        busy_until = max((copy.ends for copy in self._copies if copy.job.direction is Direction.LOAD), default=now)
+        self._lanes[Direction.LOAD] = [min(until, busy_until) for until in self._lanes[Direction.LOAD]]
         return all(copy.job.direction is Direction.STORE for copy in self._copies) and have_succeeded(self._results)
 
     def finish_stores(self) -> None:

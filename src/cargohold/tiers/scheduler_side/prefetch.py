@@ -208,10 +208,9 @@ class Waiting:
     def arrive(self) -> None:
         """Be over, with what has come: of what could not be loaded, no more is expected."""
         if self.planned is not None:
-            num_come = self.planner.host_hit(self.planned, self.num_to_have)
-            if num_come < self.num_to_have:
-                self.notes.append("not all of what lower tiers have has come: loads failed, or took too long")
-            self.num_to_have = num_come
+            self.num_to_have = self.planner.host_hit(self.planned, self.num_to_have)
+        if self.fetch is not None and self.fetch.failed:
+            self.notes.append("not all of what lower tiers have has come: loads failed, or took too long")
         self.go(Event.ARRIVED)
 
     def has_lost(self, num_tokens: int) -> bool:
