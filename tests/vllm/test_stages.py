@@ -67,6 +67,10 @@ def test_each_stage_restores_its_layers(
             "eager: 64 MiB of host memory, an equal share for every worker, for 1,024 chunks of 1 block, 48 KiB each; "
             "prompts and answers, evicted by lru"
         ),
+        (
+            "if a load fails, vLLM's policy is to recompute its request (load_failure_policy; inside MultiConnector, the outer "
+            "kv_load_failure_policy holds)"
+        ),
     ]
     # The second stage has rows of half the size: more of them, of which as many are used as the first stage has.
     assert engine.llm.collective_rpc("host_bytes") == [32 << 20, 32 << 20]
