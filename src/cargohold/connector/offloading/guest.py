@@ -25,8 +25,8 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.cache.shares import NORMAL
 from cargohold.connector.offloading.jobs import Load, Store
 from cargohold.connector.offloading.requests import RequestState
-from cargohold.errors import ConfigError, RequestError, one_line
-from cargohold.option_values import import_named
+from cargohold.errors import ConfigError, RequestError
+from cargohold.option_values import import_named, made_by
 from cargohold.protocol import (
     NOT_CONTAINED,
     BlockIds,
@@ -74,17 +74,7 @@ def find_guest(name: object, key: str = "guests") -> Callable[[GuestView], Guest
 
 def own_guests(names: Sequence[str], view: GuestView) -> list[Guest]:
     """Make the guests that options name. Raises ``ConfigError`` if one cannot be made."""
-    guests = []
-    for name in names:
-        try:
-            guests.append(find_guest(name)(view))
-        except ConfigError:
-            raise
-        except Exception as error:  # a user's class may raise anything
-            raise ConfigError(
-                "guests", name, f"it cannot be made: {type(error).__name__}: {one_line(error)}"
-            ) from error
-    return guests
+    return [made_by("guests", name, Guest, view) for name in names]
 
 
 @dataclass(frozen=True, slots=True)
