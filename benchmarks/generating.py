@@ -204,7 +204,7 @@ def _answer_of_disk(command: Any) -> tuple[int, bytes]:
 
 def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
     """Our worker's report on copies into host memory that have ended, with answers of the disk."""
-    from cargohold.connector.offloading.jobs import TierReport  # noqa: PLC0415  # beside the others
+    from cargohold.connector.kernel.jobs import TierReport  # noqa: PLC0415  # beside the others
     from cargohold.integrations.vllm.worker import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
     from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
 
@@ -227,7 +227,7 @@ class _Requests:
     def __init__(self) -> None:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: PLC0415  # where it is installed
 
-        from cargohold.testing.vllm.requests import hash_function  # noqa: PLC0415  # as above
+        from cargohold.lab.vllm.requests import hash_function  # noqa: PLC0415  # as above
 
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function())
         self._random = random.Random(0)
@@ -265,7 +265,7 @@ def _scheduler(name: str, workload: Workload) -> Any:
     )
     from vllm.v1.structured_output import StructuredOutputManager  # noqa: PLC0415  # where it is installed
 
-    from cargohold.testing.vllm.configuration import model_config  # noqa: PLC0415  # as above
+    from cargohold.lab.vllm.configuration import model_config  # noqa: PLC0415  # as above
 
     model = model_config()
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)

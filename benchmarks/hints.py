@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks.policies import FLOOR, PERCENTS, real_traces
 from cargohold.cache.policies import DEFAULT_POLICY
-from cargohold.replay.costs import CostModel
-from cargohold.replay.hints import CLOSED, QUICK_S, SLOW_S, guess_kinds, kinds_of
-from cargohold.replay.replaying import GUESSED, HINTED, OPTIMUM, plan_tasks, run_tasks
-from cargohold.replay.traces import TraceRequest, read_trace
-from cargohold.replay.workload import UNKNOWN, Workload, load_workload
+from cargohold.lab.replay.costs import CostModel
+from cargohold.lab.replay.hints import CLOSED, QUICK_S, SLOW_S, guess_kinds, kinds_of
+from cargohold.lab.replay.replaying import GUESSED, HINTED, OPTIMUM, plan_tasks, run_tasks
+from cargohold.lab.replay.traces import TraceRequest, read_trace
+from cargohold.lab.replay.workload import UNKNOWN, Workload, load_workload
 
 COSTS = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=8000.0)
 """About a model of 8 billion parameters on one accelerator; loads at the model's default, 20 GB/s."""

@@ -16,13 +16,16 @@ from benchmarks.admission import Request, fill
 from benchmarks.policies import MADE, real_traces
 from cargohold.blocks import BlockPool
 from cargohold.cache import make_manager
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
-from cargohold.connector.offloading.requests import RequestState
-from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.engine.core.request import Request as EngineRequest
 from cargohold.engine.core.request import RequestTimes, SamplingParams, SchedulerStep, StepOutput
 from cargohold.engine.core.roster import SchedulerConfig
 from cargohold.engine.core.scheduler import Scheduler
+from cargohold.lab.replay.traces import read_trace
+from cargohold.lab.replay.workload import load_workload
+from cargohold.lab.simulation.run import quiet_logging
 from cargohold.protocol import (
     AttentionKind,
     FinishedTransfers,
@@ -32,9 +35,6 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     TransferOutcome,
 )
-from cargohold.replay.traces import read_trace
-from cargohold.replay.workload import load_workload
-from cargohold.testing.simulation.run import quiet_logging
 
 Requests: TypeAlias = Sequence[Sequence[int]]
 """Prompts as the numbers of their chunks, in the order of arrival."""

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from cargohold import OffloadConfig, SamplingParams
 from cargohold.base_llm import build_engine
 from cargohold.connector.factory import connector_factory
-from cargohold.connector.offloading import loads
+from cargohold.connector.kernel import loads
 from cargohold.engine.config import EngineConfig, plan_engine
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.model.info import describe_model

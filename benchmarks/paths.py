@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import cargohold
 from cargohold.connector.offloading import OffloadingScheduler
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import ConnectorMetadata, KVConnectorSchedulerOutput, RequestView, StepView
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 
 SOURCES = Path(cargohold.__file__).parent

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cargohold.cache.policies import DEFAULT_POLICY, POLICIES
-from cargohold.replay.replaying import INFINITE, OPTIMUM, plan_tasks, run_tasks
-from cargohold.replay.traces import read_trace
-from cargohold.replay.workload import Workload, load_workload
+from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, plan_tasks, run_tasks
+from cargohold.lab.replay.traces import read_trace
+from cargohold.lab.replay.workload import Workload, load_workload
 
 ROOT = Path(__file__).parents[1]
 TRACES_ENV = "CARGOHOLD_TRACES"

@@ -15,10 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 from cargohold.cache import TierManager
-from cargohold.replay.replaying import plan_tasks, replay, run_tasks
-from cargohold.replay.tiers import run_tiers
-from cargohold.replay.traces import read_trace
-from cargohold.replay.workload import Workload, load_workload
+from cargohold.lab.replay.replaying import plan_tasks, replay, run_tasks
+from cargohold.lab.replay.tiers import run_tiers
+from cargohold.lab.replay.traces import read_trace
+from cargohold.lab.replay.workload import Workload, load_workload
 
 TRACES_ENV = "CARGOHOLD_TRACES"
 _ROOT = Path(__file__).parents[1]

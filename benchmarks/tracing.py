@@ -32,8 +32,8 @@ from benchmarks.vllm_contenders import ROOT, VLLM_PYTHON
 from cargohold import LLM, SamplingParams
 from cargohold.connector.observers import TracingFactory
 from cargohold.engine.core.request import Request
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import Hint, KVConnectorFactory
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 
 OFF, UNSAMPLED, ON = "off", "on, traces not sampled", "on"
 WAYS = (OFF, UNSAMPLED, ON)

@@ -13,7 +13,7 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "cargohold.cli.run",
-    "cargohold.testing.conformance",
+    "cargohold.lab.conformance",
     "cargohold.engine.ranks",
     "cargohold.engine.model.hf_runner",
     "tests.executor.ranks",

@@ -61,7 +61,7 @@ def test_what_vllm_runs_needs_none_of_the_packages_that_only_we_use() -> None:
         "import cargohold.connector.factory, cargohold.connector.options, cargohold.integrations.vllm.plugin\n"
         "import cargohold.connector.offloading.lazy, cargohold.tiers.opening, cargohold.transfer.cpu\n"
         "from cargohold import OffloadConfig; OffloadConfig(host_bytes='1GiB')\n"
-        "import cargohold.testing.simulation\n"
+        "import cargohold.lab.simulation\n"
         "print('all there')"
     )
     done = run_without_packages(code, without=absent)

@@ -129,7 +129,7 @@ def test_every_error_that_is_raised_on_purpose_has_one_root() -> None:
         "cargohold.cli.app",
         "cargohold.connector.factory",
         "cargohold.cache",
-        "cargohold.testing.simulation",
+        "cargohold.lab.simulation",
     ],
 )
 def test_importing_it_loads_nothing_heavy(module: str) -> None:

@@ -3,9 +3,9 @@
 import logging
 
 from cargohold.blocks import READY
-from cargohold.connector.offloading.guest import Admission, Guest, GuestView
-from cargohold.connector.offloading.jobs import Store
-from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.kernel.guest import Admission, Guest, GuestView
+from cargohold.connector.kernel.jobs import Store
+from cargohold.connector.kernel.requests import RequestState
 from cargohold.protocol import BlockIds, TransferOutcome
 
 logger = logging.getLogger("cargohold.evicted_unused")  # vLLM shows loggers below "cargohold"

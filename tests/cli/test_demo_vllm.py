@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from cargohold.integrations.vllm.server import why_turned_off
+from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import NULL_CONNECTOR, ConnectorGuard, SchedulerEnvironment
-from cargohold.testing.simulation import simulated_layout
 from tests.command import Command
 
 SERVER = """

@@ -10,7 +10,7 @@ import pytest
 from cargohold.cli.app import describe_reuse
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import BlockNotHeldError, OutOfBlocksError
-from cargohold.testing.simulation.campaign import SeedReport
+from cargohold.lab.simulation.campaign import SeedReport
 from tests.command import Command
 
 

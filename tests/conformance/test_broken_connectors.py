@@ -10,6 +10,9 @@ from typing import ClassVar, cast
 
 import pytest
 
+from cargohold.lab.conformance import ConnectorConformance
+from cargohold.lab.conformance.strict import Failure, StrictScheduler
+from cargohold.lab.simulation import SimulatedEngine, WrongTokenError, simulated_layout
 from cargohold.protocol import (
     BlockIds,
     CacheReport,
@@ -24,9 +27,6 @@ from cargohold.protocol import (
     StepView,
     WorkerEnvironment,
 )
-from cargohold.testing.conformance import ConnectorConformance
-from cargohold.testing.conformance.strict import Failure, StrictScheduler
-from cargohold.testing.simulation import SimulatedEngine, WrongTokenError, simulated_layout
 from examples.own_connector.shelf import Orders, ShelfScheduler, ShelfWorker
 
 

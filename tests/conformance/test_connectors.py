@@ -10,8 +10,8 @@ from cargohold.cache.policies import POLICIES
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.connector.offloading.lazy import LazyOffloadConfig, LazyOffloadingFactory
+from cargohold.lab.conformance import ConnectorConformance
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
-from cargohold.testing.conformance import ConnectorConformance
 from examples.own_connector import shelf
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
-from cargohold.testing.conformance import GuestConformance, PolicyConformance, TierConformance
-from cargohold.testing.conformance.policy import Tree, key
+from cargohold.lab.conformance import GuestConformance, PolicyConformance, TierConformance
+from cargohold.lab.conformance.policy import Tree, key
 from cargohold.tiers import Namespace, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
 from examples.own_policy.oldest_ends import OldestEnds

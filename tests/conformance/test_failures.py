@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 BROKEN = """
-from cargohold.testing.conformance import PolicyConformance
+from cargohold.lab.conformance import PolicyConformance
 from cargohold.cache.policies.base import LRUPolicy
 
 class Nameless(LRUPolicy):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cargohold import ConfigError, OffloadConfig
-from cargohold.connector.offloading.guest import Guest, GuestView
-from cargohold.connector.offloading.requests import RequestState
+from cargohold.connector.kernel.guest import Guest, GuestView
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.lab.conformance import GuestConformance
 from cargohold.protocol import StepView
-from cargohold.testing.conformance import GuestConformance
 
 
 class Quiet(Guest):

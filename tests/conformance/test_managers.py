@@ -11,7 +11,7 @@ from cargohold import ConfigError, OffloadConfig
 from cargohold.blocks import READY
 from cargohold.cache import ForwardingManager, LoadHandle, OffloadManager, StoreHandle, StoreOffer, make_manager
 from cargohold.cache.policies import POLICIES
-from cargohold.testing.conformance import ManagerConformance
+from cargohold.lab.conformance import ManagerConformance
 from examples.own_manager.least_recent import LeastRecent
 
 

@@ -13,7 +13,7 @@ from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.policies.arc import ARCPolicy
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
-from cargohold.testing.conformance import PolicyConformance
+from cargohold.lab.conformance import PolicyConformance
 
 
 class Quick(PolicyConformance):

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from cargohold.cache import OffloadKey
-from cargohold.testing.conformance import TierConformance
+from cargohold.lab.conformance import TierConformance
 from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, Note
 from cargohold.tiers.memory import padded

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cargohold.lab.conformance.transfer import TransferConformance
 from cargohold.protocol import Clock
-from cargohold.testing.conformance.transfer import TransferConformance
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 
 
 def prompt(seed: int, length: int) -> list[int]:

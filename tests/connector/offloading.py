@@ -6,7 +6,7 @@ from typing import Any
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.cache.manager import offload_key
-from cargohold.testing.simulation import SimulatedEngine
+from cargohold.lab.simulation import SimulatedEngine
 
 HOLDS: dict[str, dict[str, Any]] = {
     "touch": {},

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from cargohold.blocks import ABSENT, READY, GroupUnits, longest_hit
-from cargohold.connector.offloading.loads import (
+from cargohold.connector.kernel.loads import (
     BlocksToLoad,
     BlocksToStore,
     blocks_to_load,

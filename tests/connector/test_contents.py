@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cargohold.connector.guests.meters import MAX_MARKS, MAX_PREFIXES
 from cargohold.connector.offloading import HintConfig, TenantQuota
-from cargohold.connector.offloading.guests.meters import MAX_MARKS, MAX_PREFIXES
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import Hint, TierContents
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import prompt
 from tests.connector.test_hints import flood, hint, later, make, prefix, serve
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.connector.offloading.requests import RequestState
-from cargohold.connector.offloading.stores import Leftovers
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.stores import Leftovers
 from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.connector.offloading import keys_of
 

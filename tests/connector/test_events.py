@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache import ChunksStored, OffloadKey
 from cargohold.cache.manager import ChunkKeys, offload_key, split_key
-from cargohold.connector.offloading.guests import events as events_module
-from cargohold.connector.offloading.guests.events import Contents, Medium, TierEvents
+from cargohold.connector.guests import events as events_module
+from cargohold.connector.guests.events import Contents, Medium, TierEvents
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
@@ -27,8 +29,6 @@ from cargohold.protocol import (
     KVEvent,
     TransferOutcome,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers.chunk_format import TOKEN_TYPE
 from cargohold.tiers.port import Found
 from cargohold.tiers.scheduler_side import ChunksFound

@@ -13,12 +13,12 @@ from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.request import FinishReason, SchedulerStep
 from cargohold.engine.core.roster import LoadFailurePolicy
 from cargohold.engine.executor import LayerHooks
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.protocol import (
     FinishedTransfers,
     KVConnectorOutput,
     TransferOutcome,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.transfer import Direction
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 from tests.connector.offloading import HOLDS, broken_rule, keys_of

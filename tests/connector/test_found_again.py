@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache.manager import offload_key
-from cargohold.connector.offloading.guests.events import Contents, contents_in
-from cargohold.connector.offloading.worker import TierWorker
+from cargohold.connector.guests.events import Contents, contents_in
+from cargohold.connector.kernel.worker import TierWorker
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock
+from cargohold.lab.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockRemoved, BlockStored, ExtraKey, TransferOutcome
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock
-from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.chunk_format import TOKEN_TYPE, Details
 from cargohold.tiers.health import HEALTHY

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.lab.simulation import SimulatedEngine, simulated_layout
+from cargohold.lab.simulation.connectors import SimulatedOffloading
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import KVConnectorFactory
-from cargohold.testing.simulation import SimulatedEngine, simulated_layout
-from cargohold.testing.simulation.connectors import SimulatedOffloading
-from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
 

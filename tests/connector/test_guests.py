@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.offloading.guest import FACTS, Guest, Guests
+from cargohold.connector.kernel.guest import FACTS, Guest, Guests
 from cargohold.errors import RequestError
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from cargohold.connector.kernel.requests import HANDOFF
+from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.lazy import LazyStores
-from cargohold.connector.offloading.requests import HANDOFF
-from cargohold.connector.offloading.stores import EagerStores, MakeStores
 from cargohold.engine.core.request import SchedulerStep, StepOutput
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock
+from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.protocol import TransferOutcome
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock
-from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus, StoreOutcome
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
+from cargohold.connector.guests.hints import Hints
 from cargohold.connector.offloading import HintConfig, TenantQuota
-from cargohold.connector.offloading.guests.hints import Hints
 from cargohold.errors import ConfigError
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.protocol import Hint, HintEnd, HintKind, HintOutcome, HintStatus, Prefix
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.testing.simulation.faults import VirtualClock
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.connector.offloading import keys_of
 

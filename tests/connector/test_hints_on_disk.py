@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cargohold.lab.simulation import SimulatedEngine
+from cargohold.lab.simulation.campaign import Recipe, play_seed
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import Hint, HintStatus
-from cargohold.testing.simulation import SimulatedEngine
-from cargohold.testing.simulation.campaign import Recipe, play_seed
-from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers.chunk_format import NO_CLAIM
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt

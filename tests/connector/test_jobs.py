@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import OffloadManager, make_manager
-from cargohold.connector.offloading.jobs import JobTable, Load, Origins, Store
+from cargohold.connector.kernel.jobs import JobTable, Load, Origins, Store
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import Clock
-from cargohold.testing.simulation import VirtualClock
 
 KEYS = [bytes([at]) * 36 for at in range(6)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.testing.simulation import SimulatedEngine
-from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.lab.simulation import SimulatedEngine
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from cargohold import ConfigError, LazyOffloadConfig
 from cargohold.blocks import BlockPool
 from cargohold.cache.chunk_table import ChunkTable
-from cargohold.connector.offloading.jobs import OffloadingMetadata
+from cargohold.connector.kernel.jobs import OffloadingMetadata
 from cargohold.connector.offloading.lazy import FreeQueueScout, LazyOffloadingFactory
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import SchedulerStep
 from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation.transfers import HeldTransfers
 from cargohold.protocol import (
     NULL_CONNECTOR,
     BlockStored,
@@ -28,8 +30,6 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     TransferOutcome,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.transfer import CopyResult, Direction
 from examples.own_policy.oldest_ends import OldestEnds
 from tests.connector.common import alone, evict_everything, finish, prompt

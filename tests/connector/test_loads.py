@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from cargohold.connector.offloading import OffloadingScheduler
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     BlockIds,
     RequestView,
     SchedulerEnvironment,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.transfer import Direction
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 

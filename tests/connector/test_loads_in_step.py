@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.offloading import loads
+from cargohold.connector.kernel import loads
 from cargohold.engine.core.request import FinishReason
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation.replica import STEP_S
+from cargohold.lab.simulation.transfers import HeldTransfers
 from cargohold.protocol import KVConnectorOutput, TransferOutcome
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.testing.simulation.replica import STEP_S
-from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.transfer import CopyJob, Direction
 from tests.connector.common import alone, finish, prompt, serve_and_lose
 

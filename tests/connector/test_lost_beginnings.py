@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, finish, make_engine, restored, serve
 

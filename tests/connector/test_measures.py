@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import make_manager
-from cargohold.connector.offloading.guests.meters import LOOK_S, MAX_KEPT, MAX_USED, ChunkAges
+from cargohold.connector.guests.meters import LOOK_S, MAX_KEPT, MAX_USED, ChunkAges
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import times_part
-from cargohold.testing.simulation import VirtualClock
 
 
 def keys(first: int, num: int) -> list[bytes]:

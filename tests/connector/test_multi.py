@@ -16,6 +16,8 @@ from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorSched
 from cargohold.connector.multi_worker import MultiConnectorWorker, MultiMetadata
 from cargohold.connector.offloading import OffloadingWorker
 from cargohold.errors import ConfigError, RequestError
+from cargohold.lab.conformance.strict import CodedExecutor
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     BlockIds,
     BlockRemoved,
@@ -40,8 +42,6 @@ from cargohold.protocol import (
     WorkerMetadata,
     add_stats,
 )
-from cargohold.testing.conformance.strict import CodedExecutor
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.effort import examples
 

@@ -17,6 +17,7 @@ import pytest
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.connector.offloading.factory import namespace_of, open_queues
 from cargohold.errors import ConfigError
+from cargohold.lab.simulation import VirtualClock, simulated_layout
 from cargohold.protocol import (
     AttentionKind,
     KVCacheGroup,
@@ -25,7 +26,6 @@ from cargohold.protocol import (
     ServedModel,
     WorkerEnvironment,
 )
-from cargohold.testing.simulation import VirtualClock, simulated_layout
 from cargohold.tiers import DiskTierConfig
 
 

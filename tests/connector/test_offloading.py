@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.protocol import (
     TransferOutcome,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.transfer import Direction
 from tests.connector.common import alone, finish, prompt, serve_and_lose
 from tests.connector.offloading import HOLDS, broken_rule

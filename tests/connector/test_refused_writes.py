@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers import StoreOutcome
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import evict_everything, prompt

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.protocol import (
     TransferOutcome,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.transfer import Direction
 from tests.connector.common import evict_everything, finish, prompt, serve_and_lose
 from tests.connector.offloading import keys_of

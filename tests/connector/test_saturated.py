@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock
-from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.tiering import finish, make_engine, restored
 

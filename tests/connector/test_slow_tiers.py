@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cargohold.engine.core.request import SchedulerStep, StepOutput
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import MEDIUM_STORAGE, BlockRemoved, BlockStored
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock
-from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind, TierJob
 from cargohold.tiers.scheduler_side import TierOptions, fetches
 from tests.connector.common import alone, evict_everything, prompt

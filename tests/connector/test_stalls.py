@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.connector.offloading.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock, simulated_layout
-from cargohold.testing.simulation.tiers import SimulatedTiering
+from cargohold.connector.kernel.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock, simulated_layout
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import alone, prompt
 

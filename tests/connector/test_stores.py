@@ -6,11 +6,11 @@ import pytest
 
 from cargohold.blocks import ABSENT, READY, KVCacheBlock
 from cargohold.cache.manager import offload_key
-from cargohold.connector.offloading.jobs import OffloadingMetadata
+from cargohold.connector.kernel.jobs import OffloadingMetadata
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     TransferOutcome,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.transfer import Direction
 from tests.connector.common import evict_everything, finish, prompt
 from tests.connector.offloading import HOLDS, keys_of

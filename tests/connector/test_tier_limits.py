@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from cargohold.cache import make_manager
+from cargohold.connector.kernel.jobs import TierReport
+from cargohold.connector.kernel.worker import TierWorker
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import tier_options
-from cargohold.connector.offloading.jobs import TierReport
-from cargohold.connector.offloading.worker import TierWorker
+from cargohold.lab.simulation import VirtualClock, simulated_layout
 from cargohold.protocol import ServedModel, TransferOutcome
-from cargohold.testing.simulation import VirtualClock, simulated_layout
 from cargohold.tiers import (
     BreakerState,
     DiskTierConfig,

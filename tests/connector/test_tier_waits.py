@@ -10,9 +10,9 @@ import pytest
 
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.roster import QueuePolicy
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock
-from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
-from cargohold.testing.simulation.transfers import HeldTransfers
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock
+from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
+from cargohold.lab.simulation.transfers import HeldTransfers
 from cargohold.tiers import JobKind, TierJob
 from cargohold.tiers.scheduler_side import Chain, Fetch, Waiting, prefetch, tier_state
 from tests.connector.common import alone, evict_everything, prompt

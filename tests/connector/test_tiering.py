@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.core.request import FinishReason
+from cargohold.lab.simulation import SimulatedEngine
+from cargohold.lab.simulation.fingerprints import GroupPlan, layout_of
+from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
-from cargohold.testing.simulation import SimulatedEngine
-from cargohold.testing.simulation.fingerprints import GroupPlan, layout_of
-from cargohold.testing.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus, TierJob
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt

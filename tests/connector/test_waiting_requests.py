@@ -8,6 +8,7 @@ import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.engine.core.roster import QueuePolicy
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     BlockIds,
     ClassFactory,
@@ -16,7 +17,6 @@ from cargohold.protocol import (
     RequestView,
     TransferOutcome,
 )
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.transfer import Direction
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cargohold.errors import RequestError
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from tests.connector.common import alone, finish, prompt, serve_and_lose
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cargohold.testing.simulation import SimulatedEngine, simulated_layout
-from cargohold.testing.simulation.tiers import HeldQueue, SimulatedTiering
+from cargohold.lab.simulation import SimulatedEngine, simulated_layout
+from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import alone, evict_everything, prompt
 

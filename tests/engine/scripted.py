@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cargohold.lab.simulation import SimulatedEngine
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     BlockIds,
@@ -24,7 +25,6 @@ from cargohold.protocol import (
     SchedulerContext,
     StepView,
 )
-from cargohold.testing.simulation import SimulatedEngine
 
 
 @dataclass(frozen=True, slots=True)

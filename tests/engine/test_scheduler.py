@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.errors import RequestError
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
 from cargohold.protocol import FinishedTransfers, RequestView
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
 from tests.effort import examples
 from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, fill, scripted_connector
 

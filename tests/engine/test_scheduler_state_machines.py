@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.roster import QueuePolicy
+from cargohold.lab.simulation import SimulatedEngine, simulated_layout
+from cargohold.lab.simulation.fingerprints import tokens_alone
+from cargohold.lab.simulation.replica import VOCAB_SIZE
 from cargohold.protocol import NULL_BLOCK_ID
-from cargohold.testing.simulation import SimulatedEngine, simulated_layout
-from cargohold.testing.simulation.fingerprints import tokens_alone
-from cargohold.testing.simulation.replica import VOCAB_SIZE
 from tests.effort import examples
 from tests.engine.scripted import Load, Script, fill, scripted_connector
 

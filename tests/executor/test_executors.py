@@ -24,6 +24,7 @@ from cargohold.engine.executor import Executor, InlineExecutor, RankPlace, Worke
 from cargohold.engine.frames import RankSpec, StepCodec
 from cargohold.engine.ranks import MultiprocessExecutor, RayExecutor
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
+from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import (
     ClassFactory,
     KVConnectorFactory,
@@ -32,7 +33,6 @@ from cargohold.protocol import (
     UndeliveredMetadata,
     WorkerEnvironment,
 )
-from cargohold.testing.simulation import simulated_layout
 from tests.executor.ranks import (
     Calls,
     CollectorWorker,

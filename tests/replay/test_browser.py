@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from cargohold.replay.costs import CostModel
-from cargohold.replay.html import page, plan_page
-from cargohold.replay.planning import Budget, Planner
-from cargohold.replay.replaying import replay
-from cargohold.replay.report import Report, recommend
-from cargohold.replay.traces import read_trace
-from cargohold.replay.workload import load_workload
+from cargohold.lab.replay.costs import CostModel
+from cargohold.lab.replay.html import page, plan_page
+from cargohold.lab.replay.planning import Budget, Planner
+from cargohold.lab.replay.replaying import replay
+from cargohold.lab.replay.report import Report, recommend
+from cargohold.lab.replay.traces import read_trace
+from cargohold.lab.replay.workload import load_workload
 from tests.data.make_trace import TRACE
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -13,11 +13,11 @@ import pytest
 from cargohold.engine.config import EngineConfig, plan_engine
 from cargohold.engine.model.info import describe_model
 from cargohold.errors import ConfigError, UnsupportedModelError
-from cargohold.replay.costs import CostModel, describe_kv, kv_size, parse_size, parse_sizes
-from cargohold.replay.replaying import replay
-from cargohold.replay.tiers import DISK, HOST
-from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import Selection, Workload, load_workload
+from cargohold.lab.replay.costs import CostModel, describe_kv, kv_size, parse_size, parse_sizes
+from cargohold.lab.replay.replaying import replay
+from cargohold.lab.replay.tiers import DISK, HOST
+from cargohold.lab.replay.traces import TraceRequest
+from cargohold.lab.replay.workload import Selection, Workload, load_workload
 
 REQUESTS = [TraceRequest(hash_ids=list(range(1000)), input_length=15_990, block_tokens=16)] * 2
 

@@ -10,11 +10,11 @@ from cargohold.cache import OffloadManager
 from cargohold.cache.manager import ForwardingManager
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError
-from cargohold.replay.hints import CLOSED, DerivedHints, guess_kinds, kinds_of
-from cargohold.replay.replaying import GUESSED, HINTED, replay
-from cargohold.replay.tiers import run_tiers
-from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import Workload, load_workload
+from cargohold.lab.replay.hints import CLOSED, DerivedHints, guess_kinds, kinds_of
+from cargohold.lab.replay.replaying import GUESSED, HINTED, replay
+from cargohold.lab.replay.tiers import run_tiers
+from cargohold.lab.replay.traces import TraceRequest
+from cargohold.lab.replay.workload import Workload, load_workload
 
 
 def turns(num_sessions: int = 12, num_turns: int = 12, *, with_sessions: bool = True) -> Iterator[TraceRequest]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.replay.costs import CostModel
-from cargohold.replay.html import Axes, Series, line_chart, page, plan_page, write_text
-from cargohold.replay.planning import Budget, Planner
-from cargohold.replay.replaying import Capacities, replay
-from cargohold.replay.report import Report
-from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import load_workload
+from cargohold.lab.replay.costs import CostModel
+from cargohold.lab.replay.html import Axes, Series, line_chart, page, plan_page, write_text
+from cargohold.lab.replay.planning import Budget, Planner
+from cargohold.lab.replay.replaying import Capacities, replay
+from cargohold.lab.replay.report import Report
+from cargohold.lab.replay.traces import TraceRequest
+from cargohold.lab.replay.workload import load_workload
 
 PATHS = [[1, 2, 3], [1, 2, 4], [7, 8], [1, 2, 3]]
 

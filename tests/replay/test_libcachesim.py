@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cargohold.replay.replaying import replay
-from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import load_workload
+from cargohold.lab.replay.replaying import replay
+from cargohold.lab.replay.traces import TraceRequest
+from cargohold.lab.replay.workload import load_workload
 
 libcachesim: Any = pytest.importorskip("libcachesim", reason="cross-check needs libCacheSim: pip install libcachesim")
 

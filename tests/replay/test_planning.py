@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ConfigError
-from cargohold.replay.costs import CostModel
-from cargohold.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
-from cargohold.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
-from cargohold.replay.report import Machine, advise, as_facts, disk_problems, fits, plan_table, recommend
-from cargohold.replay.tiers import DISK, HOST
-from cargohold.replay.traces import TraceRequest, read_trace
-from cargohold.replay.workload import Selection, Workload, load_workload
+from cargohold.lab.replay.costs import CostModel
+from cargohold.lab.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
+from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
+from cargohold.lab.replay.report import Machine, advise, as_facts, disk_problems, fits, plan_table, recommend
+from cargohold.lab.replay.tiers import DISK, HOST
+from cargohold.lab.replay.traces import TraceRequest, read_trace
+from cargohold.lab.replay.workload import Selection, Workload, load_workload
 
 TOKEN_BYTES = 1 << 10
 BLOCK_TOKENS = 16

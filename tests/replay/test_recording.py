@@ -17,6 +17,10 @@ from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.observers import RecordingFactory
 from cargohold.engine.llm_engine import LLMEngine
+from cargohold.lab.replay.replaying import replay
+from cargohold.lab.replay.traces import TraceRequest, read_trace
+from cargohold.lab.replay.workload import Selection, load_workload
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     NULL_CONNECTOR,
     ClassFactory,
@@ -24,10 +28,6 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     TransferOutcome,
 )
-from cargohold.replay.replaying import replay
-from cargohold.replay.traces import TraceRequest, read_trace
-from cargohold.replay.workload import Selection, load_workload
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.transfer import CopyResult
 from cargohold.transfer.cpu import CpuTransferWorker
 from tests.connector.common import finish, serve_and_lose

@@ -10,11 +10,11 @@ import pytest
 
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import CargoholdError, ConfigError
-from cargohold.replay import replaying
-from cargohold.replay.replaying import BOUNDS, ReplayResult, plan_tasks, replay, run_tasks
-from cargohold.replay.tiers import run_tiers
-from cargohold.replay.traces import TraceRequest
-from cargohold.replay.workload import Selection, Workload, load_workload
+from cargohold.lab.replay import replaying
+from cargohold.lab.replay.replaying import BOUNDS, ReplayResult, plan_tasks, replay, run_tasks
+from cargohold.lab.replay.tiers import run_tiers
+from cargohold.lab.replay.traces import TraceRequest
+from cargohold.lab.replay.workload import Selection, Workload, load_workload
 
 
 def conversations(seed: int, num_requests: int = 400, *, max_new: int = 12) -> list[list[int]]:

@@ -8,7 +8,7 @@ import pytest
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.errors import ConfigError, RequestError, TraceError
-from cargohold.replay.traces import Line, RequestLogDecoder, TraceRequest
+from cargohold.lab.replay.traces import Line, RequestLogDecoder, TraceRequest
 
 
 class Letters:

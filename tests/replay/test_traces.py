@@ -12,9 +12,9 @@ import pytest
 import zstandard
 
 from cargohold.errors import TraceError
-from cargohold.replay import traces
-from cargohold.replay.traces import TraceRequest, read_trace
-from cargohold.replay.workload import load_workload
+from cargohold.lab.replay import traces
+from cargohold.lab.replay.traces import TraceRequest, read_trace
+from cargohold.lab.replay.workload import load_workload
 
 REQUESTS = [{"timestamp_ms": 10 * at, "hash_ids": list(range(at)), "session_id": at % 3} for at in range(1, 400)]
 TEXT = "".join(f"{json.dumps(request)}\n" for request in REQUESTS).encode()
@@ -182,8 +182,8 @@ def test_the_largest_numbers_that_can_be_do_not_overflow(write: Callable[[bytes]
 def test_a_file_without_lines_is_not_read_for_ever(
     write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.replay.traces._MAX_LINE_BYTES", 1000)
-    monkeypatch.setattr("cargohold.replay.traces._PIECE_BYTES", 100)
+    monkeypatch.setattr("cargohold.lab.replay.traces._MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("cargohold.lab.replay.traces._PIECE_BYTES", 100)
     with pytest.raises(TraceError, match="not a trace"):
         list(read_trace([write(bytes(5000))]))
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.manager import offload_key
 from cargohold.engine.events import ZmqEventPublisher
+from cargohold.lab.simulation import SimulatedEngine
+from cargohold.lab.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, MEDIUM_STORAGE, BlockRemoved, BlockStored, Locality
-from cargohold.testing.simulation import SimulatedEngine
-from cargohold.testing.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import evict_everything, prompt

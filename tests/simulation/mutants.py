@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import pytest
 
-import cargohold.connector.offloading.guests.hints as hints_module
-import cargohold.connector.offloading.jobs as messages_module
-import cargohold.connector.offloading.loads as loads_module
-import cargohold.connector.offloading.offers as offers_module
-import cargohold.connector.offloading.stores as stores_module
+import cargohold.connector.guests.hints as hints_module
+import cargohold.connector.kernel.jobs as messages_module
+import cargohold.connector.kernel.loads as loads_module
+import cargohold.connector.kernel.offers as offers_module
+import cargohold.connector.kernel.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, _Windowed, root_hash
@@ -28,13 +28,10 @@ from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
 from cargohold.cache.shares import HELD, Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
-from cargohold.connector.multi import MultiConnectorScheduler
-from cargohold.connector.multi_worker import MultiConnectorWorker
-from cargohold.connector.offloading.guests.events import TierEvents
-from cargohold.connector.offloading.guests.hints import Budget, Budgets, Hints
-from cargohold.connector.offloading.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
-from cargohold.connector.offloading.lazy import LazyStores
-from cargohold.connector.offloading.loads import (
+from cargohold.connector.guests.events import TierEvents
+from cargohold.connector.guests.hints import Budget, Budgets, Hints
+from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
+from cargohold.connector.kernel.loads import (
     BlocksToLoad,
     BlocksToStore,
     Loads,
@@ -42,15 +39,20 @@ from cargohold.connector.offloading.loads import (
     blocks_to_load,
     blocks_to_store,
 )
-from cargohold.connector.offloading.requests import RequestState, TransferParams
+from cargohold.connector.kernel.requests import RequestState, TransferParams
+from cargohold.connector.kernel.shared import Shared
+from cargohold.connector.kernel.stores import EagerStores
+from cargohold.connector.kernel.worker import OffloadingWorker
+from cargohold.connector.multi import MultiConnectorScheduler
+from cargohold.connector.multi_worker import MultiConnectorWorker
+from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.shared import Shared
-from cargohold.connector.offloading.stores import EagerStores
-from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.roster import Roster, TransferTable
 from cargohold.engine.core.scheduler import Scheduler
+from cargohold.lab.simulation.campaign import Recipe
+from cargohold.lab.simulation.transfers import LinkTransfers
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -65,8 +67,6 @@ from cargohold.protocol import (
     RequestView,
     TransferOutcome,
 )
-from cargohold.testing.simulation.campaign import Recipe
-from cargohold.testing.simulation.transfers import LinkTransfers
 from cargohold.tiers.chunk_format import NO_CLAIM, Note
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access, JobKind

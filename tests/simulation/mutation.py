@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from cargohold.testing.simulation.campaign import Recipe
-from cargohold.testing.simulation.faults import parse_faults
+from cargohold.lab.simulation.campaign import Recipe
+from cargohold.lab.simulation.faults import parse_faults
 
 Patch = pytest.MonkeyPatch
 Breaks = Callable[[Patch], None]

@@ -12,12 +12,12 @@ from random import Random
 from typing import Any
 
 from cargohold.cache.manager import offload_key
-from cargohold.connector.offloading.requests import HANDOFF
+from cargohold.connector.kernel.requests import HANDOFF
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.scheduler import RequestUpdate
-from cargohold.testing.simulation.connectors import forget_engine, live_sides, num_stuck_jobs
-from cargohold.testing.simulation.faults import BREAKING, Fault
-from cargohold.testing.simulation.oracles import (
+from cargohold.lab.simulation.connectors import forget_engine, live_sides, num_stuck_jobs
+from cargohold.lab.simulation.faults import BREAKING, Fault
+from cargohold.lab.simulation.oracles import (
     ContainmentOracle,
     CopyOracle,
     Expectation,
@@ -28,10 +28,10 @@ from cargohold.testing.simulation.oracles import (
     RequestOracle,
     TierOracle,
 )
-from cargohold.testing.simulation.replica import STEP_S, Replica, SimulatedEngine
-from cargohold.testing.simulation.run import RunResult, quiet_logging
-from cargohold.testing.simulation.workloads import Ask
-from cargohold.testing.simulation.world import Scenario, World
+from cargohold.lab.simulation.replica import STEP_S, Replica, SimulatedEngine
+from cargohold.lab.simulation.run import RunResult, quiet_logging
+from cargohold.lab.simulation.workloads import Ask
+from cargohold.lab.simulation.world import Scenario, World
 from cargohold.tiers.scheduler_side import TieringManager
 
 MAX_SECONDS = 600.0

@@ -6,8 +6,8 @@ import pytest
 
 from cargohold.cli import main
 from cargohold.cli import simulate as simulate_module
+from cargohold.lab.simulation import campaign
 from cargohold.process import WorkerPool
-from cargohold.testing.simulation import campaign
 from tests.simulation import careless
 
 

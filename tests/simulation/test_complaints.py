@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
+from cargohold.lab.simulation.connectors import ConnectorPlan
+from cargohold.lab.simulation.run import RecentTimeline, Run, RunResult
+from cargohold.lab.simulation.world import draw_scenario
 from cargohold.protocol import BlockIds, ClassFactory, RequestView, SchedulerContext
-from cargohold.testing.simulation.connectors import ConnectorPlan
-from cargohold.testing.simulation.run import RecentTimeline, Run, RunResult
-from cargohold.testing.simulation.world import draw_scenario
 from examples.own_connector.shelf import FACTORY, ShelfScheduler, ShelfWorker
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.testing.simulation.connectors import CONNECTORS
-from cargohold.testing.simulation.faults import Fault
-from cargohold.testing.simulation.workloads import WORKLOADS
+from cargohold.lab.simulation.connectors import CONNECTORS
+from cargohold.lab.simulation.faults import Fault
+from cargohold.lab.simulation.workloads import WORKLOADS
 from tests.simulation.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]

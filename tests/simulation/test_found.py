@@ -9,17 +9,17 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER, HintConfig
+from cargohold.connector.kernel.config import RESTORE_IF_FASTER, HintConfig
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
+from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
+from cargohold.lab.simulation.faults import Fault, VirtualClock
+from cargohold.lab.simulation.fingerprints import GroupPlan
+from cargohold.lab.simulation.run import Run, RunResult
+from cargohold.lab.simulation.tiers import MediumPlan
+from cargohold.lab.simulation.transfers import LinkProfile, LinkTransfers
+from cargohold.lab.simulation.workloads import Action, Ask, Reset, Restart
+from cargohold.lab.simulation.world import Scenario, Shape
 from cargohold.protocol import AttentionKind, Hint, TransferOutcome
-from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
-from cargohold.testing.simulation.faults import Fault, VirtualClock
-from cargohold.testing.simulation.fingerprints import GroupPlan
-from cargohold.testing.simulation.run import Run, RunResult
-from cargohold.testing.simulation.tiers import MediumPlan
-from cargohold.testing.simulation.transfers import LinkProfile, LinkTransfers
-from cargohold.testing.simulation.workloads import Action, Ask, Reset, Restart
-from cargohold.testing.simulation.world import Scenario, Shape
 from cargohold.tiers.scheduler_side import TierOptions
 from cargohold.transfer import CopyJob, Direction
 

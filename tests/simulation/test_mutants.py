@@ -4,12 +4,12 @@ import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadingScheduler
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, WrongTokenError, simulated_layout
+from cargohold.lab.simulation.campaign import play_seed
+from cargohold.lab.simulation.fingerprints import tokens_alone
+from cargohold.lab.simulation.replica import VOCAB_SIZE
+from cargohold.lab.simulation.run import quiet_logging
 from cargohold.protocol import ClassFactory
-from cargohold.testing.simulation import SimulatedEngine, SimulatedOffloading, WrongTokenError, simulated_layout
-from cargohold.testing.simulation.campaign import play_seed
-from cargohold.testing.simulation.fingerprints import tokens_alone
-from cargohold.testing.simulation.replica import VOCAB_SIZE
-from cargohold.testing.simulation.run import quiet_logging
 from examples.own_connector.shelf import ShelfScheduler, ShelfWorker
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.mutation import Mutant

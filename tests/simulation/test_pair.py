@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from cargohold.testing.simulation.faults import parse_faults
-from cargohold.testing.simulation.world import draw_scenario
+from cargohold.lab.simulation.faults import parse_faults
+from cargohold.lab.simulation.world import draw_scenario
 from cargohold.tiers.scheduler_side import Promises
 from cargohold.tiers.scheduler_side.prefetch import Phase, Prefetcher, Waiting
 from tests.simulation.pair import PairRun, draw_restarts

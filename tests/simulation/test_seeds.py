@@ -12,11 +12,11 @@ from zlib import crc32
 
 import pytest
 
-from cargohold.testing.simulation.connectors import CONNECTORS
-from cargohold.testing.simulation.faults import Fault
-from cargohold.testing.simulation.run import Run
-from cargohold.testing.simulation.workloads import WORKLOADS, Abort, Ask, without_used_ids
-from cargohold.testing.simulation.world import draw_scenario
+from cargohold.lab.simulation.connectors import CONNECTORS
+from cargohold.lab.simulation.faults import Fault
+from cargohold.lab.simulation.run import Run
+from cargohold.lab.simulation.workloads import WORKLOADS, Abort, Ask, without_used_ids
+from cargohold.lab.simulation.world import draw_scenario
 
 QUICK = 8
 """One in so many pairs of workload and connector is played by the quick tests, with one seed; each workload and each
@@ -115,9 +115,9 @@ def test_traffic_for_engines_that_give_ids_themselves_has_no_id_twice() -> None:
 
 _PLAY = """
 from hashlib import sha256
-from cargohold.testing.simulation.run import Run
-from cargohold.testing.simulation.world import draw_scenario
-from cargohold.testing.simulation.run import RecentTimeline
+from cargohold.lab.simulation.run import Run
+from cargohold.lab.simulation.world import draw_scenario
+from cargohold.lab.simulation.run import RecentTimeline
 for seed in (7, 11):
     timeline = RecentTimeline(10**6)
     result = Run(draw_scenario(seed), timeline=timeline).play()

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, Self
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import JobKind, JobStatus, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierJob, TierQueue
 from cargohold.tiers.memory import PAGE_BYTES, padded
 from cargohold.tiers.opening import open_inventory

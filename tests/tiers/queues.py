@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import BreakerState, FaultyTier, JobKind, MemoryTier, QueueConfig, Tier, TierJob, TierQueue
 
 CHUNK = 5000

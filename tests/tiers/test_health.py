@@ -7,7 +7,7 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker, TierHealth
 from cargohold.tiers.port import Access
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import (
     BreakerConfig,
     BreakerState,

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import (
     BreakerConfig,
     FaultyTier,

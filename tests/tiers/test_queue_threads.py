@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import (
     BreakerConfig,
     FaultyTier,

@@ -8,7 +8,7 @@ import obstore
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import BreakerConfig, BreakerState, LoadOutcome, QueueConfig, StoreOutcome, TierQueue
 from cargohold.tiers.opening import SharedTierConfig, open_inventory, open_tier
 from cargohold.tiers.port import JobKind, JobStatus, TierJob

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import (
     DiskTierConfig,
     LoadOutcome,

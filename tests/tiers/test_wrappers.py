@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import (
     CountingTier,
     FaultyTier,

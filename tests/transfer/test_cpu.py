@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import TransferOutcome
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.cpu import SHARE_S, CpuTransferWorker

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import TransferOutcome
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction
 from cargohold.transfer.cpu import make_transfer_worker

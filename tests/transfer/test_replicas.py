@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.lab.simulation.faults import VirtualClock
+from cargohold.lab.simulation.transfers import HeldTransfers
 from cargohold.protocol import Exchange, TransferOutcome
-from cargohold.testing.simulation.faults import VirtualClock
-from cargohold.testing.simulation.transfers import HeldTransfers
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, Direction, TransferWorker
 from cargohold.transfer.port import share_stores

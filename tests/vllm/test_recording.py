@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.replay.replaying import replay
-from cargohold.replay.traces import read_trace
-from cargohold.replay.workload import load_workload
+from cargohold.lab.replay.replaying import replay
+from cargohold.lab.replay.traces import read_trace
+from cargohold.lab.replay.workload import load_workload
 from tests.vllm.common import EAGER
 from tests.vllm.engine import Engine
 from tests.vllm.models import VOCAB_SIZE

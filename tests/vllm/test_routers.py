@@ -171,7 +171,7 @@ def _block_hashes(prompt: Sequence[int], salt: str | None) -> list[bytes]:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: PLC0415  # likewise
     from vllm.v1.request import Request  # noqa: PLC0415  # likewise
 
-    from cargohold.testing.vllm.requests import hash_function  # noqa: PLC0415  # imports vLLM
+    from cargohold.lab.vllm.requests import hash_function  # noqa: PLC0415  # imports vLLM
 
     request = Request(
         request_id="asked",

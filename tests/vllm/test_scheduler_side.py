@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockView, NotedTables
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
+from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView
-from cargohold.testing.simulation import simulated_layout
 
 LAYOUT = simulated_layout(20)
 

@@ -15,18 +15,18 @@ import pytest
 from cargohold.cli import main
 from cargohold.engine.core.request import ScheduledTokens
 from cargohold.errors import ConfigError
-from cargohold.testing.simulation.faults import Fault, parse_faults
-from cargohold.testing.simulation.run import RunResult
-from cargohold.testing.simulation.workloads import WORKLOADS
+from cargohold.lab.simulation.faults import Fault, parse_faults
+from cargohold.lab.simulation.run import RunResult
+from cargohold.lab.simulation.workloads import WORKLOADS
 
 # Something that vLLM has since 0.32, whose inside the simulation follows.
 pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
-from cargohold.testing.vllm.configuration import ASYNC
-from cargohold.testing.vllm.engine import APPLICABLE, VllmRecipe
-from cargohold.testing.vllm.worker import AlignedStateBlocks, RunningStates, StateMove, WriteFirstRunner
+from cargohold.lab.vllm.configuration import ASYNC
+from cargohold.lab.vllm.engine import APPLICABLE, VllmRecipe
+from cargohold.lab.vllm.worker import AlignedStateBlocks, RunningStates, StateMove, WriteFirstRunner
 
 
 def play(seed: int, workload: str = "any", connector: str = "any", faults: str = "all") -> RunResult:

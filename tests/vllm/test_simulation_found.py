@@ -14,14 +14,14 @@ pytest.importorskip(
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.layout import bears_full_hits
+from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
+from cargohold.lab.simulation.fingerprints import GroupPlan
+from cargohold.lab.simulation.transfers import LinkProfile
+from cargohold.lab.simulation.workloads import Ask
+from cargohold.lab.simulation.world import Scenario, Shape
+from cargohold.lab.vllm.configuration import ASYNC, CAN_RETAIN_LESS, MAX_MODEL_LEN, RETAINED
+from cargohold.lab.vllm.engine import VllmRecipe
 from cargohold.protocol import AttentionKind, KVCacheGroup
-from cargohold.testing.simulation.connectors import ConnectorPlan, TierPlan
-from cargohold.testing.simulation.fingerprints import GroupPlan
-from cargohold.testing.simulation.transfers import LinkProfile
-from cargohold.testing.simulation.workloads import Ask
-from cargohold.testing.simulation.world import Scenario, Shape
-from cargohold.testing.vllm.configuration import ASYNC, CAN_RETAIN_LESS, MAX_MODEL_LEN, RETAINED
-from cargohold.testing.vllm.engine import VllmRecipe
 from tests.vllm.test_simulation import play
 
 

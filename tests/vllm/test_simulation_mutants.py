@@ -16,16 +16,16 @@ pytest.importorskip(
 
 import cargohold.integrations.vllm.connector as connector_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
-from cargohold.connector.offloading.guests.events import TierEvents
-from cargohold.connector.offloading.jobs import JobTable
+from cargohold.connector.guests.events import TierEvents
+from cargohold.connector.kernel.jobs import JobTable
 from cargohold.integrations.vllm.deferrals import CacheResets
 from cargohold.integrations.vllm.engine_view import PoolContext, Share
 from cargohold.integrations.vllm.layout import bears_full_hits
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
+from cargohold.lab.simulation.campaign import play_seed
+from cargohold.lab.vllm.engine import VllmRecipe
 from cargohold.protocol import AttentionKind, OutputAggregator
-from cargohold.testing.simulation.campaign import play_seed
-from cargohold.testing.vllm.engine import VllmRecipe
 from tests.simulation.mutants import loads_the_state_of_one_block_too_early
 from tests.simulation.mutation import Mutant, Patch, registrar
 

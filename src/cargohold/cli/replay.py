@@ -29,13 +29,11 @@ from cargohold.cli.traces import (
     replay_all,
 )
 from cargohold.errors import ConfigError
-from cargohold.option_values import is_positive_number, parse_bytes
-from cargohold.process import memory_limit_bytes
-from cargohold.replay.costs import CostModel, Size, parse_size, parse_sizes
-from cargohold.replay.html import page, plan_page, write_text
-from cargohold.replay.planning import BASELINE, Budget, Plan, Planner
-from cargohold.replay.replaying import BOUNDS, GUESSED, HINTED, INFINITE, Capacities, ReplayResult, check_policies
-from cargohold.replay.report import (
+from cargohold.lab.replay.costs import CostModel, Size, parse_size, parse_sizes
+from cargohold.lab.replay.html import page, plan_page, write_text
+from cargohold.lab.replay.planning import BASELINE, Budget, Plan, Planner
+from cargohold.lab.replay.replaying import BOUNDS, GUESSED, HINTED, INFINITE, Capacities, ReplayResult, check_policies
+from cargohold.lab.replay.report import (
     Machine,
     Report,
     advise,
@@ -49,7 +47,9 @@ from cargohold.replay.report import (
     recommend,
     unit_of_gain,
 )
-from cargohold.replay.workload import Workload
+from cargohold.lab.replay.workload import Workload
+from cargohold.option_values import is_positive_number, parse_bytes
+from cargohold.process import memory_limit_bytes
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)
 _HINTS = {"derived": HINTED, "guessed": GUESSED}

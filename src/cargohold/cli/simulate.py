@@ -19,13 +19,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from cargohold.cli.app import EXIT_FAILED, app, errors, takes_groups
 from cargohold.errors import ConfigError
+from cargohold.lab.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
+from cargohold.lab.simulation.connectors import CONNECTORS
+from cargohold.lab.simulation.faults import Fault, parse_faults
+from cargohold.lab.simulation.run import RecentTimeline
+from cargohold.lab.simulation.workloads import WORKLOADS
+from cargohold.lab.simulation.world import ANY, Scenario
 from cargohold.option_values import format_count
-from cargohold.testing.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
-from cargohold.testing.simulation.connectors import CONNECTORS
-from cargohold.testing.simulation.faults import Fault, parse_faults
-from cargohold.testing.simulation.run import RecentTimeline
-from cargohold.testing.simulation.workloads import WORKLOADS
-from cargohold.testing.simulation.world import ANY, Scenario
 
 DEFAULT_SEEDS = 500
 OWN = "cargohold"
@@ -165,7 +165,7 @@ def _recipe_class(engine: str) -> type[Recipe]:
             "engine", engine, "vLLM is not installed in this environment; make test-vllm makes one that has it"
         )
     try:
-        from cargohold.testing.vllm.engine import VllmRecipe  # noqa: PLC0415  # takes seconds
+        from cargohold.lab.vllm.engine import VllmRecipe  # noqa: PLC0415  # takes seconds
     except ImportError as error:
         raise ConfigError(
             "engine", engine, f"this follows the inside of vLLM 0.32, and that is another: {error}"

@@ -17,13 +17,13 @@ from cargohold.cli.app import errors, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
+from cargohold.lab.replay.costs import DEFAULT_BYTES_PER_S, CostModel, describe_kv
+from cargohold.lab.replay.replaying import OPTIMUM, Capacities, ReplayResult, plan_tasks, run_tasks
+from cargohold.lab.replay.report import remarks_on
+from cargohold.lab.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
+from cargohold.lab.replay.traces import STDIN, RequestLogDecoder, TraceRequest, read_trace, stop
+from cargohold.lab.replay.workload import Selection, Workload, load_workload
 from cargohold.option_values import SIZE_UNITS, format_count, parse_bytes, search_current_directory
-from cargohold.replay.costs import DEFAULT_BYTES_PER_S, CostModel, describe_kv
-from cargohold.replay.replaying import OPTIMUM, Capacities, ReplayResult, plan_tasks, run_tasks
-from cargohold.replay.report import remarks_on
-from cargohold.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
-from cargohold.replay.traces import STDIN, RequestLogDecoder, TraceRequest, read_trace, stop
-from cargohold.replay.workload import Selection, Workload, load_workload
 
 DEFAULT_LOG_BLOCK_TOKENS = 16
 

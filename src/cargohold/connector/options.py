@@ -28,8 +28,8 @@ from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_t
 
 from cargohold.cache.policies.registry import POLICY_NAMES
 from cargohold.connector.factory import Offload
+from cargohold.connector.kernel.config import HintConfig, TenantQuota
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.offloading.config import HintConfig, TenantQuota
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError, one_line, option_path
 from cargohold.option_values import import_named

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cargohold.cache.policies import POLICIES
-from cargohold.replay.replaying import OfflineTrace
-from cargohold.replay.traces import read_trace
+from cargohold.lab.replay.replaying import OfflineTrace
+from cargohold.lab.replay.traces import read_trace
 from tests.cache.common import hits_of, numbered
 from tests.data.make_trace import TRACE, make_trace
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache.policies import POLICIES
-from cargohold.replay.replaying import OfflineTrace
+from cargohold.lab.replay.replaying import OfflineTrace
 from tests.cache.common import chain, hits_of
 from tests.effort import examples
 

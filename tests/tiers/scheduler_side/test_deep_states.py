@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache import ForwardingManager, OffloadKey, make_manager
 from cargohold.cache.manager import ChunkKeys
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import AttentionKind, KVCacheGroup
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.plan import DeepStates
 

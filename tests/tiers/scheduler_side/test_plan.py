@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cargohold.cache import OffloadKey, OffloadManager, make_manager
 from cargohold.cache.manager import ChunkKeys
-from cargohold.testing.simulation import SimulatedEngine, VirtualClock, simulated_layout
+from cargohold.lab.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig, TierOptions, Wanted, sources_per_token
 from cargohold.tiers.scheduler_side.plan import chains_to_fetch, num_tokens_in_time, soonest
 from tests.connector.common import prompt

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
-from cargohold.testing.simulation.faults import VirtualClock
+from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers.scheduler_side.pace import MAX_AGE_S, StepPace
 
 STEP_TOKENS = 512

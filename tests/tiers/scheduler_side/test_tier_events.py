@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cargohold.blocks import ABSENT, READY
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import TransferOutcome
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState

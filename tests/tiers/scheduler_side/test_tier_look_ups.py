@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import Locality, TransferOutcome
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import JobKind, TierHealth
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import MIN_ANSWERS, TierState

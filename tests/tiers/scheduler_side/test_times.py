@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import Patience
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.tiers.scheduler_side import Pace, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.pace import StepPace

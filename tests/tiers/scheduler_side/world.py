@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cargohold.cache import ChunksRemoved, ChunksStored, OffloadManager, make_manager
+from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import TransferOutcome
-from cargohold.testing.simulation import VirtualClock
 from cargohold.tiers import Answer, BreakerConfig, BreakerState, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierJob
 from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.scheduler_side import (

@@ -8,10 +8,10 @@ from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.shares import Limits
-from cargohold.connector.offloading.config import OffloadConfig, limits_in_chunks
+from cargohold.connector.kernel.config import OffloadConfig, limits_in_chunks
+from cargohold.connector.kernel.stores import EagerStores, MakeStores, NoStores
+from cargohold.connector.kernel.worker import Bystander, OffloadingWorker, TierWorker
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.stores import EagerStores, MakeStores, NoStores
-from cargohold.connector.offloading.worker import Bystander, OffloadingWorker, TierWorker
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, made_by
 from cargohold.process import memory_limit_bytes

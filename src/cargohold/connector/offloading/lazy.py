@@ -13,14 +13,14 @@ from typing import Final
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
 from cargohold.cache.policies.base import LRUPolicy
-from cargohold.connector.offloading.config import HostOptions, OffloadConfig
+from cargohold.connector.kernel.config import HostOptions, OffloadConfig
+from cargohold.connector.kernel.jobs import Store, StoreJob
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.shared import Shared
+from cargohold.connector.kernel.stores import EagerStores, end_store, start_store
+from cargohold.connector.kernel.worker import OffloadingWorker
 from cargohold.connector.offloading.factory import OffloadingFactory, host_manager, scheduler_side, tier_options
-from cargohold.connector.offloading.jobs import Store, StoreJob
-from cargohold.connector.offloading.requests import RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.connector.offloading.shared import Shared
-from cargohold.connector.offloading.stores import EagerStores, end_store, start_store
-from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
 from cargohold.option_values import is_positive_int
 from cargohold.protocol import (

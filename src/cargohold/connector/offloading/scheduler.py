@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.connector.offloading.config import RESTORE_IF_FASTER, OffloadConfig
-from cargohold.connector.offloading.guest import Admission, Guests, GuestView, own_guests
-from cargohold.connector.offloading.guests.events import tier_events
-from cargohold.connector.offloading.guests.hints import Budget, Hints
-from cargohold.connector.offloading.guests.meters import Meters
-from cargohold.connector.offloading.jobs import (
+from cargohold.connector.guests.events import tier_events
+from cargohold.connector.guests.hints import Budget, Hints
+from cargohold.connector.guests.meters import Meters
+from cargohold.connector.kernel.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.kernel.guest import Admission, Guests, GuestView, own_guests
+from cargohold.connector.kernel.jobs import (
     NOTHING_TO_DO,
     JobTable,
     Load,
@@ -26,10 +26,10 @@ from cargohold.connector.offloading.jobs import (
     TierReport,
     TouchHolder,
 )
-from cargohold.connector.offloading.loads import Loads, TierLookup
-from cargohold.connector.offloading.requests import NEVER, Handoff, RequestState
-from cargohold.connector.offloading.shared import Shared
-from cargohold.connector.offloading.stores import EagerStores, MakeStores
+from cargohold.connector.kernel.loads import Loads, TierLookup
+from cargohold.connector.kernel.requests import NEVER, Handoff, RequestState
+from cargohold.connector.kernel.shared import Shared
+from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
 from cargohold.protocol import (
     AttentionKind,

@@ -1,0 +1,505 @@
+"""KV events of tiers: what a router's own index needs to know of each chunk, whichever way it came into a tier.
+
+A manager, and what is known of a tier, have only keys. A request has the tokens: so a chunk's *contents* are noted when a
+request brings them, just before the chunk is stored, asked for or fetched, and they are kept as long as a tier has the chunk
+or somebody asks for it::
+
+    request --note--> contents --chunk is ready--> BlockStored: tokens, parent, one hash per engine block
+                         |                             |
+                         |                             +--chunk is gone--> BlockRemoved: the same hashes
+                         +--neither announced nor asked for--> forgotten
+
+Of a chunk whose contents are not known nothing is announced. It is announced when they are brought and its tier is heard of
+again. Chunks of salted requests have no contents here unless they are to be published.
+
+Contents are written down with their chunks, so a tier that lists what an earlier engine has left brings them, too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import ge
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, split_key
+from cargohold.connector.kernel.guest import Guest, StoredPart
+from cargohold.connector.kernel.jobs import Store
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.protocol import (
+    MEDIUM_HOST,
+    MEDIUM_STORAGE,
+    NULL_BLOCK_ID,
+    Adapter,
+    BlockIds,
+    BlockRemoved,
+    BlockStored,
+    ExtraKey,
+    KVCacheLayout,
+    KVEvent,
+    Locality,
+    RequestView,
+    ScheduledRequest,
+    SchedulerEnvironment,
+    StepView,
+    TransferOutcome,
+)
+from cargohold.tiers.chunk_format import NO_NOTE, TOKEN_TYPE, Details, Note, pack_tokens, unpack_tokens
+from cargohold.tiers.port import Found
+from cargohold.tiers.scheduler_side import MAX_ANNOUNCED, ChunksFound, LowerTiers, TierEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What events say of a chunk besides its key.
+
+    Attributes:
+        parent_hash: hash of the block before the chunk; ``None`` at the start of a prompt.
+        tokens: its token ids, in an array of 4 bytes each.
+        inner_hashes: hashes of its blocks but the last, whose hash is in its key.
+        extra_keys: per block, what its hash covers besides tokens.
+        adapter: adapter with which the KV was computed; ``None`` if there was none.
+        is_salted: whether it is of a request with a salt.
+    """
+
+    parent_hash: bytes | None
+    tokens: array[int]
+    inner_hashes: tuple[bytes, ...] = ()
+    extra_keys: tuple[tuple[ExtraKey, ...], ...] = ()
+    adapter: Adapter | None = None
+    is_salted: bool = False
+
+    def details(self) -> Details:
+        """Return the form in which a tier keeps them."""
+        extras = _Extras(
+            hashes=(self.parent_hash or b"", *self.inner_hashes),
+            extra_keys=self.extra_keys if any(self.extra_keys) else (),
+            adapter=None if self.adapter is None else (self.adapter.name, self.adapter.number),
+            salted=self.is_salted,
+        )
+        return Details(pack_tokens(self.tokens), _ENCODER.encode(extras))
+
+
+class _Extras(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The extras of a chunk's details.
+
+    Attributes:
+        hashes: of the block before the chunk, empty at the start of a prompt, and of the chunk's blocks but the last.
+        extra_keys: per block; empty if no block has any.
+        adapter: its name and number, if there was one.
+        salted: whether the chunk is of a request with a salt.
+    """
+
+    hashes: tuple[bytes, ...]
+    extra_keys: tuple[tuple[Any, ...], ...] = ()
+    adapter: tuple[str, int] | None = None
+    salted: bool = False
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(_Extras)
+
+
+def contents_of(request: RequestView, keys: ChunkKeys, at: int) -> Contents:
+    """Return the contents of chunk number ``at`` of a request, in the group that ``keys`` are of."""
+    size, block_tokens = keys.chunk_tokens, keys.group.block_tokens
+    start, end = at * size, (at + 1) * size
+    return Contents(
+        split_key(keys.keys[at - 1])[0] if at else None,
+        array(TOKEN_TYPE, request.all_token_ids[start:end]),
+        keys.inner_hashes(request.block_hashes, at),
+        tuple(request.extra_keys(first, first + block_tokens) for first in range(start, end, block_tokens)),
+        request.adapter,
+        request.salt is not None,
+    )
+
+
+def contents_in(details: Details, block_tokens: int) -> Contents | None:
+    """Return the contents of a chunk that a tier has kept; ``None`` if they do not fit its blocks.
+
+    Args:
+        details: as the tier has them.
+        block_tokens: tokens of an engine block of the chunk's group.
+    """
+    try:
+        extras = _DECODER.decode(details.extras)
+        tokens = unpack_tokens(details.tokens)
+        extra_keys = tuple(tuple(map(_extra_key, of_block)) for of_block in extras.extra_keys)
+    except (msgspec.DecodeError, ValueError):
+        return None
+    num_blocks = len(extras.hashes)
+    is_whole = num_blocks > 0 and len(tokens) == num_blocks * block_tokens
+    if not is_whole or len(extra_keys) not in (0, num_blocks):
+        return None
+    parent, *inner = extras.hashes
+    adapter = None if extras.adapter is None else Adapter(*extras.adapter)
+    return Contents(parent or None, tokens, tuple(inner), extra_keys or ((),) * num_blocks, adapter, extras.salted)
+
+
+def _extra_key(value: object) -> ExtraKey:
+    """Return an extra key; MessagePack has lists where it had tuples. Raises ``ValueError`` if it is none."""
+    match value:
+        case str() | bytes():
+            return value
+        case [str() as name, int() as number]:
+            return name, number
+        case _:
+            raise ValueError("no extra key")
+
+
+_NUM_SPARE: Final = 1024
+"""Number of contents that are kept although nobody needs them: so many are too few to look through."""
+
+
+class EventSource(Protocol):
+    """A manager, or anything else that knows which chunks a tier holds."""
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """Return the events of chunks that became ready or were removed since the last call, in order."""
+        ...
+
+
+class Medium:
+    """A tier whose events are translated, and its chunks that are announced.
+
+    Args:
+        source: who knows which chunks it holds; must record events.
+        name: name of the medium in events.
+        locality: whether it is local or shared; ``None`` if its name implies it.
+        max_announced: maximum number of chunks announced at the same time. A tier that evicts by itself and does not report it
+            has no more than it can hold: those heard of least lately are taken back.
+    """
+
+    def __init__(
+        self, source: EventSource, name: str, locality: Locality | None = None, max_announced: int | None = None
+    ) -> None:
+        self.source = source
+        self.name = name
+        self.locality = locality
+        self.max_announced = max_announced
+        # Those heard of last are last.
+        self.announced: OrderedDict[OffloadKey, None] = OrderedDict()
+        # By group and hash, in how many of them a block is that is not the last of its chunk: prefixes that part within a
+        # chunk have its first blocks in common.
+        self.inner: Counter[tuple[int, bytes]] = Counter()
+
+
+class BlockContents:
+    """What device blocks hold: their requests have the tokens, and may have ended when a block is stored.
+
+    Args:
+        is_published: whether anything may be announced of a request's chunks.
+    """
+
+    def __init__(self, is_published: Callable[[RequestView], bool]) -> None:
+        self._is_published = is_published
+        # By block id, the block's key when a request last filled it, and its contents, ``None`` if these are nobody's business:
+        # one entry per device block at most.
+        self._of_block: dict[int, tuple[OffloadKey, Contents | None]] = {}
+        # The requests that have blocks; by request, the number of its chunks noted so far, per group.
+        self._states: dict[str, RequestState] = {}
+        self._num_noted: dict[str, list[int]] = {}
+        # By request, its part of the last step that it was in.
+        self._last: dict[str, ScheduledRequest] = {}
+
+    def note_placed(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember the blocks that a request has got: all that its tokens fill, or will. Blocks of an earlier time are void."""
+        request_id = state.request.request_id
+        self._states[request_id] = state
+        self._forget(request_id)
+        self._note_filled(state, block_ids, state.request.num_tokens)
+
+    def note(self, step: StepView) -> None:
+        """Remember the blocks that this step fills, or that its requests have found on the device.
+
+        With asynchronous scheduling, a step may be planned before the tokens of the one before are known. So a request that is
+        preempted now may have filled a block in its last step whose key was not known then.
+        """
+        lost = (self._last.pop(request_id) for request_id in step.preempted_req_ids & self._last.keys())
+        for share in (*lost, *step.scheduled):
+            state = self._states.get(share.request_id)
+            if state is None:
+                continue  # it has ended
+            self._last[share.request_id] = share
+            num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
+            self._note_filled(state, share.block_ids, num_tokens)
+
+    def note_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember the last blocks of a request, and forget the request."""
+        request_id = state.request.request_id
+        self._states.pop(request_id, None)
+        self._note_filled(state, block_ids, state.request.num_tokens)
+        self._forget(request_id)
+
+    def knows(self, key: OffloadKey, block_id: int) -> bool:
+        """Whether it is known what a block holds now, whose chunk has this key."""
+        known = self._of_block.get(block_id)
+        return known is not None and known[0] == key
+
+    def of(self, block_ids: Iterable[int]) -> list[tuple[OffloadKey, Contents]]:
+        """Return the contents of blocks that are known, but for those of which nothing is to be announced."""
+        known = (self._of_block[block_id] for block_id in block_ids)
+        return [(key, contents) for key, contents in known if contents is not None]
+
+    def _note_filled(self, state: RequestState, block_ids: BlockIds, num_tokens: int) -> None:
+        noted = self._num_noted.setdefault(state.request.request_id, [0] * len(state.keys))
+        ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
+        if all(map(ge, noted, ends)):
+            return  # most, while generating
+        is_published = self._is_published(state.request)
+        state.extend_keys()
+        for group, (keys, table) in enumerate(zip(state.keys, block_ids, strict=True)):
+            for at in range(noted[group], min(ends[group], len(keys.keys), len(table))):
+                noted[group] = at + 1
+                if table[at] != NULL_BLOCK_ID:
+                    contents = contents_of(state.request, keys, at) if is_published else None
+                    self._of_block[table[at]] = keys.keys[at], contents
+
+    def _forget(self, request_id: str) -> None:
+        self._num_noted.pop(request_id, None)
+        self._last.pop(request_id, None)
+
+
+class TierEvents(Guest):
+    """Translates what the tiers of one connector have and lose into KV events.
+
+    The same chunk may come and go several times between two calls of ``take``. What has happened so far is translated before
+    contents are noted or forgotten.
+
+    Args:
+        layout: the engine's paged KV.
+        media: the tiers.
+        is_asked_for: whether a chunk may become ready soon although no store of it was noted.
+        salted: whether chunks of salted requests are announced, too.
+        follows_blocks: whether blocks are stored that no request holds any more, so that what they hold must be remembered.
+    """
+
+    name = "events"
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        media: Sequence[Medium],
+        is_asked_for: Callable[[OffloadKey], bool],
+        *,
+        salted: bool,
+        follows_blocks: bool = False,
+    ) -> None:
+        self._blocks = BlockContents(self.is_published) if follows_blocks else None
+        self._block_tokens = [group.block_tokens for group in layout.groups]
+        self._media = media
+        self._is_asked_for = is_asked_for
+        self._salted = salted
+        self._events: list[KVEvent] = []
+        # Those noted, or found to be needed, last are last.
+        self._contents: OrderedDict[OffloadKey, Contents] = OrderedDict()
+        self._storing: set[OffloadKey] = set()
+
+    @property
+    def known(self) -> Mapping[OffloadKey, Contents]:
+        """The contents that are kept now: for inspection."""
+        return self._contents
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def request_placed(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember what its blocks will hold: what another connector loads may be free again before any step."""
+        if self._blocks is not None:
+            self._blocks.note_placed(state, block_ids)
+
+    def step_begins(self, step: StepView) -> None:
+        """Remember the blocks that this step fills."""
+        if self._blocks is not None:
+            self._blocks.note(step)
+
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Remember its last blocks: with asynchronous scheduling, its last tokens became known after its last step."""
+        if self._blocks is not None:
+            self._blocks.note_ended(state, block_ids)
+
+    def store_begins(self, store: Store, parts: Sequence[StoredPart]) -> None:
+        """Remember the contents of chunks whose store begins."""
+        for part in parts:
+            if self.is_published(part.state.request):
+                self._note_store(part)
+        if not parts and self._blocks is not None:
+            self.note_contents(self._blocks.of(store.block_ids))
+
+    def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
+        """Learn that a store of chunks has ended, well or not."""
+        self._storing.difference_update(store.handle.keys)
+
+    def may_store(self, key: OffloadKey, block_id: int) -> bool:
+        """Whether it is known what a block holds: what could not be announced, an index would never find."""
+        return self._blocks is None or self._blocks.knows(key, block_id)
+
+    def shutdown(self) -> None:
+        """Take back all that was announced: nobody follows these chunks any more."""
+        for medium in self._media:
+            self._take_back(medium, tuple(medium.announced))
+        self._media = ()
+
+    # --- contents that others bring -----------------------------------------------------------------------------------
+
+    def _note_store(self, part: StoredPart) -> None:
+        keys, at = part.state.keys[part.group], part.first_chunk
+        self._make_room(len(part.keys))
+        for key in part.keys:
+            while keys.keys[at] != key:
+                at += 1
+            self._contents[key] = contents_of(part.state.request, keys, at)
+        self._storing.update(part.keys)
+
+    def note_contents(self, stored: Sequence[tuple[OffloadKey, Contents]]) -> None:
+        """Remember the contents of chunks whose store begins, or that are asked for right after this call."""
+        self._make_room(len(stored))
+        self._contents.update(stored)
+        self._storing.update(key for key, _ in stored)
+
+    def note_wanted(self, request: RequestView, keys: Iterable[ChunkKeys]) -> None:
+        """Remember the contents of a request's chunks, some of which lower tiers are asked for right after this call."""
+        if not self.is_published(request):
+            return
+        for group in keys:
+            new = [(at, key) for at, key in enumerate(group.keys) if key not in self._contents]
+            self._make_room(len(new))
+            self._contents.update((key, contents_of(request, group, at)) for at, key in new)
+
+    def is_published(self, request: RequestView) -> bool:
+        """Whether anything may be announced of a request's chunks."""
+        return self._salted or request.salt is None
+
+    def note_of(self, key: OffloadKey) -> Note:
+        """Return what a tier is to keep of a chunk that is written down now."""
+        contents = self._contents.get(key)
+        return NO_NOTE if contents is None else Note(contents.details())
+
+    def take(self) -> list[KVEvent]:
+        """Return the KV events since the last call, in order per medium."""
+        self._translate()
+        events, self._events = self._events, []
+        return events
+
+    # --- contents -----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, num_new: int) -> None:
+        """Forget contents that nobody needs, looking at two for each new one: so at most half of all are of no use."""
+        self._translate()
+        contents = self._contents
+        for _ in range(min(2 * num_new, len(contents) - _NUM_SPARE)):
+            key, known = contents.popitem(last=False)
+            if self._is_needed(key):
+                contents[key] = known
+
+    def _is_needed(self, key: OffloadKey) -> bool:
+        is_here = key in self._storing or any(key in medium.announced for medium in self._media)
+        return is_here or self._is_asked_for(key)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _translate(self) -> None:
+        for medium in self._media:
+            for event in medium.source.take_events():
+                if isinstance(event, ChunksStored):
+                    self._announce(medium, event.keys)
+                elif isinstance(event, ChunksRemoved):
+                    self._take_back(medium, event.keys)
+                elif isinstance(event, ChunksFound):
+                    self._announce(medium, [found.key for found in event.found if self._note_found(medium, found)])
+                else:
+                    self._take_back(medium, tuple(medium.announced))
+
+    def _announce(self, medium: Medium, keys: Sequence[OffloadKey]) -> None:
+        announced = medium.announced
+        for key in keys:
+            if key in announced:
+                announced.move_to_end(key)
+            elif (contents := self._contents.get(key)) is not None:
+                announced[key] = None
+                self._events.append(self._stored(medium, key, contents))
+        if medium.max_announced is not None and len(announced) > medium.max_announced:
+            self._take_back(medium, tuple(islice(announced, len(announced) - medium.max_announced)))
+
+    def _note_found(self, medium: Medium, found: Found) -> bool:
+        """Remember the contents of a chunk that a tier has listed; return whether it is to be announced now."""
+        _, group = split_key(found.key)
+        if found.key in medium.announced or group >= len(self._block_tokens):
+            return False
+        contents = contents_in(found.details, self._block_tokens[group])
+        if contents is None or (contents.is_salted and not self._salted):
+            return False
+        self._contents.setdefault(found.key, contents)
+        return True
+
+    def _stored(self, medium: Medium, key: OffloadKey, contents: Contents) -> BlockStored:
+        """Return the event of a chunk's blocks, without those that are announced already: they come first."""
+        block_hash, group = split_key(key)
+        hashes, size = (*contents.inner_hashes, block_hash), self._block_tokens[group]
+        inner = [(group, inner_hash) for inner_hash in contents.inner_hashes]
+        first = sum(block in medium.inner for block in inner)
+        medium.inner.update(inner)
+        return BlockStored(
+            block_hashes=hashes[first:],
+            parent_block_hash=hashes[first - 1] if first else contents.parent_hash,
+            token_ids=tuple(contents.tokens[first * size :]),
+            block_tokens=size,
+            group=group,
+            medium=medium.name,
+            adapter=contents.adapter,
+            extra_keys=contents.extra_keys[first:],
+            locality=medium.locality,
+        )
+
+    def _take_back(self, medium: Medium, keys: Sequence[OffloadKey]) -> None:
+        """Announce that chunks are gone, as far as they were announced: one event per group."""
+        of_group: dict[int, list[bytes]] = {}
+        for key in keys:
+            if key in medium.announced:
+                del medium.announced[key]
+                block_hash, group = split_key(key)
+                gone = of_group.setdefault(group, [])
+                gone += self._no_longer_held(medium, group, self._contents[key].inner_hashes)
+                gone.append(block_hash)
+        self._events += [
+            BlockRemoved(tuple(hashes), group, medium.name, medium.locality) for group, hashes in of_group.items()
+        ]
+
+    def _no_longer_held(self, medium: Medium, group: int, inner_hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the inner blocks of a chunk that has gone which are in no other chunk."""
+        medium.inner.subtract((group, inner_hash) for inner_hash in inner_hashes)
+        gone = [inner_hash for inner_hash in inner_hashes if not medium.inner[group, inner_hash]]
+        for inner_hash in gone:
+            del medium.inner[group, inner_hash]
+        return gone
+
+
+def tier_events(
+    environment: SchedulerEnvironment,
+    host: EventSource,
+    lower: LowerTiers | None = None,
+    *,
+    follows_blocks: bool = False,
+) -> TierEvents | None:
+    """Return the events of a connector's tiers; ``None`` if nobody listens.
+
+    Args:
+        environment: facts about the engine.
+        host: the manager of host memory; must record events.
+        lower: the tiers below, if there are any.
+        follows_blocks: see ``TierEvents``.
+    """
+    if not environment.emits_events:
+        return None
+    media = [Medium(host, MEDIUM_HOST)]
+    for tier in () if lower is None else lower.tiers:
+        most = tier.options.max_chunks
+        most = MAX_ANNOUNCED if most is None else min(MAX_ANNOUNCED, most)
+        media.append(Medium(tier, MEDIUM_STORAGE, tier.options.locality, most))
+    is_asked_for = (lambda _: False) if lower is None else lower.is_asked_for
+    salted = environment.emits_salted_events
+    return TierEvents(environment.layout, media, is_asked_for, salted=salted, follows_blocks=follows_blocks)

@@ -1,0 +1,417 @@
+"""What is measured beside the decisions: how long loads, stores and waits take, how fast prompts are computed, and for how long
+chunks are kept and wanted, and which prefixes requests have left in the tier. It changes no decision.
+
+Ages of chunks are sampled, because their number may be in the millions, and all that they cost is a few dictionary entries per
+request: as in spatial sampling (SHARDS, Waldspurger et al., FAST 2015), a chunk is in the sample or not by its key, which is a
+digest, so that all its uses are seen or none; and when the sample is full, half of it goes and half as many are taken from then
+on. So both are bounded, and neither prefers old chunks or young ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+from typing import Final, Self
+
+from cargohold.blocks import READY
+from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.connector.kernel.guest import Admission, Guest
+from cargohold.connector.kernel.jobs import Load, Store
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.shared import Shared
+from cargohold.protocol import (
+    AGES_MS,
+    AttentionKind,
+    BlockIds,
+    Clock,
+    Episode,
+    KeptPrefix,
+    KVCacheLayout,
+    SchedulerEnvironment,
+    Stats,
+    Times,
+    TransferOutcome,
+    labelled,
+    level_changes,
+)
+from cargohold.tiers.scheduler_side import LowerTiers
+
+MAX_KEPT: Final = 256
+"""Maximum number of chunks whose stay in host memory is followed."""
+MAX_USED: Final = 4096
+"""Maximum number of chunks whose last use is remembered."""
+LOOK_S: Final = 1.0
+"""Seconds after which it is looked again which of the followed chunks are still there."""
+_NO_FACTS: Final[Mapping[str, int | str]] = MappingProxyType({})
+_MOST_APART: Final = 1 << 16
+
+
+class Meters(Guest):
+    """Measures one connector's scheduler side.
+
+    Args:
+        shared: has the manager, and tells what is in flight.
+        environment: facts about the engine; tells who observes.
+        lower: the tiers below host memory, if there are any.
+
+    Attributes:
+        chunk_bytes: size of a chunk, over all shards.
+        prefixes: what the last requests have left in host memory.
+    """
+
+    name = "meters"
+
+    def __init__(self, shared: Shared, environment: SchedulerEnvironment, lower: LowerTiers | None) -> None:
+        self._shared = shared
+        self._clock = clock = environment.clock
+        self._observe = environment.observe
+        self._lower = lower
+        self._stats: Counter[str] = Counter()
+        self._loads = Times(f"{shared.tier}_load")
+        self._stores = Times(f"{shared.tier}_store")
+        self._waits = Times("wait")
+        self._ages = ChunkAges(shared.manager, shared.tier, clock, self._stats)
+        self.prefixes = Prefixes(shared.manager, shared.layout, clock)
+        # By request, since when the engine is told to ask again, as long as it is.
+        self._not_yet_since: dict[str, float] = {}
+        # By waiting request, when the engine asked for it first, and when the answer was not "not yet"; noted for who observes.
+        self._asked_at: dict[str, float] = {}
+        self._answered_at: dict[str, float] = {}
+        self._levels: Stats = {}
+        layout = shared.layout
+        self.chunk_bytes = layout.block_bytes * layout.num_shards * shared.config.blocks_per_chunk
+        lower_chunks = {} if lower is None else lower.max_chunks
+        self._limits = {
+            f"num_{name}_capacity_bytes": num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
+        }
+        quotas = getattr(shared.config, "quotas", ())
+        self._labels = {quota.tenant: quota.label or f"tenant {at}" for at, quota in enumerate(quotas, 1)}
+        for tenant, limits in shared.manager.quotas.items():
+            for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
+                if num_chunks is not None:
+                    name = labelled(f"num_{shared.tier}_quota_bytes", self._label(tenant), limit)
+                    self._limits[name] = num_chunks * self.chunk_bytes
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def request_asked(self, state: RequestState, is_known: bool) -> None:  # as the port has it
+        """Note for how long a request has been told to wait. Called for every look-up, most of which change nothing."""
+        request_id = state.request.request_id
+        if self._observe is not None:
+            self._asked_at.setdefault(request_id, self._clock())
+            if is_known:
+                self._answered_at.setdefault(request_id, self._clock())
+        if not is_known:
+            if request_id not in self._not_yet_since:
+                self._not_yet_since[request_id] = self._clock()
+        elif self._not_yet_since:
+            self._end_wait(request_id)
+
+    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+        """Note which chunks it uses, and tell who observes what its look-up has found."""
+        if self._observe is not None:
+            self._tell_found(state, admission)
+        if admission.is_first:
+            self._ages.note_used(state.keys[0].keys)
+
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Note the end of its wait, if it has not been admitted, and what it leaves."""
+        request_id = state.request.request_id
+        self._end_wait(request_id)
+        self._asked_at.pop(request_id, None)
+        self._answered_at.pop(request_id, None)
+        self.prefixes.note_ended(state)
+
+    def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
+        """Note how long it took. What failed or was not awaited says nothing of the speed."""
+        if since is None:
+            return
+        num_tokens = len(load.origins.tiers)
+        facts: dict[str, int | str] = {"tokens": num_tokens, "outcome": outcome.name.lower()}
+        self._tell("load", (load.request_id,), since, self._clock(), facts)
+        if outcome is TransferOutcome.DONE:
+            self._loads.note(self._clock() - since, self._stats)
+            self._stats["load_tokens"] += num_tokens
+
+    def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
+        """Note how long it took, and follow some of its chunks."""
+        if since is None:
+            return
+        if self._observe is not None:
+            facts: dict[str, int | str] = {"chunks": len(store.keys), "outcome": outcome.name.lower()}
+            self._tell("store", store.request_ids, since, self._clock(), facts)
+        if outcome is TransferOutcome.DONE:
+            self._stores.note(self._clock() - since, self._stats)
+            if not store.is_spoiled:
+                self._ages.note_stored(store.handle.keys)
+
+    def reset(self) -> None:
+        """Forget the chunks that are followed: they were not evicted."""
+        self._ages.forget()
+        self.prefixes.forget()
+
+    # --- what it tells ------------------------------------------------------------------------------------------------
+
+    def take_stats(self) -> Stats:
+        """Return counters since the last call, and how levels have changed since then: summed up, these are the levels."""
+        self._ages.look()
+        stats = dict(self._stats)
+        self._stats.clear()
+        return {**stats, **self._take_levels()}
+
+    def _end_wait(self, request_id: str) -> None:
+        since = self._not_yet_since.pop(request_id, None)
+        if since is not None:
+            now = self._clock()
+            self._waits.note(now - since, self._stats)
+            self._tell("wait", (request_id,), since, now)
+
+    def _tell_found(self, state: RequestState, admission: Admission) -> None:
+        """Tell who observes what the look-up of a request has found, which is about to forget its wait for lower tiers."""
+        request_id = state.request.request_id
+        asked_at, ended_at = self._asked_at.pop(request_id, None), self._answered_at.pop(request_id, None)
+        if asked_at is None or ended_at is None:
+            return
+        found = {f"found_tokens.{tier}": count for tier, count in admission.sources.items()}
+        self._tell(
+            "look_up",
+            (request_id,),
+            asked_at,
+            ended_at,
+            {"found_tokens.device": admission.num_computed_tokens, **found},
+        )
+        fetch = None if state.waiting is None else state.waiting.fetch
+        if fetch is not None and self._lower is not None:
+            began_at = self._clock() - (self._lower.clock() - fetch.started_at)
+            self._tell("prefetch", (request_id,), began_at, max(began_at, ended_at), {"chunks": len(fetch.sources)})
+
+    def _tell(
+        self,
+        what: str,
+        request_ids: Collection[str],
+        began_at: float,
+        ended_at: float,
+        facts: Mapping[str, int | str] = _NO_FACTS,
+    ) -> None:
+        if self._observe is not None:
+            self._observe(Episode(what, request_ids, began_at, ended_at, facts))
+
+    def _label(self, tenant: str) -> str:
+        """What metrics call a tenant: never the salt, with which one could find out what is cached under it."""
+        return self._labels.get(tenant, tenant)
+
+    def _take_levels(self) -> Stats:
+        manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
+        num_ready = manager.num_ready
+        levels: dict[str, float] = {
+            "removed_chunks": manager.num_removed,
+            "num_ready_chunks": num_ready,
+            "num_stuck_copies": self._shared.jobs.num_stuck,
+            f"num_{tier}_bytes": num_ready * chunk_bytes,
+            f"num_{tier}_in_use_bytes": manager.num_pins * chunk_bytes,
+            f"num_{tier}_capacity_bytes": manager.capacity * chunk_bytes,
+            **self._limits,
+        }
+        for tenant, num_chunks in manager.usage().items():
+            levels[labelled(f"num_{tier}_tenant_bytes", self._label(tenant))] = num_chunks * chunk_bytes
+        before, self._levels = self._levels, levels
+        return level_changes(before, levels) if levels != before else {}
+
+
+class ChunkAges:
+    """Samples how long chunks stay in host memory, and after what time requests come back to them.
+
+    Args:
+        manager: the manager of host memory.
+        tier: its name in counters.
+        clock: monotonic time in seconds.
+        stats: the counters; mutated.
+    """
+
+    def __init__(self, manager: OffloadManager, tier: str, clock: Clock, stats: Counter[str]) -> None:
+        self._manager = manager
+        self._clock = clock
+        self._stats = stats
+        self._lifetimes = Times(f"{tier}_lifetime", AGES_MS)
+        self._gaps = Times("reuse_gap", AGES_MS)
+        # When each followed chunk was stored, and when each remembered one was used last; the oldest first.
+        self._kept: dict[OffloadKey, float] = {}
+        self._used: dict[OffloadKey, float] = {}
+        # One of so many chunks is followed, the next one after so many, and one of so many is remembered.
+        self._apart = 1
+        self._skip = 0
+        self._used_apart = 1
+        self._look_at = clock() + LOOK_S
+
+    def note_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that chunks have come from the device."""
+        now = self._clock()
+        while self._skip < len(keys):
+            self._kept[keys[self._skip]] = now
+            self._skip += self._apart
+        self._skip -= len(keys)
+        while len(self._kept) > MAX_KEPT:
+            self._kept = dict(islice(self._kept.items(), None, None, 2))
+            self._apart *= 2
+
+    def note_used(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that a request uses these chunks, in prefix order. Looks at the first, second, fourth, eighth and so on."""
+        now = self._clock()
+        for key in _spread(keys):
+            if _number(key) % self._used_apart:
+                continue
+            before = self._used.pop(key, None)
+            if before is not None:
+                self._gaps.note(now - before, self._stats)
+            self._used[key] = now
+        if len(self._used) > MAX_USED:
+            self._used_apart = min(2 * self._used_apart, _MOST_APART)
+            kept = {key: at for key, at in self._used.items() if _number(key) % self._used_apart == 0}
+            self._used = dict(islice(kept.items(), max(0, len(kept) - MAX_USED), None))
+
+    def look(self) -> None:
+        """Look now and then which of the followed chunks have gone."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        followed = list(self._kept)
+        for key, is_there in zip(followed, self._manager.lookup(followed), strict=True):
+            if not is_there:
+                self._lifetimes.note(now - self._kept.pop(key), self._stats)
+        if self._apart > 1 and len(self._kept) < MAX_KEPT // 4:
+            self._apart //= 2
+
+    def forget(self) -> None:
+        """Forget the chunks that are followed, because all are dropped: they were not evicted."""
+        self._kept.clear()
+
+
+def _spread(keys: Sequence[OffloadKey]) -> Iterator[OffloadKey]:
+    at = 1
+    while at <= len(keys):
+        yield keys[at - 1]
+        at *= 2
+
+
+def _number(key: OffloadKey) -> int:
+    return key[0] | key[1] << 8
+
+
+MAX_PREFIXES: Final = 64
+"""Maximum number of prefixes that are remembered; beyond it those that were used least recently are forgotten."""
+MAX_MARKS: Final = 16
+"""Maximum number of chunks of a prefix that are looked for, so that an answer costs a millisecond at a million chunks. Of a
+longer prefix, what is there is rounded down to a 16th, unless it is all there."""
+
+
+@dataclass(slots=True)
+class _Left:
+    """A prefix that requests have left.
+
+    Attributes:
+        tenant: whose requests they were.
+        first: its first chunk; most prompts differ there already.
+        num_chunks: number of its chunks.
+        apart: one of so many of them is a mark.
+        marks: these, in order, and the last one.
+        at: when the last of the requests ended.
+        num_uses: number of requests that have begun with it.
+        is_shared: whether it is what requests have in common that went on differently.
+    """
+
+    tenant: str | None
+    first: OffloadKey
+    num_chunks: int
+    apart: int
+    marks: list[OffloadKey]
+    at: float
+    num_uses: int = 1
+    is_shared: bool = False
+
+    @classmethod
+    def of(cls, keys: list[OffloadKey], tenant: str | None, at: float) -> Self:
+        """Make that of a request that has ended."""
+        apart = -(-len(keys) // MAX_MARKS)
+        marks = keys[apart - 1 :: apart]
+        if len(keys) % apart:
+            marks.append(keys[-1])
+        return cls(tenant, keys[0], len(keys), apart, marks, at)
+
+    def end_of(self, num_marks: int) -> int:
+        """Return the number of chunks up to a mark."""
+        return min(num_marks * self.apart, self.num_chunks)
+
+    def num_in_common(self, keys: list[OffloadKey]) -> int:
+        """Return with how many of its chunks a request begins, rounded down to a mark."""
+        num_alike = 0
+        for number, mark in enumerate(self.marks, 1):
+            end = self.end_of(number)
+            if end > len(keys) or keys[end - 1] != mark:
+                break
+            num_alike = number
+        return self.end_of(num_alike)
+
+
+class Prefixes:
+    """Remembers the prefixes of the last requests.
+
+    A request that continues an earlier one, as the next turn of a conversation does, takes its place. Requests that have half
+    of their chunks or more in common, as questions about one document have, are remembered as what they have in common.
+
+    Args:
+        manager: the manager of the tier.
+        layout: the engine's paged KV.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, manager: OffloadManager, layout: KVCacheLayout, clock: Clock) -> None:
+        self._manager = manager
+        self._clock = clock
+        # Only a group of full attention keeps a prefix from its start.
+        full = [group.index for group in layout.groups if group.kind is AttentionKind.FULL]
+        self._group = full[0] if full else None
+        self._chunk_tokens = 0
+        # The least recently used first.
+        self._left: list[_Left] = []
+
+    def note_ended(self, state: RequestState) -> None:
+        """Learn that a request has ended."""
+        if self._group is None:
+            return
+        state.extend_keys()
+        chunks = state.keys[self._group]
+        keys, self._chunk_tokens = chunks.keys, chunks.chunk_tokens
+        if not keys:
+            return
+        own, others, shared = _Left.of(keys, state.tenant, self._clock()), [], []
+        for left in self._left:
+            may_be_alike = left.first == own.first and left.tenant == own.tenant
+            common = left.num_in_common(keys) if may_be_alike else 0
+            if common == left.num_chunks and not left.is_shared:
+                own.num_uses = max(own.num_uses, left.num_uses + 1)
+            elif common and (common == left.num_chunks or 2 * common >= max(left.num_chunks, len(keys))):
+                part = _Left.of(keys[:common], own.tenant, own.at)
+                part.num_uses, part.is_shared = left.num_uses + 1, True
+                shared.append(part)
+            else:
+                others.append(left)
+        is_told = any(2 * part.num_chunks >= len(keys) for part in shared)
+        self._left = [*others, *shared, *([] if is_told else [own])][-MAX_PREFIXES:]
+
+    def kept(self) -> list[KeptPrefix]:
+        """Return those of which something is in the tier, the longest first."""
+        now, kept = self._clock(), []
+        for left in self._left:
+            # A prefix is lost from its end.
+            num_chunks = left.end_of(self._manager.lookup_run(left.marks).count(READY))
+            if num_chunks:
+                kept.append(KeptPrefix(left.tenant, num_chunks * self._chunk_tokens, left.num_uses, now - left.at))
+        return sorted(kept, key=lambda prefix: -prefix.num_tokens)
+
+    def forget(self) -> None:
+        """Forget all of them, because all chunks are dropped."""
+        self._left.clear()

@@ -1,0 +1,308 @@
+"""The port through which features hear of what the kernel does, and answer its questions.
+
+The kernel moves chunks between the device and host memory and knows no feature by name. A *guest* is one feature: it overrides
+the facts that it wants to hear, keeps its own record of requests, and can be left out; then it costs nothing.
+
+::
+
+    facts       request_new | request_placed | request_asked | request_admitted | request_ended
+                load_ended     store_begins | store_ended
+                step_begins | step_ends     reset     worker_reported
+    questions   worth | may_store
+
+Guests are told in the order of the list that the kernel is given: each finds done what those before it do for the same fact.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Final, TypeVar, cast
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.cache.shares import NORMAL
+from cargohold.connector.kernel.jobs import Load, Store
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.errors import ConfigError, RequestError
+from cargohold.option_values import import_named, made_by
+from cargohold.protocol import (
+    NOT_CONTAINED,
+    BlockIds,
+    Clock,
+    KVCacheLayout,
+    KVConnectorOutput,
+    StepView,
+    TransferOutcome,
+)
+
+logger = logging.getLogger(__name__)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class GuestView:
+    """What a guest of somebody else's may see.
+
+    Attributes:
+        layout: the engine's paged KV.
+        clock: monotonic time in seconds.
+        lookup: returns one byte per chunk, ``cargohold.blocks.READY`` for those that host memory has; changes nothing.
+    """
+
+    layout: KVCacheLayout
+    clock: Clock
+    lookup: Callable[[Sequence[OffloadKey]], bytes]
+
+
+def find_guest(name: object, key: str = "guests") -> Callable[[GuestView], Guest]:
+    """Return the class of the guest that an option names, as ``MODULE:CLASS``; the module is imported.
+
+    Raises:
+        ConfigError: there is no such class, or it is no guest's.
+    """
+    expected = "it must be MODULE:CLASS, a class derived from cargohold.connector.kernel.guest.Guest"
+    if not isinstance(name, str) or ":" not in name:
+        raise ConfigError(key, name, expected)
+    found = import_named(key, name)
+    if not isinstance(found, type) or not issubclass(found, Guest):
+        raise ConfigError(key, name, expected)
+    return cast("Callable[[GuestView], Guest]", found)
+
+
+def own_guests(names: Sequence[str], view: GuestView) -> list[Guest]:
+    """Make the guests that options name. Raises ``ConfigError`` if one cannot be made."""
+    return [made_by("guests", name, Guest, view) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a request has found when the engine admits it.
+
+    Attributes:
+        num_computed_tokens: number of its leading tokens that are on the device.
+        num_hit_tokens: number of its leading tokens that are on the device, or are loaded now.
+        sources: number of tokens to be loaded, by the tier they came from.
+        is_first: whether it had not been admitted before; a request that starts over is admitted again.
+    """
+
+    num_computed_tokens: int
+    num_hit_tokens: int
+    sources: Mapping[str, int]
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """The chunks of one request in one group that a store copies.
+
+    Attributes:
+        state: the request.
+        group: index of the group.
+        keys: the chunks, in prefix order.
+        first_chunk: number of a chunk in the group that is at or before the first of them.
+    """
+
+    state: RequestState
+    group: int
+    keys: Sequence[OffloadKey]
+    first_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a request's chunks are worth.
+
+    Attributes:
+        level: the level with which they are offered to host memory; see ``cargohold.cache.shares``.
+        must_keep: whether none may be lost: the blocks of those that are not stored when the request ends are held until they
+            are.
+    """
+
+    level: int = NORMAL
+    must_keep: bool = False
+
+
+ORDINARY: Final = Worth()
+"""What is answered for nearly every request."""
+
+
+class Guest:
+    """Hears what the kernel does. Every method does nothing by default, and then is not called.
+
+    One of your own is a class that is called with a ``GuestView``, and that options name as ``MODULE:CLASS``. Its methods are
+    called in the scheduler's thread, so they must be quick; ``GuestConformance`` tests it.
+
+    Attributes:
+        name: its name in log lines.
+    """
+
+    name: str = "guest"
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def request_new(self, state: RequestState) -> None:
+        """Learn of a request. Raise ``RequestError`` to refuse it for its parameters."""
+
+    def request_placed(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Learn which blocks a request has got, before it is in a step. Another connector may fill them."""
+
+    def request_asked(self, state: RequestState, is_known: bool) -> None:  # the answer itself
+        """Learn that the engine has asked for a waiting request, and whether the answer was other than "not yet"."""
+
+    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+        """Learn that the engine has admitted a request, whose load is planned now."""
+
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Learn that a request has ended; its blocks may be free from now on."""
+
+    def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
+        """Learn that a load has ended that began at ``since``; ``None`` if nobody waited for it any more."""
+
+    def store_begins(self, store: Store, parts: Sequence[StoredPart]) -> None:
+        """Learn that a store begins, and of which requests its chunks are; of none if it saves what is about to be evicted."""
+
+    def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
+        """Learn that a store has ended that began at ``since``; ``None`` if nobody waited for it any more."""
+
+    def step_begins(self, step: StepView) -> None:
+        """Learn of a step, before its stores are planned."""
+
+    def step_ends(self) -> None:
+        """Learn that a step is over."""
+
+    def reset(self) -> None:
+        """Learn that every chunk is forgotten."""
+
+    def worker_reported(self, output: KVConnectorOutput) -> None:
+        """Learn what all workers have reported, before the kernel does."""
+
+    def shutdown(self) -> None:
+        """Release everything. Called once, also when it is turned off."""
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def worth(self, state: RequestState) -> Worth:
+        """What a request's chunks are worth. Of several answers, the highest level counts, and every "must be kept"."""
+        return ORDINARY
+
+    def may_store(self, key: OffloadKey, block_id: int) -> bool:
+        """Whether a device block may be stored that holds this chunk, and that no request holds any more. All must say yes."""
+        return True
+
+
+def _told(method: Method) -> Method:
+    """Return a method that tells the guests which override it."""
+    fact = method.__name__
+
+    def tell(self: Guests, *args: Any) -> None:
+        for guest, hear in self.hearers[fact]:
+            try:
+                hear(*args)
+            except NOT_CONTAINED:
+                raise
+            except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
+                self.note_raised(guest, fact, error)
+
+    return cast("Method", update_wrapper(tell, method))
+
+
+QUESTIONS: Final = ("worth", "may_store")
+"""The names of all questions."""
+FACTS: Final = tuple(name for name, value in vars(Guest).items() if callable(value) and name not in QUESTIONS)
+"""The names of all facts."""
+
+
+class Guests(Guest):
+    """Tells all guests. One that raises is turned off alone: it hears nothing any more, and releases what it held.
+
+    Args:
+        guests: in the order in which they are told.
+
+    Attributes:
+        hearers: by fact, the guests that want to hear it, each with its method.
+    """
+
+    name = "guests"
+
+    def __init__(self, guests: Sequence[Guest] = ()) -> None:
+        self._guests = tuple(guests)
+        self.hearers: dict[str, tuple[tuple[Guest, Callable[..., Any]], ...]] = {}
+        self._note_hearers()
+
+    def _note_hearers(self) -> None:
+        self.hearers = {
+            fact: tuple(
+                (guest, getattr(guest, fact))
+                for guest in self._guests
+                if getattr(type(guest), fact) is not getattr(Guest, fact)
+            )
+            for fact in (*FACTS, *QUESTIONS)
+        }
+
+    def worth(self, state: RequestState) -> Worth:
+        """Ask all guests. One that raises has no say."""
+        worth = ORDINARY
+        for guest, ask in self.hearers["worth"]:
+            answer = self.call(guest, ask, (state,))
+            if answer is not None and answer is not ORDINARY:
+                worth = Worth(max(worth.level, answer.level), worth.must_keep or answer.must_keep)
+        return worth
+
+    def may_store(self, key: OffloadKey, block_id: int) -> bool:
+        """Ask all guests, until one says no. One that raises has no say."""
+        hearers = self.hearers["may_store"]
+        return all(self.call(guest, ask, (key, block_id)) is not False for guest, ask in hearers)
+
+    def has(self, guest: Guest) -> bool:
+        """Whether it is one of them, and was not turned off."""
+        return guest in self._guests
+
+    def call(self, guest: Guest, ask: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Ask one guest; return what it answers, or ``None`` if it raises."""
+        try:
+            return ask(*args)
+        except NOT_CONTAINED:
+            raise
+        except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
+            self.note_raised(guest, ask.__name__, error)
+            return None
+
+    def note_raised(self, guest: Guest, fact: str, error: BaseException) -> None:
+        """Turn a guest off. A ``RequestError`` of ``request_new`` is raised instead: it is the request's fault."""
+        if isinstance(error, RequestError) and fact == "request_new":
+            raise error
+        self._turn_off(guest, fact, error)
+
+    def _turn_off(self, guest: Guest, fact: str, error: BaseException) -> None:
+        """Tell it nothing any more, with one loud line, and let it release what it held."""
+        logger.error(
+            "guest %s is turned off: it raised in %s; the connector goes on without it",
+            guest.name,
+            fact,
+            exc_info=error,
+        )
+        self._guests = tuple(other for other in self._guests if other is not guest)
+        self._note_hearers()
+        try:
+            guest.shutdown()
+        except NOT_CONTAINED:
+            raise
+        except BaseException:  # somebody's feature: whatever it raises must not stop the kernel
+            logger.exception("guest %s raised again while it released what it held", guest.name)
+
+    request_new = _told(Guest.request_new)
+    request_placed = _told(Guest.request_placed)
+    request_asked = _told(Guest.request_asked)
+    request_admitted = _told(Guest.request_admitted)
+    request_ended = _told(Guest.request_ended)
+    load_ended = _told(Guest.load_ended)
+    store_begins = _told(Guest.store_begins)
+    store_ended = _told(Guest.store_ended)
+    step_begins = _told(Guest.step_begins)
+    step_ends = _told(Guest.step_ends)
+    reset = _told(Guest.reset)
+    worker_reported = _told(Guest.worker_reported)
+    shutdown = _told(Guest.shutdown)

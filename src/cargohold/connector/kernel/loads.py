@@ -1,0 +1,538 @@
+"""Look-ups and loads: how many tokens of a request the tier can give back, and their way to the device.
+
+A load is planned when a request gets its blocks, and ended when all workers have reported.
+
+A chunk is ``k = blocks_per_chunk`` consecutive blocks of one group. A tier has a slot per chunk; block ``i`` of the chunk in
+slot ``s`` is the tier's row ``s * k + i``::
+
+    blocks of the request    0   1 | 2   3 | 4   5 | 6          k = 2
+    computed on the device   x   x   x |
+    hit in the tier                  :   chunk 1, chunk 2       the first destination lies inside chunk 1
+    destinations                     3 | 4   5
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Final, NamedTuple
+
+from cargohold.blocks import READY, GroupUnits, longest_hit
+from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
+from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
+from cargohold.connector.kernel.requests import Lookup, RequestState
+from cargohold.connector.kernel.shared import Shared
+from cargohold.protocol import (
+    NULL_BLOCK_ID,
+    AttentionKind,
+    BlockIds,
+    KVCacheGroup,
+    KVConnectorOutput,
+    RequestView,
+    Stats,
+    TransferOutcome,
+)
+from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted, sources_per_token
+
+
+class TierLookup:
+    """Looks requests up in a tier.
+
+    Args:
+        manager: the manager of the tier; with lower tiers, that of host memory alone.
+        jobs: transfers in flight.
+        shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
+        shares_load_ends: whether at least those are found with which another request can continue where the load ends.
+        full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
+        prefetcher: fetches chunks from lower tiers first; ``None`` if there are no lower tiers.
+        on_ask: told of a request's chunks before lower tiers are asked for them; ``None`` if nobody listens.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        jobs: JobTable,
+        *,
+        shares_loads: bool,
+        shares_load_ends: bool,
+        full_hits: bool,
+        prefetcher: Prefetcher | None = None,
+        on_ask: Callable[[RequestView, Sequence[ChunkKeys]], None] | None = None,
+    ) -> None:
+        self._manager = manager
+        self._prefetcher = prefetcher
+        self._on_ask = on_ask
+        self._jobs = jobs
+        self._shares_loads = shares_loads
+        self._shares_load_ends = shares_load_ends
+        self._full_hits = full_hits
+
+    def find(self, state: RequestState, num_computed_tokens: int) -> int | None:
+        """Return the length in tokens of the longest usable prefix of a request, or ``None`` for "not yet".
+
+        What host memory has is kept in ``state``, and returned again while nothing has changed.
+        """
+        num_tokens = state.request.num_tokens
+        limit = num_tokens if self._full_hits else num_tokens - 1
+        if state.params.max_load_tokens is not None:
+            limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
+        wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit, state.tenant)
+        if self._must_wait(state, wanted):
+            return None
+        lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
+        # Many requests may wait for one load, while other jobs end in every step.
+        if (
+            lookup is None
+            or not lookup.is_of(num_computed_tokens, num_tokens)
+            or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
+        ):
+            lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
+        if self._begins_to_wait(state, wanted, lookup.num_tokens):
+            return None
+        return None if lookup.undecided else lookup.num_tokens
+
+    def _must_wait(self, state: RequestState, wanted: Wanted) -> bool:
+        """Whether a request still waits for lower tiers."""
+        if self._prefetcher is None:
+            return False
+        if state.waiting is not None and state.waiting.has_expired:
+            state.waiting = None
+            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
+        if state.waiting is not None and state.waiting.num_announced:
+            # The first request of an engine waits before a worker has said what the engine's namespace is.
+            state.waiting.num_announced = self._num_announced(state)
+        return self._prefetcher.must_wait(state.waiting, wanted)
+
+    def _begins_to_wait(self, state: RequestState, wanted: Wanted, num_tokens: int) -> bool:
+        """Whether a request, of which ``num_tokens`` leading tokens were found, begins to wait for lower tiers."""
+        prefetcher = self._prefetcher
+        if prefetcher is None:
+            return False
+        if state.waiting is not None:
+            return prefetcher.begins_again(state.waiting, wanted, num_tokens)
+        if wanted.limit_tokens - num_tokens < state.chunk_tokens:
+            return False
+        found = num_tokens, self._num_announced(state)
+        if self._on_ask is None:
+            state.waiting = prefetcher.begin(wanted, state.notes, *found)
+        else:
+            on_ask = partial(self._on_ask, state.request, state.keys)
+            state.waiting = prefetcher.begin(wanted, state.notes, *found, on_ask)
+        return state.waiting.must_wait
+
+    def _num_announced(self, state: RequestState) -> int:
+        """Return how many leading tokens another engine has announced that this one can use; note it if that is none."""
+        handoff = state.params.handoff
+        if handoff is None or self._prefetcher is None:
+            return 0
+        difference = handoff.difference(self._prefetcher.namespace)
+        if difference:
+            state.notes.append(
+                f"what was announced was computed by an engine that differs in its {difference}, so it cannot be used here"
+            )
+        return 0 if difference else handoff.num_tokens
+
+    def why_no_more(
+        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
+    ) -> str:
+        """Return why no more than ``num_hit_tokens`` leading tokens of a request were found, as the end of a sentence.
+
+        ``num_ready`` is the number of its leading chunks that the tier has, per group.
+        """
+        num_left, max_load = state.request.num_tokens - num_hit_tokens, state.params.max_load_tokens
+        if num_left < state.chunk_tokens:
+            return f"less than a chunk of {state.chunk_tokens}"
+        if max_load is not None and num_hit_tokens + state.chunk_tokens > num_computed_tokens + max_load:
+            return f"because the request allows {max_load} to be loaded"
+        full = [
+            (keys, num_leading)
+            for keys, num_leading in zip(state.keys, num_ready, strict=True)
+            if keys.group.kind is AttentionKind.FULL
+        ]
+        for keys, num_leading in full:
+            at = num_hit_tokens // keys.chunk_tokens
+            if at < num_leading or at >= len(keys.keys):  # the group's chunks may be larger than others'
+                continue
+            key = keys.keys[at]
+            if at == num_leading or self._manager.lookup([key]) != bytes([READY]):
+                first_token = at * keys.chunk_tokens
+                if where := self._whereabouts(key):
+                    return f"because the chunk from token {first_token} on {where}"
+                return (
+                    f"because nothing is kept of it behind token {first_token}"
+                    if at
+                    else "because nothing is kept of it"
+                )
+        reach = min((keys.chunk_tokens * num_leading for keys, num_leading in full), default=None)
+        return self._what_windows_lack(state, num_hit_tokens, reach)
+
+    def _what_windows_lack(self, state: RequestState, num_hit_tokens: int, num_full_tokens: int | None) -> str:
+        """Return why windows and states end a hit, as the end of a sentence.
+
+        Such a group needs only what is just before the end of a hit, but that as a whole. ``num_full_tokens`` is how far full
+        attention's KV is kept; ``None`` if the model has none.
+        """
+        lacking = [keys for keys in state.keys if keys.group.kind is not AttentionKind.FULL]
+        num_left = state.request.num_tokens - num_hit_tokens
+        if not self._full_hits and num_left <= max((keys.chunk_tokens for keys in lacking), default=0):
+            return "because the last token is computed again, and with it what a window or state before it needs"
+        stored = {key for store in self._jobs.stores() for key in store.keys}
+        if stored and any(
+            key in stored for keys in lacking for key in keys.keys[num_hit_tokens // keys.chunk_tokens :]
+        ):
+            return f"because windows or states behind token {num_hit_tokens} are still being stored"
+        kinds = {keys.group.kind is AttentionKind.RECURRENT: keys.group.window_tokens for keys in lacking}
+        what = " and ".join(
+            "no recurrent state" if is_state else f"no whole window of {window} tokens"
+            for is_state, window in kinds.items()
+        )
+        reach = "" if num_full_tokens is None else f"full attention is kept up to token {num_full_tokens}, but "
+        return f"because {reach}{what} that ends behind token {num_hit_tokens}"
+
+    def _whereabouts(self, key: OffloadKey) -> str:
+        """Return where a chunk is that host memory does not have, as the end of a sentence; empty if it is nowhere."""
+        if any(key in store.keys for store in self._jobs.stores()):
+            return "is still being stored"
+        return "" if self._prefetcher is None else self._prefetcher.whereabouts(key)
+
+    def _find(self, state: RequestState, num_computed_tokens: int, limit_tokens: int, basis: tuple[int, int]) -> Lookup:
+        """Return what host memory has of a request."""
+        state.extend_keys()
+        num_tokens = state.request.num_tokens
+        hit = longest_hit(
+            [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys],
+            num_tokens,
+            num_computed_tokens,
+            limit_tokens,
+        )
+        if hit.num_tokens - num_computed_tokens < state.chunk_tokens:
+            # Not worth a transfer: less than one chunk beyond the computed tokens.
+            return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis)
+        awaited = self._load_to_wait_for(state, num_computed_tokens, hit.num_tokens)
+        is_undecided = hit.undecided or awaited is not None
+        return Lookup(hit.num_tokens, is_undecided, num_computed_tokens, num_tokens, basis, awaited)
+
+    def _load_to_wait_for(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
+        """Return the id of a load for another request, after which this one finds blocks of its hit on the device."""
+        if self._shares_loads:
+            return self._load_of_part(state, num_computed_tokens, num_hit_tokens)
+        return self._load_of_whole(state, num_hit_tokens) if self._shares_load_ends else None
+
+    def _load_of_whole(self, state: RequestState, num_hit_tokens: int) -> int | None:
+        """Return the id of a job that loads the same prefix for another request, and ends where the hit ends.
+
+        Of any other load, windows and states before its end are not kept, so waiting for it would be in vain. Nor is a hit of
+        all tokens found again: the prefix cache gives back a block less, whose window begins before the one that was loaded.
+        """
+        if num_hit_tokens == state.request.num_tokens:
+            return None
+        last_keys = [keys.keys[num_hit_tokens // keys.chunk_tokens - 1] for keys in state.keys]
+        return self._jobs.load_up_to(num_hit_tokens, last_keys)
+
+    def _load_of_part(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
+        """Return the id of a job that loads part of the hit for another request: the prefix cache will soon have its blocks.
+
+        The prefix cache gives back no block that has the last token, because its logits must be computed. So each request
+        loads that block for itself.
+        """
+        num_shared_tokens = min(num_hit_tokens, state.request.num_tokens - 1)
+        parts = (
+            keys.keys[num_computed_tokens // keys.chunk_tokens : num_shared_tokens // keys.chunk_tokens]
+            for keys in state.keys
+        )
+        return next((job for part in parts if (job := self._jobs.load_of_any(part)) is not None), None)
+
+
+class BlocksToStore(NamedTuple):
+    """Chunks of one group of a request, and the blocks to copy. Columns, not one object per chunk: a prompt has hundreds.
+
+    Attributes:
+        chunks: numbers of the chunks in the group, ascending.
+        block_ids: ids of the device blocks, ``blocks_per_chunk`` for each chunk; null where nothing is copied.
+    """
+
+    chunks: Sequence[int]
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksToLoad:
+    """The blocks of one group that a load fills. Columns, not one object per block: a long prompt has thousands.
+
+    Attributes:
+        numbers: numbers of the blocks in the request's block table of the group, from 0.
+        block_ids: ids of the device blocks, parallel to ``numbers``.
+        chunks: numbers of the chunks that contain these blocks, each once.
+    """
+
+    numbers: Sequence[int]
+    block_ids: Sequence[int]
+    chunks: Sequence[int]
+
+
+def blocks_to_load(
+    table: Sequence[int], block_tokens: int, blocks_per_chunk: int, num_computed_tokens: int, num_hit_tokens: int
+) -> BlocksToLoad:
+    """Return a group's blocks between the computed tokens and the end of the hit. Null blocks are left out.
+
+    Args:
+        table: block ids of the request in the group.
+        block_tokens: tokens per block of the group.
+        blocks_per_chunk: blocks per chunk.
+        num_computed_tokens: number of leading tokens that are on the device.
+        num_hit_tokens: number of leading tokens that will be on the device after the load.
+    """
+    numbers: Sequence[int] = range(num_computed_tokens // block_tokens, num_hit_tokens // block_tokens)
+    block_ids = table[numbers[0] : numbers[-1] + 1] if numbers else ()
+    if NULL_BLOCK_ID in block_ids:
+        numbers = [number for number in numbers if table[number] != NULL_BLOCK_ID]
+        block_ids = [table[number] for number in numbers]
+    if blocks_per_chunk == 1:
+        return BlocksToLoad(numbers, block_ids, numbers)
+    return BlocksToLoad(numbers, block_ids, list(dict.fromkeys(number // blocks_per_chunk for number in numbers)))
+
+
+def rows_to_load(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: int) -> Sequence[int]:
+    """Return the tier's row for each of ``blocks``; ``slots`` are those of their chunks, parallel to ``blocks.chunks``."""
+    if blocks_per_chunk == 1:
+        return slots
+    slot_of = dict(zip(blocks.chunks, slots, strict=True))
+    return [
+        slot_of[number // blocks_per_chunk] * blocks_per_chunk + number % blocks_per_chunk for number in blocks.numbers
+    ]
+
+
+def blocks_to_store(
+    group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
+) -> BlocksToStore:
+    """Return the chunks in ``[first_chunk, end_chunk)`` that can be stored.
+
+    A chunk is left out if one of its blocks that a later request could need is null: its KV is gone. In a window group, blocks
+    before the window of the chunk's last token are never needed, so they may be null; null blocks are not copied.
+    """
+    block_ids = table[first_chunk * blocks_per_chunk : end_chunk * blocks_per_chunk]
+    if NULL_BLOCK_ID not in block_ids:
+        return BlocksToStore(range(first_chunk, end_chunk), block_ids)
+    chunks: list[int] = []
+    kept: list[int] = []
+    for chunk in range(first_chunk, end_chunk):
+        start, end = chunk * blocks_per_chunk, (chunk + 1) * blocks_per_chunk
+        needed_from = group.num_skipped_tokens(end * group.block_tokens - 1) // group.block_tokens
+        if NULL_BLOCK_ID not in table[max(start, needed_from) : end]:
+            chunks.append(chunk)
+            kept += table[start:end]
+    return BlocksToStore(chunks, kept)
+
+
+def rows_to_store(
+    block_ids: Sequence[int], starts: Sequence[int], slots: Sequence[int], blocks_per_chunk: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the device blocks to copy for some chunks, and the tier's row for each. Null blocks are left out.
+
+    Args:
+        block_ids: ids of device blocks.
+        starts: for each chunk, where in ``block_ids`` its ``blocks_per_chunk`` blocks begin.
+        slots: the slots of the chunks, parallel to ``starts``.
+        blocks_per_chunk: blocks per chunk.
+    """
+    if blocks_per_chunk == 1:
+        return tuple([block_ids[start] for start in starts]), tuple(slots)
+    copies = [
+        (block_id, slot * blocks_per_chunk + at)
+        for start, slot in zip(starts, slots, strict=True)
+        for at, block_id in enumerate(block_ids[start : start + blocks_per_chunk])
+        if block_id != NULL_BLOCK_ID
+    ]
+    return tuple([block_id for block_id, _ in copies]), tuple([row for _, row in copies])
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+MAX_IN_STEP_S: Final = 0.02
+"""Maximum number of seconds that a step waits for loads."""
+IN_STEP_SHARE: Final = 0.25
+"""Maximum share of the time that a step takes which it waits for loads."""
+
+
+class Loads:
+    """Plans loads, and handles their ends.
+
+    Args:
+        shared: what the scheduler side shares.
+        requests: the requests, by id.
+        lower_names: names of the tiers below host memory, the fastest first.
+    """
+
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lower_names: Sequence[str] = ()) -> None:
+        self._shared = shared
+        self._tier_names = (shared.tier, *lower_names)
+        self._requests = requests
+        self._planned: list[LoadJob] = []
+        # Seconds that a worker has lately taken to load a block, and to store one.
+        self._block_s: dict[str, float] = {}
+        # Blocks that some worker reported as bad, of loads that have not ended on all workers.
+        self._invalid_block_ids: set[int] = set()
+
+    def plan(
+        self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int
+    ) -> Counter[str]:
+        """Plan the load of the tokens between the computed ones and the end of the hit into the request's ``blocks``.
+
+        Pins the chunks and holds the blocks until the load has ended.
+
+        Returns:
+            The number of tokens to be loaded, by the tier they came from.
+        """
+        shared = self._shared
+        per_chunk = shared.config.blocks_per_chunk
+        parts = [
+            (
+                keys.keys,
+                blocks_to_load(
+                    blocks[keys.group.index], keys.group.block_tokens, per_chunk, num_computed_tokens, num_hit_tokens
+                ),
+            )
+            for keys in state.keys
+        ]
+        handle = shared.manager.prepare_load([keys[chunk] for keys, part in parts for chunk in part.chunks])
+        slots = iter(handle.slots)
+        rows: list[int] = []
+        for _, part in parts:
+            rows += rows_to_load(part, list(islice(slots, len(part.chunks))), per_chunk)
+        block_ids = tuple(chain.from_iterable(part.block_ids for _, part in parts))
+        block_keys = [keys[number // per_chunk] for keys, part in parts for number in part.numbers]
+        block_starts = [
+            number * keys.group.block_tokens
+            for keys, (_, part) in zip(state.keys, parts, strict=True)
+            for number in part.numbers
+        ]
+        wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, num_hit_tokens)
+        sources = {} if state.waiting is None else state.waiting.sources
+        origins = Origins(self._tier_names, sources_per_token(wanted, sources, num_hit_tokens))
+        shared.holder.hold(block_ids)
+        request_id = state.request.request_id
+        load = Load(
+            shared.jobs.new_id(),
+            request_id,
+            handle,
+            num_computed_tokens,
+            block_ids,
+            block_keys,
+            block_starts,
+            origins,
+            is_first=not state.was_admitted,
+            is_in_step=state.loads_in_step,
+        )
+        shared.jobs.add_load(load)
+        timeout_s = shared.config.transfer_timeout_s
+        self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), timeout_s, load.is_in_step))
+        shared.stats["loads"] += 1
+        shared.stats["loads_in_step"] += load.is_in_step
+        shared.stats["loaded_blocks"] += len(block_ids)
+        return origins.count(len(origins.tiers))
+
+    def fits_in_step(self, num_blocks: int, step_s: float | None) -> bool:
+        """Whether a step may wait for a load of so many blocks, because that hardly makes it longer.
+
+        A load of which a later step learns that it has ended keeps its request waiting for a whole step, however short it is.
+
+        Args:
+            num_blocks: device blocks that it fills.
+            step_s: seconds that the step takes at least without it; ``None`` if that is not known.
+        """
+        block_s = self._block_s.get("load", self._block_s.get("store"))
+        in_step = [len(load.block_ids) for load in self._planned if load.is_in_step]
+        # Behind another load it would have to wait for that one, which may be long, or stuck.
+        if block_s is None or step_s is None or self._shared.jobs.num_loads > len(in_step):
+            return False
+        return block_s * (num_blocks + sum(in_step)) <= min(MAX_IN_STEP_S, IN_STEP_SHARE * step_s)
+
+    def note_copied(self, stats: Stats) -> None:
+        """Learn from workers' counters how long their copies took."""
+        for what in ("load", "store"):
+            if num_blocks := stats.get(f"{what}_blocks"):
+                block_s = stats[f"{what}_s"] / num_blocks
+                before = self._block_s.get(what, block_s)
+                self._block_s[what] = before + 0.2 * (block_s - before)
+
+    def take_planned(self) -> tuple[LoadJob, ...]:
+        """Return the loads planned since the last call."""
+        if not self._planned:
+            return ()
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    def note_invalid(self, block_ids: frozenset[int]) -> None:
+        """Remember blocks that some worker could not fill. Blocks of no load in flight are another connector's: ignored."""
+        if block_ids:
+            for load in self._shared.jobs.loads():
+                self._invalid_block_ids |= block_ids.intersection(load.block_ids)
+
+    def end_stuck(self, load: Load, outcome: TransferOutcome) -> None:
+        """Release the pins and blocks of a load that its request has not waited for. Chunks that may be bad are removed."""
+        is_told_which = not self._invalid_block_ids.isdisjoint(load.block_ids)
+        bad_blocks = self._take_bad_blocks(load, are_all=outcome is TransferOutcome.FAILED and not is_told_which)
+        load.handle.release(_keys_of(load, bad_blocks))
+        self._shared.holder.release(load.block_ids)
+
+    def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
+        """Release the load's pins and blocks. Chunks that could not be read are removed: they are misses from now on."""
+        bad_blocks = self._take_bad_blocks(
+            load, are_all=outcome is TransferOutcome.FAILED and load.request_id in output.finished.failed_recving
+        )
+        bad_keys = _keys_of(load, bad_blocks)
+        load.handle.release(bad_keys)
+        self._shared.holder.release(load.block_ids)
+        num_restored = len(load.origins.tiers)
+        if outcome is not TransferOutcome.DONE or bad_blocks:
+            num_restored = self._num_usable_tokens(load, bad_blocks, output)
+            self._note_failure(load, outcome, bad_keys, num_restored)
+        self._note_restored(load, num_restored)
+
+    def _take_bad_blocks(self, load: Load, *, are_all: bool) -> set[int]:
+        """Return the blocks of a load that were reported as invalid, or all of them; forget the reports."""
+        bad_blocks = self._invalid_block_ids.intersection(load.block_ids)
+        self._invalid_block_ids -= bad_blocks
+        return set(load.block_ids) if are_all else bad_blocks
+
+    def _num_usable_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
+        """Return how many leading tokens of a load that failed the engine uses nevertheless."""
+        is_whole = not bad_blocks or load.is_in_step or load.request_id in output.finished.failed_recving
+        if is_whole or not self._shared.keeps_partial_loads:
+            return 0
+        starts = zip(load.block_ids, load.block_starts, strict=True)
+        first_bad = min(start for block_id, start in starts if block_id in bad_blocks)
+        return max(0, first_bad - load.num_computed_tokens)
+
+    def _note_restored(self, load: Load, num_tokens: int) -> None:
+        counts = load.origins.count(num_tokens)
+        if load.is_first:
+            self._shared.stats.update({f"{tier}_hit_tokens": count for tier, count in counts.items()})
+        state = self._requests.get(load.request_id)
+        if state is not None and num_tokens:
+            first, known = load.num_computed_tokens, state.restored
+            new = load.origins.count(num_tokens, range(known.start - first, known.stop - first))
+            state.restored_tokens.update(new)
+            end = first + num_tokens
+            state.restored = range(min(first, known.start), max(end, known.stop)) if known else range(first, end)
+
+    def _note_failure(self, load: Load, outcome: TransferOutcome, bad_keys: set[OffloadKey], num_kept: int) -> None:
+        tier = self._shared.tier
+        self._shared.stats["loads_failed"] += 1
+        too_late = outcome is TransferOutcome.ABANDONED
+        reason = "came too late" if too_late else f"failed: {len(bad_keys)} of {len(load.handle.keys)} chunks are bad"
+        self._shared.failures.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
+        state = self._requests.get(load.request_id)
+        if state is not None:
+            num_lost = len(load.origins.tiers) - num_kept
+            state.notes.append(f"the load from {tier} {reason}; {num_lost} tokens are computed instead")
+            state.offer_again_from(load.num_computed_tokens)
+
+
+def _keys_of(load: Load, blocks: AbstractSet[int]) -> set[OffloadKey]:
+    """Return the chunks of a load that fill some of these blocks."""
+    return {key for block_id, key in zip(load.block_ids, load.block_keys, strict=True) if block_id in blocks}

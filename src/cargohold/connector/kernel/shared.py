@@ -1,0 +1,74 @@
+"""State that the parts of one connector's scheduler side share."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cargohold.cache.manager import OffloadManager
+from cargohold.connector.kernel.config import OffloadConfig
+from cargohold.connector.kernel.guest import Guests
+from cargohold.connector.kernel.jobs import BlockHolder, JobTable
+from cargohold.errors import SparingLog
+from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext
+from cargohold.tiers.scheduler_side import Promises
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Shared:
+    """State that the parts of one connector's scheduler side share.
+
+    Attributes:
+        config: options.
+        layout: the engine's paged KV.
+        manager: the manager of the tier.
+        tier: the tier's name in reports.
+        holder: keeps blocks from being reused while they are copied.
+        jobs: transfers in flight.
+        clock: monotonic time in seconds.
+        guests: those who hear what happens.
+        keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
+        prefix_caching: whether the engine knows what the blocks of ended requests hold.
+        context: the engine's block pool; ``None`` if the engine gives none.
+        promises: chunks promised to other engines; ``None`` if there are no lower tiers.
+        stats: counters since they were last taken.
+        failures: log of transfers that failed.
+        max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
+    """
+
+    config: OffloadConfig
+    layout: KVCacheLayout
+    manager: OffloadManager
+    tier: str
+    holder: BlockHolder
+    jobs: JobTable
+    clock: Clock
+    keeps_partial_loads: bool = True
+    prefix_caching: bool = True
+    context: SchedulerContext | None = None
+    promises: Promises | None = None
+    stats: Counter[str] = field(default_factory=Counter)
+    failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
+    max_store_blocks: int = field(init=False)
+    guests: Guests = field(init=False)
+
+    def __post_init__(self) -> None:
+        fraction = self.config.max_inflight_fraction
+        self.max_store_blocks = max(self.config.blocks_per_chunk, int(self.layout.num_blocks * fraction))
+
+    @property
+    def keeps_ended(self) -> bool:
+        """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be told."""
+        keeps_blocks = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
+        return keeps_blocks and self.prefix_caching and self.context is not None
+
+    def num_storable_blocks(self) -> int:
+        """Return how many more device blocks stores may hold now."""
+        return max(0, self.max_store_blocks - self.jobs.num_store_blocks)
+
+    def num_storable_chunks(self) -> int:
+        """Return how many more chunks stores may hold now, by their device blocks."""
+        return self.num_storable_blocks() // self.config.blocks_per_chunk

@@ -1,0 +1,422 @@
+"""Wrappers around a connector under test that demand more of it than engines do, and a faulty one to run beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from copy import deepcopy
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+from typing import Any, Final, cast
+
+from cargohold.engine.core.request import Request, RequestStatus, SchedulerStep, StepOutput
+from cargohold.engine.executor import Worker, merge_outputs
+from cargohold.engine.frames import StepCodec
+from cargohold.lab.simulation.replica import SimulatedEngine, SimulatedExecutor
+from cargohold.protocol import (
+    NOTHING_ENDED,
+    Adapter,
+    AttentionKind,
+    BlockIds,
+    CacheReport,
+    ConnectorMetadata,
+    ExtraKey,
+    FinishedTransfers,
+    ForwardingScheduler,
+    Hint,
+    HintOutcome,
+    KVConnectorFactory,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    KVEvent,
+    RequestView,
+    SchedulerContext,
+    SchedulerEnvironment,
+    StepView,
+    WorkerEnvironment,
+)
+
+
+class EarlyView:
+    """A request whose last generated token is not known yet while it runs. Satisfies ``RequestView``.
+
+    Args:
+        request: the request, with all of its tokens.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._num_known = 0
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self._request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The number of the prompt's tokens, all of which are known."""
+        return self._request.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """While the request runs, one less than it has, but never less than was shown before."""
+        request = self._request
+        is_early = request.status is RequestStatus.RUNNING and request.num_output_tokens > 0
+        self._num_known = max(self._num_known, request.num_tokens - is_early)
+        return self._num_known
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The tokens that are known."""
+        return self._request.all_token_ids[: self.num_tokens]
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The hashes of the blocks that known tokens fill."""
+        return self._request.block_hashes[: self.num_tokens // self._request.hash_block_tokens]
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The request's adapter."""
+        return self._request.adapter
+
+    def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
+        """What block hashes cover of these tokens besides their ids."""
+        return self._request.extra_keys(start, end)
+
+    @property
+    def salt(self) -> str | None:
+        """The salt."""
+        return self._request.salt
+
+    @property
+    def tenant(self) -> str | None:
+        """The request's own."""
+        return self._request.tenant
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the client asks of the connectors."""
+        return self._request.kv_transfer_params
+
+
+class EarlyViews:
+    """One ``EarlyView`` per request, the same one for as long as the request is alive."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, EarlyView] = {}
+
+    def of(self, request: RequestView) -> RequestView:
+        """The view of a request, made on the first call."""
+        assert isinstance(request, Request)
+        return self._views.setdefault(request.request_id, EarlyView(request))
+
+    def forget(self, request_id: str) -> None:
+        """Drop the view of a request that has ended."""
+        self._views.pop(request_id, None)
+
+
+# --- wrappers around a connector under test ---------------------------------------------------------------------------
+
+_CHANGING: Final = frozenset({"touch", "touch_ids", "free_blocks", "free_ids"})
+"""Methods of a scheduler context that change references."""
+
+
+class StrictScheduler(ForwardingScheduler):
+    """Asks the connector for matched tokens twice, and asserts that looking up changes nothing that others can observe.
+
+    Around a look-up, the answer for the request asked for before it is the same, blocks are neither touched nor freed, and no
+    event appears. Nor does the connector change the steps that it is shown.
+
+    Args:
+        inner: the connector.
+        plans_early: whether the connector sees requests as an engine shows them that plans each step before the tokens of the
+            last one are known; see ``EarlyView``.
+    """
+
+    def __init__(self, inner: KVConnectorScheduler, *, plans_early: bool) -> None:
+        super().__init__(inner)
+        self._views = EarlyViews() if plans_early else None
+        self._reading = _Reading()
+        self._events: list[KVEvent] = []
+        # The look-up before, while the request still waits and no step was built: its answer must not change.
+        self._before: tuple[RequestView, int, tuple[int | None, bool]] | None = None
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        """Pass on, so that blocks can be neither touched nor freed in a look-up."""
+        super().bind_scheduler_context(cast("SchedulerContext", _ReadOnlyInLookUps(context, self._reading)))
+
+    def on_new_request(self, request: RequestView) -> None:
+        """Pass on."""
+        super().on_new_request(self._shown(request))
+
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:  # noqa: D102
+        return self.inner.on_hints(self._shown(request) if request.request_id else request, hints)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Ask twice; the answers must be equal, and nothing else may change."""
+        request = self._shown(request)
+        self._events += self.inner.take_events()
+        first = self._ask(request, num_computed_tokens)
+        second = self._ask(request, num_computed_tokens)
+        assert first == second, f"get_num_new_matched_tokens answered {first}, and asked again {second}"
+        if self._before is not None and self._before[0].request_id != request.request_id:
+            other, num_computed, before = self._before
+            after = self._ask(other, num_computed)
+            assert after == before, f"a look-up changed another request's answer from {before} to {after}"
+        events = list(self.inner.take_events())
+        assert not events, f"a look-up has sent events: {events}"
+        self._before = request, num_computed_tokens, second
+        return second
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """Pass on, with those from before look-ups."""
+        before, self._events = self._events, []
+        return [*before, *self.inner.take_events()]
+
+    def _ask(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        with self._reading:
+            return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """Pass on."""
+        self._before = None
+        super().update_state_after_alloc(self._shown(request), blocks, num_external_tokens)
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        """Pass on."""
+        self._before = None
+        return super().request_finished(self._shown(request), block_ids)
+
+    def explain(self, request_id: str) -> CacheReport:
+        """Pass on."""
+        if self._views is not None:
+            self._views.forget(request_id)
+        return super().explain(request_id)
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        """Pass on; the connector must leave the step as it was."""
+        self._before = None
+        before = deepcopy(step)
+        metadata = self.inner.build_connector_meta(step)
+        assert step == before, "build_connector_meta changed the step"
+        return metadata
+
+    def _shown(self, request: RequestView) -> RequestView:
+        return request if self._views is None else self._views.of(request)
+
+
+class _Reading:
+    """A look-up in progress, as a context manager.
+
+    Attributes:
+        is_on: whether there is one.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
+
+class _ReadOnlyInLookUps:
+    """A scheduler context that refuses to change references while a look-up is in progress."""
+
+    def __init__(self, context: SchedulerContext, reading: _Reading) -> None:
+        self._context = context
+        self._reading = reading
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in _CHANGING or not self._reading.is_on, f"get_num_new_matched_tokens called {name}"
+        return getattr(self._context, name)
+
+
+class StrictFactory:
+    """Wraps the scheduler sides of another factory in ``StrictScheduler``. Satisfies ``KVConnectorFactory``.
+
+    Args:
+        inner: the other factory.
+        plans_early: see ``StrictScheduler``.
+    """
+
+    def __init__(self, inner: KVConnectorFactory, *, plans_early: bool = False) -> None:
+        self._inner = inner
+        self._plans_early = plans_early
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
+        """A strict scheduler side."""
+        return StrictScheduler(self._inner.make_scheduler_side(environment), plans_early=self._plans_early)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
+        """The worker side itself."""
+        return self._inner.make_worker_side(environment)
+
+
+class CodedExecutor(SimulatedExecutor):
+    """An executor that encodes and decodes every message, as if the workers lived in other processes.
+
+    Args:
+        engine: the engine whose executor it replaces.
+    """
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        super().__init__(engine.executor.workers, engine.scheduler.connector.get_finished_count())
+        self._outputs = StepCodec.for_outputs_of(engine.scheduler.connector)
+        self._steps = [StepCodec(side.metadata_type) for side in engine.worker_sides]
+
+    def execute(self, step: SchedulerStep) -> StepOutput:
+        """Run one step."""
+        data = self._outputs.encode_step(step)
+        outputs = [
+            self._through_bytes(worker, codec, data) for worker, codec in zip(self.workers, self._steps, strict=True)
+        ]
+        return merge_outputs(self.aggregator, outputs)
+
+    def _through_bytes(self, worker: Worker, codec: StepCodec, data: bytes) -> StepOutput:
+        output = worker.execute(codec.decode_step(data))
+        return self._outputs.decode_output(codec.encode_output(output))
+
+
+GARBAGE = 0xA5
+
+
+class Failure(Enum):
+    """How the failure of a step's loads is reported to connectors that store from the step."""
+
+    STEP = "step_failed"
+    """The worker reports that nothing computed in the step can be trusted."""
+    BLOCKS = "invalid_block_ids"
+    """The worker names the blocks that hold garbage."""
+    RAISES = "raises"
+    """The faulty connector raises while it loads, and is turned off."""
+
+
+@dataclass(frozen=True)
+class Spoils:
+    """Metadata of one step: what to spoil.
+
+    Attributes:
+        blocks: pairs of a group's index and the id of a block in it that is to be filled with garbage.
+    """
+
+    blocks: tuple[tuple[int, int], ...] = ()
+
+
+class SpoilingScheduler(KVConnectorScheduler):
+    """Promises to load the next few tokens of requests that it picks.
+
+    Args:
+        environment: the engine. If any KV-cache group is not full attention, nothing is promised.
+        picks: whether to spoil the request with this id; always the same for the same id.
+    """
+
+    name = "spoiler"
+
+    def __init__(self, environment: SchedulerEnvironment, picks: Callable[[str], bool]) -> None:
+        self._groups = environment.layout.groups
+        self._picks = picks
+        self._num_tokens = math.lcm(*(group.block_tokens for group in self._groups))
+        self._is_able = all(group.kind is AttentionKind.FULL for group in self._groups)
+        self._computed: dict[str, int] = {}
+        self._blocks: list[tuple[int, int]] = []
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
+        """Promise a few tokens, never all of them: the rest is computed in the same step, with garbage in front of it."""
+        promised = num_computed_tokens + self._num_tokens
+        if not self._is_able or not self._picks(request.request_id) or num_computed_tokens % self._num_tokens:
+            return 0, False
+        self._computed[request.request_id] = num_computed_tokens
+        return (self._num_tokens if promised < request.num_tokens else 0), False
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """Note which blocks are to be spoiled."""
+        start = self._computed.pop(request.request_id, 0)
+        for group in self._groups:
+            first, end = (tokens // group.block_tokens for tokens in (start, start + num_external_tokens))
+            self._blocks += [(group.index, block_id) for block_id in blocks[group.index][first:end]]
+
+    def build_connector_meta(self, step: StepView) -> Spoils:
+        """The blocks that the workers must spoil in this step."""
+        blocks, self._blocks = tuple(self._blocks), []
+        return Spoils(blocks)
+
+
+class SpoilingWorker(KVConnectorWorker):
+    """Fills blocks with garbage, and reports that it could not load them.
+
+    Args:
+        failure: how it reports that.
+    """
+
+    name = "spoiler"
+    metadata_type = Spoils
+
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+        self._spoils = Spoils()
+
+    def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
+        """Keep the regions."""
+        self._regions = kv_caches
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        """Note what to spoil in this step."""
+        self._spoils = metadata if isinstance(metadata, Spoils) else Spoils()
+
+    def start_load_kv(self) -> None:
+        """Fill the blocks with garbage; then raise ``OSError`` if that is how it reports failure."""
+        for group, block_id in self._spoils.blocks:
+            for region in self._regions[group]:
+                region[block_id] = GARBAGE
+        if self._spoils.blocks and self._failure is Failure.RAISES:
+            raise OSError("what was to be loaded is lost")
+
+    def wait_for_save(self) -> None:
+        """Do nothing: this connector stores nothing."""
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        """Report the step as failed if blocks were spoiled and that is how it reports failure."""
+        has_failed = bool(self._spoils.blocks) and self._failure is Failure.STEP
+        return FinishedTransfers(step_failed=True) if has_failed else NOTHING_ENDED
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        """The blocks that hold garbage, if that is how it reports failure."""
+        is_named = self._failure is Failure.BLOCKS
+        return frozenset(block_id for _, block_id in self._spoils.blocks) if is_named else frozenset()
+
+    def clear_connector_metadata(self) -> None:
+        """Forget what this step had to spoil."""
+        self._spoils = Spoils()
+
+
+class SpoilerFactory:
+    """Makes both sides of the faulty connector. Satisfies ``KVConnectorFactory``.
+
+    Args:
+        failure: how failures are reported.
+        picks: whether to spoil the request with a given id; by default, 40 % of all requests.
+    """
+
+    def __init__(self, failure: Failure, picks: Callable[[str], bool] | None = None) -> None:
+        self._failure = failure
+        self._picks = picks or _some
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> SpoilingScheduler:
+        """The side that promises."""
+        return SpoilingScheduler(environment, self._picks)
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> SpoilingWorker:
+        """The side that breaks the promise."""
+        del environment
+        return SpoilingWorker(self._failure)
+
+
+def _some(request_id: str) -> bool:
+    return Random(request_id).random() < 0.4  # noqa: S311  # repeatable, on purpose

@@ -1,0 +1,426 @@
+"""Pages of a report and of a plan: curves, and the tables behind them. They need no network and no script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Final
+
+from cargohold.errors import ConfigError, one_line
+from cargohold.lab.replay.planning import BASELINE, Plan, Planner
+from cargohold.lab.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
+from cargohold.lab.replay.report import (
+    Report,
+    describe_amount,
+    describe_costs,
+    describe_size,
+    describe_trace,
+    format_amount,
+    format_seconds,
+    plan_table,
+    unit_of_gain,
+)
+from cargohold.option_values import format_bytes
+
+# Small, so that text can still be read where a phone shrinks it.
+_WIDTH: Final = 520
+_HEIGHT: Final = 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 104, 14, 46
+_LABEL_GAP: Final = 16
+_MAX_X_TICKS: Final = 5
+_NUM_Y_TICKS: Final = 5
+_LOGARITHMIC_FROM: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line.
+
+    Attributes:
+        name: written at the end of the line.
+        style: class of its elements, for which the style sheet has colour and dashes.
+        points: pairs of x and y, in ascending order of x.
+    """
+
+    name: str
+    style: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Titles and axes of a chart.
+
+    Attributes:
+        title: the chart's title, for people who cannot see it.
+        x_title: text below the x axis.
+        show_x, show_y: convert a number on the axis to text.
+        is_log_y: whether the y axis is logarithmic; values of 0 and below are then not drawn.
+    """
+
+    title: str
+    x_title: str
+    show_x: Callable[[float], str]
+    show_y: Callable[[float], str]
+    is_log_y: bool = False
+
+
+class _Scale:
+    """Converts values to places in the chart, in pixels."""
+
+    def __init__(self, series: Sequence[Series], *, is_log_y: bool) -> None:
+        xs = sorted({x for line in series for x, _ in line.points})
+        self.xs = xs
+        self._is_log = xs[-1] > _LOGARITHMIC_FROM * xs[0]
+        self._first, self._last = self._place(xs[0]), self._place(xs[-1])
+        ys = [y for line in series for _, y in line.points]
+        self._is_log_y = is_log_y
+        self.y_ticks = _powers(ys) if is_log_y else _multiples(max(ys, default=0.0))
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        width = _WIDTH - _LEFT - _RIGHT
+        if self._last == self._first:
+            return _LEFT + width / 2
+        return _LEFT + width * (self._place(value) - self._first) / (self._last - self._first)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        low, high, at = self.y_ticks[0], self.y_ticks[-1], value
+        if self._is_log_y:
+            low, high, at = math.log(low), math.log(high), math.log(value)
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (at - low) / (high - low)
+
+    def _place(self, value: float) -> float:
+        return math.log(value) if self._is_log else value
+
+
+def line_chart(series: Sequence[Series], axes: Axes) -> str:
+    """An ``svg`` element. There must be at least one point, and every x be above 0."""
+    if axes.is_log_y:
+        series = [Series(line.name, line.style, [(x, y) for x, y in line.points if y > 0]) for line in series]
+        series = [line for line in series if line.points]
+    scale = _Scale(series, is_log_y=axes.is_log_y)
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(axes.title)}">',
+        *_grid(scale, axes),
+        *(element for line in series for element in _line(line, scale, axes)),
+        *_labels(series, scale),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _grid(scale: _Scale, axes: Axes) -> Iterator[str]:
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    for value in scale.y_ticks:
+        y = scale.y(value)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(axes.show_y(value))}</text>'
+    for value in _spread(scale.xs):
+        x = scale.x(value)
+        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>'
+        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{escape(axes.show_x(value))}</text>'
+    middle = (_LEFT + right) / 2
+    yield f'<text class="tick" x="{middle:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(axes.x_title)}</text>'
+
+
+def _line(line: Series, scale: _Scale, axes: Axes) -> Iterator[str]:
+    points = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in line.points)
+    yield f'<polyline class="line {line.style}" points="{points}"/>'
+    for x, y in line.points:
+        place = f'cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="4"'
+        text = escape(f"{line.name} at {axes.show_x(x)}: {axes.show_y(y)}")
+        yield f'<circle class="dot {line.style}" {place}><title>{text}</title></circle>'
+
+
+def _labels(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
+    """Names at the ends of the lines, pushed apart so that none covers another."""
+    lines = sorted(series, key=lambda line: line.points[-1][1])
+    places: list[float] = []
+    for line in lines:
+        places.append(min(scale.y(line.points[-1][1]), (places or [math.inf])[-1] - _LABEL_GAP))
+    highest = -math.inf
+    for line, place in zip(reversed(lines), reversed(places), strict=True):
+        highest = max(place, _TOP, highest + _LABEL_GAP)
+        x = scale.x(line.points[-1][0]) + 10
+        yield f'<text class="name {line.style}" x="{x:.1f}" y="{highest + 4:.1f}">{escape(line.name)}</text>'
+
+
+def _spread(values: Sequence[float]) -> Sequence[float]:
+    step = -(-len(values) // _MAX_X_TICKS)
+    return values[::step]
+
+
+def _multiples(largest: float) -> Sequence[float]:
+    step = _nice_step(largest)
+    return [tick * step for tick in range(max(1, math.ceil(largest / step - 1e-9)) + 1)]
+
+
+def _powers(values: Sequence[float]) -> Sequence[float]:
+    """Powers of ten around all values, which are above 0."""
+    lowest = math.floor(math.log10(min(values)))
+    highest = max(lowest + 1, math.ceil(math.log10(max(values)) - 1e-9))
+    return [10.0**power for power in range(lowest, highest + 1)]
+
+
+def _nice_step(largest: float) -> float:
+    """A round number, five of which cover ``largest``."""
+    if largest <= 0:
+        return 1.0
+    rough = largest / _NUM_Y_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+
+
+# --- pages of a report and of a plan ----------------------------------------------------------------------------------
+
+_NUM_STYLES: Final = 6
+_LEAST_GAIN: Final = 1e-4
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --paper: #ffffff; --rule: #d9dee4; --card: #f6f8fa;
+  --c0: #0b62a4; --c1: #c2410c; --c2: #0f7b5f; --c3: #8b3fa8; --c4: #8a6100; --c5: #b3175c; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa5b1; --paper: #14181d; --rule: #333b45;
+  --card: #1c2229; --c0: #6cb6ff; --c1: #ff9f6b; --c2: #4fd1a5; --c3: #d6a1f0; --c4: #e3c04b; --c5: #ff8bbd; } }
+body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0 0 .25rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .25rem; }
+p { margin: .25rem 0 .75rem; max-width: 46rem; } .soft { color: var(--soft); }
+.remark { background: var(--card); border-left: 4px solid var(--c1); padding: .5rem .75rem; }
+svg { width: 100%; max-width: 40rem; height: auto; display: block; font: 14px system-ui, sans-serif; }
+.answer { background: var(--card); border-left: 4px solid var(--c2); padding: .75rem 1rem; font-size: 1.1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 0 2.5rem; }
+.grid { stroke: var(--rule); } .tick { fill: var(--soft); } .line { fill: none; stroke-width: 2.25; }
+.dot { stroke: var(--paper); stroke-width: 1.5; } .name { font-weight: 600; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.optimum.line { stroke-dasharray: 7 5; } .infinite.line, .price.line { stroke-dasharray: 2 5; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """The quantity that a chart shows.
+
+    Attributes:
+        title: the chart's title, for people who cannot see it.
+        value: gives the quantity of a result; ``None`` if the result does not have it.
+        unit: size of the unit that values are shown in.
+        suffix: name of the unit.
+    """
+
+    title: str
+    value: Callable[[ReplayResult], float | None]
+    unit: float
+    suffix: str
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a page. Raises ``ConfigError`` if the file cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("html", str(path), f"it cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def page(report: Report) -> str:
+    """The page of a replay as HTML text."""
+    remarks = "".join(f'<p class="remark">{escape(text)}</p>' for text in report.remarks)
+    body = f"""{remarks}
+<h2>Prefix-hit ratio</h2>
+<p>Blocks found with all blocks before them, of all blocks asked for. No policy can be above the optimum, which knows the
+future; {INFINITE} never evicts.</p>
+{_chart(report, Measure("Prefix-hit ratio against size", _ratio, 0.01, "%"))}
+<h2>Written</h2>
+<p>What goes into the tiers, and evicts what was there: of the disk, it is wear.</p>
+{_chart(report, _volume(report, "Volume written against size", _stored))}
+<h2>Loaded</h2>
+<p>What comes back from the tiers instead of being computed.</p>
+{_chart(report, _volume(report, "Volume loaded against size", _loaded))}
+<h2>All numbers</h2>
+<p class="soft">{escape(describe_costs(report))}</p>
+<div class="scroll">{_table(report)}</div>"""
+    return _document("Replay", report, body)
+
+
+def plan_page(planner: Planner, plan: Plan, report: Report, answer: Sequence[str]) -> str:
+    """The page of a plan as HTML text: the answer first, then why, then the rest of the report's remarks."""
+    heads, rows = plan_table(planner, plan)
+    answers = "".join(f'<p class="answer">{escape(text)}</p>' for text in answer)
+    remarks = "".join(f"<li>{escape(text)}</li>" for text in report.remarks)
+    charts = "".join(f"<section>{chart}</section>" for chart in _plan_charts(planner, plan))
+    body = f"""{answers}
+<div class="charts">{charts}</div>
+<h2>More about it</h2>
+<ul>{remarks}</ul>
+<h2>{escape(plan.policy)}, by size of host memory</h2>
+<p class="soft">{escape(describe_costs(report))} Sizes are counted once they are full. Next GiB: what each GiB up to the next
+size brings, in {escape(unit_of_gain(planner))}.</p>
+<div class="scroll"><table>{_row(heads, "th")}{"".join(_row(row, "td") for row in rows)}</table></div>"""
+    return _document("Plan", report, body)
+
+
+def _document(kind: str, report: Report, body: str) -> str:
+    title = f"{kind} of {', '.join(Path(name).name for name in report.names)}"
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{_STYLE}{_colours(report)}</style></head>
+<body>
+<h1>{escape(title)}</h1>
+<p class="soft">{escape(describe_trace(report))}</p>
+{body}
+</body>
+</html>
+"""
+
+
+def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
+    gains = [(math.sqrt(max(lower, upper / 2) * upper), gain) for lower, upper, gain in planner.gains(plan.steps)]
+    most = max((gain for _, gain in gains), default=0.0)
+    if most <= 0:
+        return
+    # So small a gain is none; on a logarithmic axis it would take most of the room.
+    lines = [Series("next GiB", "p0", [(x, gain) for x, gain in gains if gain > most * _LEAST_GAIN])]
+    if planner.has_rates and planner.has_seconds:
+        lines.append(Series("price", "price", [(x, planner.budget.host_price_s) for x, _ in (gains[0], gains[-1])]))
+    yield (
+        f"<h2>What the next GiB is worth</h2><p>What one more GiB of host memory brings, in {escape(unit_of_gain(planner))}. "
+        f"It pays where the line is above the price.</p>"
+        + line_chart(lines, _plan_axes("What the next GiB brings against size", _three_digits, is_log_y=True))
+    )
+    judged = [step for step in plan.steps if step.is_judged]
+    found = {plan.policy: [step.result for step in judged]}
+    found.setdefault(BASELINE, [step.baseline for step in judged if step.baseline is not None])
+    found[OPTIMUM] = [step.optimum for step in judged if step.optimum is not None]
+    lines = [
+        Series(
+            name,
+            OPTIMUM if name == OPTIMUM else f"p{at}",
+            _points(planner, results, lambda r: 100 * r.prefix_hit_ratio),
+        )
+        for at, (name, results) in enumerate(found.items())
+        if results
+    ]
+    yield (
+        "<h2>Prefix hits</h2><p>Blocks found with all blocks before them, once the cache is full. Only the optimum knows the "
+        "future.</p>" + line_chart(lines, _plan_axes("Prefix-hit ratio against size", lambda y: f"{y:g}%"))
+    )
+    pairs = [step.with_disk for step in plan.steps if step.with_disk is not None]
+    if pairs:
+        lines = [
+            Series(name, style, _points(planner, results, lambda r: 100 * planner.saved_share(r)))
+            for name, style, results in (
+                ("host alone", "p0", [alone for alone, _ in pairs]),
+                ("with disk", "p1", [both for _, both in pairs]),
+            )
+        ]
+        disk = format_bytes(planner.budget.disk_bytes or 0)
+        yield (
+            f"<h2>Host memory and disk together</h2><p>Share of prefill saved, by host memory alone and with {disk} of disk "
+            f"below it.</p>" + line_chart(lines, _plan_axes("Prefill saved against size", lambda y: f"{y:g}%"))
+        )
+
+
+def _three_digits(number: float) -> str:
+    return f"{float(f'{number:.3g}'):,g}"
+
+
+def _plan_axes(title: str, show_y: Callable[[float], str], *, is_log_y: bool = False) -> Axes:
+    return Axes(title=title, x_title="host memory", show_x=format_bytes, show_y=show_y, is_log_y=is_log_y)
+
+
+def _points(
+    planner: Planner, results: Sequence[ReplayResult], value: Callable[[ReplayResult], float]
+) -> list[tuple[float, float]]:
+    return [(float(result.capacities[0] * planner.chunk_bytes), max(0.0, value(result))) for result in results]
+
+
+def _colours(report: Report) -> str:
+    """Style rules with a colour per policy; bounds are grey."""
+    rules = [f".{bound} {{ --c: var(--soft); }}" for bound in (*BOUNDS, "price")]
+    own = [policy for policy in report.policies if policy not in BOUNDS]
+    rules += [f".p{at} {{ --c: var(--c{at % _NUM_STYLES}); }}" for at in range(len(own))]
+    return "\n".join([*rules, ".line { stroke: var(--c); } .dot, .name { fill: var(--c); }"])
+
+
+def _ratio(result: ReplayResult) -> float | None:
+    return result.prefix_hit_ratio
+
+
+def _stored(result: ReplayResult) -> float | None:
+    return sum(tier.stored for tier in result.tiers) if result.tiers else None
+
+
+def _loaded(result: ReplayResult) -> float | None:
+    return sum(tier.loaded for tier in result.tiers) if result.tiers else None
+
+
+def _volume(report: Report, title: str, value: Callable[[ReplayResult], float | None]) -> Measure:
+    """A measure of chunks, in bytes if known, with the unit in which the largest number has one to four digits."""
+    largest = max((value(result) or 0 for result in report.results), default=0)
+    if report.chunk_bytes is None:
+        return Measure(title, value, 1000.0, "k") if largest >= 10_000 else Measure(title, value, 1.0, "")
+    power = max(0, int(math.log2(max(1, largest * report.chunk_bytes)) // 10))
+    unit = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")[min(power, 5)]
+    return Measure(title, value, 1024.0 ** min(power, 5) / report.chunk_bytes, f" {unit}")
+
+
+def _chart(report: Report, measure: Measure) -> str:
+    sizes = report.sizes
+    if not sizes:
+        return '<p class="soft">Nothing to draw: only an infinite cache was replayed.</p>'
+    series = []
+    own = [policy for policy in report.policies if policy not in (OPTIMUM, INFINITE)]
+    for policy in report.policies:
+        found = [(float(size[0]), report.find(policy, size)) for size in sizes]
+        points = [
+            (x, y / measure.unit)
+            for x, result in found
+            if result is not None and (y := measure.value(result)) is not None
+        ]
+        if points:
+            series.append(Series(policy, f"p{own.index(policy)}" if policy in own else policy, points))
+    if not series:
+        return f'<p class="soft">Nothing to draw: the {OPTIMUM} does not say how it does it.</p>'
+    below = f", with {describe_size(report, sizes[0][1:])} of disk below" if len(sizes[0]) > 1 else ""
+    axes = Axes(
+        title=measure.title,
+        x_title=f"host memory{below}",
+        show_x=lambda x: format_amount(report, x),
+        show_y=lambda y: f"{y:,.4g}{measure.suffix}",
+    )
+    return line_chart(series, axes)
+
+
+def _table(report: Report) -> str:
+    has_time = report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
+    tiers = max((result.tiers for result in report.results), key=len, default=())
+    heads = ["policy", "size", "prefix hits", "block hits"]
+    heads += [f"{what}, {tier.name}" for tier in tiers for what in ("loaded", "written", "evicted")]
+    heads += ["prefill saved"] if has_time else []
+    rows = [_row(heads, "th")]
+    for policy in report.policies:
+        for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
+            cells = [policy, "everything" if policy == INFINITE else describe_size(report, result.capacities)]
+            cells += [f"{100 * ratio:.2f}%" for ratio in (result.prefix_hit_ratio, result.block_hit_ratio)]
+            for at in range(len(tiers)):
+                amounts = result.tiers[at] if at < len(result.tiers) else None
+                cells += (
+                    ["", "", ""]
+                    if amounts is None
+                    else [describe_amount(report, n) for n in (amounts.loaded, amounts.stored, amounts.evicted)]
+                )
+            if has_time:
+                cells.append(format_seconds(report.costs.saved_s(result, report.workload.chunk_tokens)))
+            rows.append(_row(cells, "td"))
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>\n"

@@ -1,0 +1,535 @@
+"""Reports: a replay's figures, and a plan in words; as plain values that are ready for JSON, and as text for people.
+
+A plan is sentences for those who have to decide how much memory to buy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cargohold.lab.replay.costs import CostModel
+from cargohold.lab.replay.planning import BASELINE, DiskUse, Plan, Planner, Step
+from cargohold.lab.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
+from cargohold.lab.replay.tiers import DISK, HOST
+from cargohold.lab.replay.workload import Workload
+from cargohold.option_values import format_bytes, format_count
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Results of replays, with the workload and the costs that they are based on.
+
+    Attributes:
+        names: the files of the trace.
+        workload: what was replayed.
+        costs: what a hit is worth.
+        results: one per policy and size, in any order.
+        remarks: what a reader should know, as sentences.
+    """
+
+    names: tuple[str, ...]
+    workload: Workload
+    costs: CostModel
+    results: tuple[ReplayResult, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """Bytes of a chunk, ``None`` if not known."""
+        return self.costs.chunk_bytes(self.workload.chunk_tokens)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies and bounds that were replayed; bounds last."""
+        found = dict.fromkeys(result.policy for result in self.results)
+        return tuple(sorted(found, key=lambda policy: (policy in BOUNDS, policy == INFINITE, policy)))
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Slots of the tiers at each size, ascending."""
+        return tuple(sorted({result.capacities for result in self.results if result.policy != INFINITE}))
+
+    def find(self, policy: str, capacities: tuple[int, ...]) -> ReplayResult | None:
+        """The result of a policy at a size; an infinite cache has one for all sizes."""
+        for result in self.results:
+            if result.policy == policy and (policy == INFINITE or result.capacities == capacities):
+                return result
+        return None
+
+    def as_facts(self) -> Facts:
+        """The whole report as values for JSON."""
+        ordered = sorted(self.results, key=lambda result: (self.policies.index(result.policy), result.capacities))
+        return {
+            "trace": self._trace_facts(),
+            "cost_model": {
+                "bytes_per_token": self.costs.bytes_per_token,
+                "chunk_bytes": self.chunk_bytes,
+                "prefill_tokens_per_s": self.costs.prefill_tokens_per_s,
+                "load_bytes_per_s": dict(self.costs.bytes_per_s),
+            },
+            "remarks": list(self.remarks),
+            "results": [self._result_facts(result) for result in ordered],
+        }
+
+    def _trace_facts(self) -> Facts:
+        workload = self.workload
+        return {
+            "files": list(self.names),
+            "requests": workload.num_requests,
+            "lookups": workload.num_lookups,
+            "unique_chunks": workload.num_unique,
+            "blocks_per_chunk": workload.blocks_per_chunk,
+            "block_tokens": workload.block_tokens,
+            "prompt_tokens": workload.num_prompt_tokens,
+            "duration_s": workload.duration_s,
+            "engine_reused_blocks": workload.num_reused_blocks,
+        }
+
+    def _result_facts(self, result: ReplayResult) -> Facts:
+        return {
+            "policy": result.policy,
+            "prefix_hit_ratio": result.prefix_hit_ratio,
+            "block_hit_ratio": result.block_hit_ratio,
+            "prefix_hits": result.num_prefix_hits,
+            "block_hits": result.num_block_hits,
+            "hit_tokens": result.num_hit_tokens,
+            "saved_prefill_s": self.costs.saved_s(result, self.workload.chunk_tokens),
+            "waiting_s": self.costs.waiting_s(result, self.workload),
+            "capacity_chunks": list(result.capacities),
+            "capacity_bytes": [self._bytes(capacity) for capacity in result.capacities],
+            "capacity_of_unique": [capacity / self.workload.num_unique for capacity in result.capacities],
+            "tiers": [
+                {
+                    "tier": tier.name,
+                    "capacity_chunks": tier.capacity,
+                    "loaded_chunks": tier.loaded,
+                    "stored_chunks": tier.stored,
+                    "evicted_chunks": tier.evicted,
+                    "held_chunks": tier.held,
+                    "loaded_bytes": self._bytes(tier.loaded),
+                    "stored_bytes": self._bytes(tier.stored),
+                }
+                for tier in result.tiers
+            ],
+            "seconds": result.seconds,
+        }
+
+    def _bytes(self, num_chunks: int) -> int | None:
+        return None if self.chunk_bytes is None else num_chunks * self.chunk_bytes
+
+    def why_no_times(self) -> str | None:
+        """Why "prefill saved" cannot be shown although the prefill rate is known; ``None`` if it can, or was not asked for."""
+        if self.costs.prefill_tokens_per_s is None or self.chunk_bytes is not None:
+            return None
+        missing = []
+        if self.costs.bytes_per_token is None:
+            missing.append("how many bytes a token has: --model or --bytes-per-token")
+        if self.workload.chunk_tokens is None:
+            missing.append("how many tokens a block has, which the trace does not tell: --block-tokens")
+        return f"prefill saved is not shown: it is not known {', and '.join(missing)}"
+
+
+def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list[str]:
+    """Sentences about what is odd in a trace, and about the reuse that the recording engine counted."""
+    remarks = []
+    if num_skipped:
+        remarks.append(
+            f"{format_count(num_skipped, 'broken line')} of the trace {'was' if num_skipped == 1 else 'were'} skipped"
+        )
+    if num_misplaced:
+        remarks.append(
+            f"{num_misplaced:,} of {len(workload.chunks):,} uses of a block come behind another block than its first use: "
+            f"the ids do not stand for whole prefixes (or files with ids of their own were mixed), so prefix hits mean little"
+        )
+    told = workload.told_block_tokens
+    if told is not None and told != (workload.block_tokens, workload.block_tokens):
+        sizes = f"{told[0]}" if told[0] == told[1] else f"{told[0]} to {told[1]}"
+        remarks.append(
+            f"by its own lines the blocks of the trace have {sizes} tokens, and all are counted as {workload.block_tokens}: "
+            f"tokens, bytes and times mean little"
+        )
+    if not workload.is_sorted:
+        fate = (
+            "they are replayed in it"
+            if workload.is_timed
+            else "some have none, so they are replayed in that of the trace"
+        )
+        remarks.append(f"requests were not in the order of their times; {fate}")
+    reused = workload.num_reused_blocks
+    if reused is not None:
+        share = reused / workload.num_prompt_blocks
+        remarks.append(f"the engine that recorded it reused {format_count(reused, 'block')} itself: {share:.2%}")
+    return remarks
+
+
+def describe_trace(report: Report) -> str:
+    """One line about what was replayed."""
+    workload = report.workload
+    noun = "chunk" if workload.blocks_per_chunk > 1 else "block"
+    tokens = "" if workload.chunk_tokens is None else f" of {format_count(workload.chunk_tokens, 'token')}"
+    time = f", over {format_seconds(workload.duration_s)}" if workload.duration_s else ""
+    return (
+        f"{format_count(workload.num_requests, 'request')}{time}; {format_count(workload.num_lookups, 'look-up')} of "
+        f"{format_count(workload.num_unique, f'different {noun}')}{tokens}"
+    )
+
+
+def describe_costs(report: Report) -> str:
+    """One line about what the times and bytes in the report are based on."""
+    costs = report.costs
+    if costs.bytes_per_token is None:
+        return "Amounts are numbers of blocks: how many bytes a token takes was not given."
+    weight = f"A token's KV takes {costs.bytes_per_token:,} bytes"
+    if costs.prefill_tokens_per_s is None or report.chunk_bytes is None:
+        return f"{weight}."
+    tiers = ", ".join(f"{tier} at {bandwidth / 1e9:g} GB/s" for tier, bandwidth in costs.bytes_per_s.items())
+    return (
+        f"{weight}. Prefill saved: hit tokens at {costs.prefill_tokens_per_s:,.0f} tokens per second, less the time to load "
+        f"them ({tiers}; nothing overlaps)."
+    )
+
+
+def describe_amount(report: Report, num_chunks: int) -> str:
+    """A number of chunks, in bytes if the size of a chunk is known."""
+    return f"{num_chunks:,}" if report.chunk_bytes is None else format_bytes(num_chunks * report.chunk_bytes)
+
+
+def format_amount(report: Report, num_chunks: float) -> str:
+    """A number of chunks like ``describe_amount``, but short, for axes."""
+    if report.chunk_bytes is not None:
+        return format_bytes(num_chunks * report.chunk_bytes)
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if num_chunks >= size:
+            return f"{num_chunks / size:.3g}{unit}"
+    return f"{num_chunks:.3g}"
+
+
+def describe_size(report: Report, capacities: Sequence[int]) -> str:
+    """The tiers' sizes: ``1,000 (5%)`` or ``64 GiB (5%) + 1.0 TiB (80%)``."""
+    shares = (100 * capacity / report.workload.num_unique for capacity in capacities)
+    return " + ".join(
+        f"{describe_amount(report, capacity)} ({_trimmed(share) if share <= 100 else '>100'}%)"
+        for capacity, share in zip(capacities, shares, strict=True)
+    )
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A time for people: ``3.2 h``, ``45.0 s``."""
+    if seconds is None:
+        return ""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if abs(seconds) >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _trimmed(number: float) -> str:
+    return f"{number:.1f}".removesuffix(".0") if number >= 0.1 else f"{number:.1g}"
+
+
+# --- a plan in words --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machine that a cache has to fit into.
+
+    Attributes:
+        memory_bytes: memory that this machine, and the control groups around this process, allow.
+        disk_free_bytes: free space where the disk tier would be; ``None`` if that place was not given.
+    """
+
+    memory_bytes: int
+    disk_free_bytes: int | None = None
+
+
+def recommend(planner: Planner, plan: Plan) -> Iterator[str]:
+    """Yield what to buy, and why."""
+    yield _on_host(planner, plan)
+    yield _on_demand(planner, plan)
+    if plan.disk is not None:
+        yield _on_disk(planner, plan.disk)
+
+
+def advise(planner: Planner, plan: Plan) -> Iterator[str]:
+    """Yield further sentences about the results of the replays."""
+    yield _on_traffic(planner, plan)
+    too_short = _on_length(planner, plan)
+    if too_short is not None:
+        yield too_short
+    budget = planner.budget
+    for tier in (HOST, *([DISK] if budget.disk_bytes is not None else [])):
+        yield _on_tier(planner, tier)
+    if plan.host is not None:
+        yield f"{format_bytes(budget.host_bytes or 0)} of host memory: {_what_it_does(planner, plan.host)}."
+    workload = planner.workload
+    longest = int((workload.prompt_ends - workload.starts).max()) * planner.chunk_bytes
+    if budget.host_bytes is not None and budget.host_bytes < longest:
+        yield (
+            f"The longest prompt has {format_bytes(longest)} of KV: {format_bytes(budget.host_bytes)} of host memory can "
+            f"never bring it back as a whole, with or without a disk below."
+        )
+
+
+def fits(planner: Planner, plan: Plan, machine: Machine) -> Iterator[str]:
+    """Yield sentences about what fits this machine and what does not."""
+    budget = planner.budget
+    machine_allows = (
+        f"This machine, with the limits of its control groups, allows {format_bytes(machine.memory_bytes)} in all"
+    )
+    what, wanted = "the host memory asked for", budget.host_bytes
+    if wanted is None and plan.recommendation is not None:
+        what, wanted = "what is recommended", plan.recommendation.num_bytes
+    if not wanted:
+        yield f"{machine_allows}."
+    elif wanted > machine.memory_bytes:
+        yield f"{machine_allows}: {what} does not fit."
+    else:
+        yield f"{machine_allows}: {what} takes {wanted / machine.memory_bytes:.0%} of it."
+    if machine.disk_free_bytes is None:
+        return
+    free = format_bytes(machine.disk_free_bytes)
+    if budget.disk_bytes is None:
+        yield f"The disk has {free} free."
+    else:
+        fit = "fits" if budget.disk_bytes <= machine.disk_free_bytes else "does not fit"
+        yield f"The disk has {free} free: {format_bytes(budget.disk_bytes)} {fit}."
+
+
+def disk_problems(planner: Planner, use: DiskUse) -> list[str]:
+    """Why a disk is not recommended, as clauses; none if it is."""
+    budget, costs = planner.budget, planner.costs
+    problems = []
+    if use.busy is not None and use.busy > 1:
+        problems.append(
+            f"it cannot keep up: {_per_s(use.written_bytes_per_s)} would be written to it, which can take "
+            f"{_per_s(budget.disk_write_bytes_per_s)}, and {_per_s(use.read_bytes_per_s)} read from it, which can give "
+            f"{_per_s(costs.bytes_per_s[DISK])}, so it would be busy for {use.busy:.0%} of the time"
+        )
+    if use.writes_per_day is not None and use.writes_per_day > budget.disk_writes_per_day:
+        problems.append(
+            f"it wears out: it would be written from end to end {use.writes_per_day:.3g} times a day and endures "
+            f"{budget.disk_writes_per_day:g}"
+        )
+    if planner.tier_pays(DISK) is False:
+        problems.append("loading from it takes longer than computing")
+    elif planner.has_rates and planner.has_seconds and use.is_judged and use.gib_gain < budget.disk_price_s:
+        problems.append(
+            f"a GiB of it saves {_amount(use.gib_gain)} s of prefill per hour, less than its price, {budget.disk_price_s:g} s"
+        )
+    return problems
+
+
+def as_facts(planner: Planner, plan: Plan) -> dict[str, Any]:
+    """The plan as values for JSON, without the results that it is based on."""
+    budget, chosen = planner.budget, plan.recommendation
+    return {
+        "policy": plan.policy,
+        "recommended_host_bytes": None if chosen is None else chosen.num_bytes,
+        "recommended_is_least": None if chosen is None else chosen.is_least,
+        "longest_judged_bytes": plan.longest_judged_bytes,
+        "host_price_s": budget.host_price_s,
+        "demand_accelerators": planner.demand(),
+        "demand_left_accelerators": None if plan.recommended is None else planner.demand_left(plan.recommended.result),
+        "disk": None
+        if plan.disk is None
+        else {
+            **{field.name: getattr(plan.disk, field.name) for field in fields(plan.disk) if field.name != "result"},
+            "demand_left_accelerators": planner.demand_left(plan.disk.result),
+            "price_s": budget.disk_price_s,
+            "write_bandwidth": budget.disk_write_bytes_per_s,
+            "endured_writes_per_day": budget.disk_writes_per_day,
+            "problems": disk_problems(planner, plan.disk),
+        },
+        "curve": [_step_facts(planner, step) for step in plan.steps],
+    }
+
+
+def plan_table(planner: Planner, plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """The curve as a table: heads, and a row per size, the first without a cache."""
+    demand = planner.demand()
+    heads = ["host", "full after", "hits", BASELINE, OPTIMUM, "prefill saved" if demand is None else "accelerators"]
+    gains = planner.gains(plan.steps)
+    unused = "0.0%" if demand is None else f"{demand:.3g}"
+    rows = [["none", "", "0.0%", "0.0%", "0.0%", unused, _amount(gains[0][2]) if gains else ""]]
+    for step in plan.steps:
+        left = planner.demand_left(step.result)
+        ratios = [step.result, step.baseline, step.optimum]
+        rows.append(
+            [
+                format_bytes(step.num_bytes),
+                format_seconds(step.full_after_s) if step.is_judged else "too short",
+                *("" if result is None else f"{result.prefix_hit_ratio:.1%}" for result in ratios),
+                f"{planner.saved_share(step.result):.1%}" if left is None else f"{left:.3g}",
+                "" if step.next_gib is None else _amount(step.next_gib),
+            ]
+        )
+    return [*heads, "next GiB"], rows
+
+
+def unit_of_gain(planner: Planner) -> str:
+    """What gains are counted in."""
+    return f"{'s of prefill' if planner.has_seconds else 'tokens'} {_per(planner)}"
+
+
+def _step_facts(planner: Planner, step: Step) -> dict[str, Any]:
+    baseline, optimum = step.baseline, step.optimum
+    return {
+        "host_bytes": step.num_bytes,
+        "full_after_s": step.full_after_s,
+        "is_judged": step.is_judged,
+        "prefix_hit_ratio": step.result.prefix_hit_ratio,
+        "lru_prefix_hit_ratio": None if baseline is None else baseline.prefix_hit_ratio,
+        "optimum_prefix_hit_ratio": None if optimum is None else optimum.prefix_hit_ratio,
+        "saved_share_of_prefill": planner.saved_share(step.result),
+        "demand_left_accelerators": planner.demand_left(step.result),
+        "next_gib_gain": step.next_gib,
+    }
+
+
+def _on_host(planner: Planner, plan: Plan) -> str:
+    chosen, price = plan.recommendation, f"{planner.budget.host_price_s:g} s (--host-price)"
+    if chosen is None:
+        return f"No size is recommended: {_why_none(planner)}."
+    if not plan.everything.num_prefix_hits:
+        return "Recommended: no cache. Nothing comes back: a cache of any size would find nothing."
+    if not chosen.num_bytes:
+        return f"Recommended: no host memory. No GiB of it saves as much prefill per hour as it costs, {price}."
+    pays = f"Recommended: {'at least ' if chosen.is_least else ''}{format_bytes(chosen.num_bytes)} of host memory."
+    if chosen.num_bytes >= planner.workload.num_unique * planner.chunk_bytes:
+        return f"{pays} It holds everything, and each GiB of it saves more prefill per hour than it costs, {price}."
+    rest = "the trace is too short to tell how much more would pay" if chosen.is_least else "beyond, less"
+    return f"{pays} Up to there, each further GiB saves more prefill per hour than it costs, {price}; {rest}."
+
+
+def _why_none(planner: Planner) -> str:
+    if not planner.has_seconds:
+        return (
+            "what a hit is worth depends on how fast prefill is; give --prefill-tokens-per-s, the prompt tokens that an "
+            "accelerator computes per second"
+        )
+    if not planner.has_rates:
+        return "the requests have no times, so what a GiB brings per hour is not known"
+    return "the trace is too short"
+
+
+def _on_demand(planner: Planner, plan: Plan) -> str:
+    demand = planner.demand()
+    asked = planner.workload.prompt_tokens_from(planner.workload.num_warm)
+    if demand is None:
+        return f"The prompts have {format_count(asked, 'token')}; without a cache, all are computed."
+    rate = planner.costs.prefill_tokens_per_s
+    text = (
+        f"Without a cache, prefill keeps {_accelerators(demand)} busy: {asked / planner.workload.duration_s:,.0f} tokens are "
+        f"asked for per second, and one computes {rate:,.0f}."
+    )
+    if plan.recommended is None:
+        return text
+    return f"{text} With {format_bytes(plan.recommended.num_bytes)}: {_what_it_does(planner, plan.recommended)}."
+
+
+def _on_disk(planner: Planner, use: DiskUse) -> str:
+    what = f"{format_bytes(planner.budget.disk_bytes or 0)} of disk"
+    problems = disk_problems(planner, use)
+    if problems:
+        return f"Not recommended: {what}. {' '.join(f'{problem[0].upper()}{problem[1:]}.' for problem in problems)}"
+    does = _disk_does(planner, use)
+    if not (planner.has_rates and planner.has_seconds):
+        return f"Whether {what} can keep up and pays cannot be told without times and a prefill rate: {does}."
+    if not use.is_judged and use.gib_gain < planner.budget.disk_price_s:
+        return f"Whether {what} pays cannot be told: the trace is too short to fill it. So far, {does}."
+    return f"Recommended below {format_bytes(planner.budget.host_bytes or 0)} of host memory: {what}. There, {does}."
+
+
+def _disk_does(planner: Planner, use: DiskUse) -> str:
+    least = "" if use.is_judged else "at least "
+    text = f"a GiB of it brings {least}{_amount(use.gib_gain)} {unit_of_gain(planner)}"
+    left = planner.demand_left(use.result)
+    if left is not None:
+        text += f", and both together leave {_accelerators(left)} busy"
+    if use.writes_per_day is None or use.busy is None:
+        return text
+    return (
+        f"{text}; {_per_s(use.written_bytes_per_s)} are written, {use.writes_per_day:.2g} times its size a day, and it is busy "
+        f"for {use.busy:.1%} of the time"
+    )
+
+
+def _on_traffic(planner: Planner, plan: Plan) -> str:
+    workload = planner.workload
+    time = f" in {format_seconds(workload.duration_s)}" if workload.duration_s else ""
+    asks = (
+        f"{format_count(workload.num_requests, 'request')}{time} {'asks' if workload.num_requests == 1 else 'ask'} for"
+    )
+    return (
+        f"{asks} {format_bytes(workload.num_unique * planner.chunk_bytes)} of different KV; a cache for all of it would find "
+        f"{plan.everything.prefix_hit_ratio:.1%}."
+    )
+
+
+def _on_length(planner: Planner, plan: Plan) -> str | None:
+    """What the trace is too short to tell; ``None`` if it tells all."""
+    judged, everything = plan.longest_judged_bytes, planner.workload.num_unique * planner.chunk_bytes
+    if judged >= everything:
+        return None
+    text = (
+        f"The trace is too short for sizes above {format_bytes(judged)}: they are not full after half of it, and most of what "
+        f"they would keep longer comes back after its end."
+    )
+    if not planner.has_rates:
+        return text
+    longer = planner.workload.arrivals_s[-1] - planner.workload.arrivals_s[0]
+    return f"{text} To judge {format_bytes(2 * judged)}, record about {format_seconds(2 * longer)}."
+
+
+def _on_tier(planner: Planner, tier: str) -> str:
+    costs = planner.costs
+    limit = costs.break_even_tokens_per_s(tier)
+    assert limit is not None, "a plan knows the bytes per token"
+    speed = _per_s(costs.bytes_per_s[tier])
+    pays = planner.tier_pays(tier)
+    if pays is None:
+        return (
+            f"Loading from {tier} at {speed} pays as long as prefill computes less than {limit:,.0f} tokens per second."
+        )
+    rate = costs.prefill_tokens_per_s or 0.0
+    if pays:
+        return f"Loading from {tier} at {speed} is {limit / rate:.1f} times as fast as prefill at {rate:,.0f} tokens/s."
+    return (
+        f"Loading from {tier} at {speed} does not pay: it brings {limit:,.0f} tokens per second, and prefill computes "
+        f"{rate:,.0f}."
+    )
+
+
+def _what_it_does(planner: Planner, step: Step) -> str:
+    left = planner.demand_left(step.result)
+    text = f"{step.result.prefix_hit_ratio:.1%} prefix hits"
+    text += (
+        f", {planner.saved_share(step.result):.1%} of prefill saved"
+        if left is None
+        else f", {_accelerators(left)} busy"
+    )
+    return text if step.is_judged else f"{text} (the trace is too short to fill it)"
+
+
+def _accelerators(number: float) -> str:
+    text = f"{number:.2g}"
+    return f"{text} accelerator{'' if text == '1' else 's'}"
+
+
+def _per(planner: Planner) -> str:
+    return "per hour" if planner.has_rates else "per 1,000 requests"
+
+
+def _per_s(num_bytes: float | None) -> str:
+    """A bandwidth for people, in units of 1000."""
+    rate = num_bytes or 0.0
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+
+
+def _amount(number: float) -> str:
+    return f"{number:.2g}" if abs(number) < 100 else f"{number:,.0f}"

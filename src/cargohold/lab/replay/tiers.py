@@ -1,0 +1,259 @@
+"""One run of a workload through tiers, on the managers that production uses.
+
+For every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all chunks
+are touched in the first tier, and in lower tiers only the promoted ones; the rest of the prompt is computed and stored, and
+then the chunks that the answer completed. Requests come one after the other, so nothing is busy, and a load changes no state:
+it is only counted. Where the trace says how many tokens its engine computed in a step, chunks are stored step by step as in
+that engine, and an answer's chunks one by one, because policies may depend on that.
+
+The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: chunks stored in the first
+are written to the others, too. A promotion needs room in the first tier; a chunk that finds none there is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from cargohold.blocks import ABSENT, READY
+from cargohold.cache import OffloadManager, make_manager
+from cargohold.errors import ConfigError
+from cargohold.lab.replay.hints import DerivedHints
+from cargohold.lab.replay.workload import Ints, Workload
+from cargohold.option_values import is_positive_int
+
+HOST: Final = "host"
+DISK: Final = "disk"
+DEFAULT_DISK_POLICY: Final = "lru"
+"""Default policy of a disk. A disk sees no requests, only what host memory could not keep."""
+
+_NAME_BYTES: Final = 4
+
+Keys = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """The traffic of one tier, in chunks.
+
+    Attributes:
+        name: what users call the tier.
+        capacity: slots.
+        loaded: chunks that were there and were read, those promoted into the first tier included.
+        stored: chunks written.
+        evicted: chunks that made room for others.
+        held: chunks in the tier at the end.
+    """
+
+    name: str
+    capacity: int
+    loaded: int
+    stored: int
+    evicted: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierLog:
+    """What a tier did, request by request, in chunks.
+
+    Attributes:
+        name, capacity: see ``TierTraffic``.
+        loaded, stored: per request, chunks read and written.
+        held: per request, chunks in the tier after it.
+    """
+
+    name: str
+    capacity: int
+    loaded: Ints
+    stored: Ints
+    held: Ints
+
+    def traffic(self, first: int) -> TierTraffic:
+        """The traffic from a request on."""
+        loaded, stored = int(self.loaded[first:].sum()), int(self.stored[first:].sum())
+        held, held_before = int(self.held[-1]), int(self.held[first - 1]) if first else 0
+        return TierTraffic(self.name, self.capacity, loaded, stored, stored + held_before - held, held)
+
+
+@dataclass(frozen=True, slots=True)
+class TierRun:
+    """The result of one run, request by request.
+
+    Attributes:
+        hits: per request, number of leading chunks of its prompt that were found in a tier.
+        present: per request, chunks of its prompt that were found in a tier, behind a hole or not.
+        tiers: what each tier did, first tier first; empty if that is not known.
+    """
+
+    hits: Ints
+    present: Ints
+    tiers: tuple[TierLog, ...]
+
+    def traffic(self, first: int = 0) -> tuple[TierTraffic, ...]:
+        """The tiers' traffic from a request on."""
+        return tuple(tier.traffic(first) for tier in self.tiers)
+
+
+class _Tier:
+    """A tier's manager, with counters of its traffic."""
+
+    def __init__(self, name: str, policy: str, capacity: int, num_unique: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        # A tier with room for all chunks keeps all of them: more slots would take memory and change nothing.
+        self.manager: OffloadManager = make_manager(policy, min(capacity, num_unique))
+        self.loaded = 0
+        self.stored = 0
+        self._log: list[tuple[int, int, int]] = []
+
+    def store(self, keys: Keys, parent: bytes | None) -> int:
+        """Offer chunks to the tier. Returns how many leading ones are there afterwards."""
+        handle = self.manager.prepare_store(keys, parent)
+        assert not handle.deferred, "nothing is busy when requests come one after the other"
+        stored = handle.keys
+        handle.commit()
+        self.stored += len(stored)
+        if len(stored) == len(keys):
+            return len(keys)
+        return len(self.manager.lookup_run(keys))
+
+    def end_request(self) -> None:
+        """Note the counters after a request."""
+        self._log.append((self.loaded, self.stored, self.manager.num_ready))
+
+    def log(self) -> TierLog:
+        """What the tier did. Raises ``AssertionError`` if the counters or the manager's invariants do not hold at the end."""
+        manager = self.manager
+        manager.check()
+        assert manager.num_writing == manager.num_pins == manager.num_leaving == 0, "something is still in flight"
+        assert manager.num_free + manager.num_ready == manager.capacity, "slots are lost"
+        assert manager.num_ready <= self.stored, "chunks are there that nobody stored"
+        loaded, stored, held = np.array(self._log, dtype=np.int64).T
+        return TierLog(self.name, self.capacity, np.diff(loaded, prepend=0), np.diff(stored, prepend=0), held)
+
+
+def run_tiers(
+    workload: Workload,
+    policy: str,
+    capacities: Sequence[int],
+    disk_policy: str = DEFAULT_DISK_POLICY,
+    give_hints: Callable[[OffloadManager], DerivedHints] | None = None,
+) -> TierRun:
+    """Replay a workload.
+
+    Args:
+        workload: the requests.
+        policy: policy of host memory; see ``cargohold.cache.policies.find_policy``.
+        capacities: slots of host memory, and of the disk if there is one.
+        disk_policy: policy of the disk.
+        give_hints: makes what gives hints to host memory, if any are given.
+
+    Raises:
+        ConfigError: there is no such policy, or a tier has no slot.
+    """
+    for name, capacity in zip((HOST, DISK), capacities, strict=False):
+        if not is_positive_int(capacity):
+            raise ConfigError(f"{name} size", capacity, "a tier has at least one chunk")
+    kinds = ((HOST, policy), (DISK, disk_policy))
+    tiers = [
+        _Tier(name, kind, size, workload.num_unique) for (name, kind), size in zip(kinds, capacities, strict=False)
+    ]
+    if len(tiers) > 1:
+        tiers[0].manager.admit_all()
+    hints = None if give_hints is None else give_hints(tiers[0].manager)
+    names = _names(workload.num_unique)
+    hits, present = np.zeros((2, len(workload.ends)), dtype=np.int64)
+    for request, (start, prompt_end, end) in enumerate(workload.spans()):
+        keys = tuple(names[workload.chunks[start:end]].tolist())
+        prompt = keys[: prompt_end - start]
+        if hints is not None:
+            hints.before(request, prompt)
+        num_hits, present[request] = _serve(tiers, prompt)
+        hits[request] = num_hits
+        for first, last in _pieces(workload, num_hits, len(prompt), len(keys)):
+            _store(tiers, keys[first:last], keys[first - 1] if first else None)
+        if hints is not None:
+            hints.after(request, keys)
+        for tier in tiers:
+            tier.end_request()
+    return TierRun(hits, present, tuple(tier.log() for tier in tiers))
+
+
+def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
+    """A key for each chunk number: one object per number, so that comparing keys is cheap."""
+    names = np.empty(num_chunks, dtype=np.object_)
+    # Low byte first: managers spread keys by their first byte.
+    names[:] = [number.to_bytes(_NAME_BYTES, "little") for number in range(num_chunks)]
+    return names
+
+
+def _pieces(workload: Workload, num_hits: int, num_prompt: int, num_chunks: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a request's chunks that are stored together: first chunk, and the one behind the last."""
+    if workload.step_tokens is None or workload.chunk_tokens is None:
+        ends = [num_prompt, num_chunks]
+    else:
+        step, chunk = workload.step_tokens, workload.chunk_tokens
+        computed = range(num_hits * chunk + step, num_prompt * chunk, step)
+        ends = [*(tokens // chunk for tokens in computed), *range(num_prompt, num_chunks + 1)]
+    first = num_hits
+    for end in ends:
+        if end > first:
+            yield first, end
+            first = end
+
+
+def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:
+    """Look a prompt up, promote and touch. Returns how many leading chunks were found, and how many in all."""
+    first = tiers[0]
+    presence = first.manager.lookup(prompt)
+    num_hits = presence.find(ABSENT)
+    if num_hits < 0:
+        num_hits = len(prompt)
+    first.loaded += num_hits
+    num_present = presence.count(READY)
+    if len(tiers) > 1 and num_hits < len(prompt):
+        answers = [presence, *(tier.manager.lookup(prompt) for tier in tiers[1:])]
+        num_present = sum(READY in column for column in zip(*answers, strict=True))
+        num_hits = _promote(tiers, prompt, num_hits)
+    first.manager.touch(prompt)
+    return num_hits, num_present
+
+
+def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
+    """Copy chunks that continue the found prefix from lower tiers into the first. Returns how long the prefix is then."""
+    first, *lower = tiers
+    is_longer = True
+    while is_longer and num_hits < len(prompt):
+        is_longer = False
+        for tier in lower:
+            found = len(tier.manager.lookup_run(prompt[num_hits:]))
+            if found:
+                rest = prompt[num_hits : num_hits + found]
+                # The first tier may have some of these chunks, behind the hole. They are offered, too, so that they are not
+                # evicted for the others.
+                states = first.manager.lookup(rest)
+                tier.manager.touch([key for key, state in zip(rest, states, strict=True) if state == ABSENT])
+                fits = first.store(rest, prompt[num_hits - 1] if num_hits else None)
+                brought = states[:fits].count(ABSENT)
+                tier.loaded += brought
+                first.loaded += fits - brought
+                num_hits += fits
+                is_longer = fits == found
+        if is_longer:
+            run = len(first.manager.lookup_run(prompt[num_hits:]))
+            first.loaded += run
+            num_hits += run
+    return num_hits
+
+
+def _store(tiers: Sequence[_Tier], keys: Keys, parent: bytes | None) -> None:
+    """Store chunks that were computed, in the first tier and through it in the others."""
+    first, *lower = tiers
+    num_there = first.store(keys, parent)
+    for tier in lower:
+        if num_there:
+            tier.store(keys[:num_there], parent)

@@ -1,0 +1,392 @@
+"""A trace in memory: selected requests, ordered, cut into chunks that are numbered in the order of their first use.
+
+All is in flat arrays that processes can share.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cargohold.errors import ConfigError
+from cargohold.lab.replay.traces import MAX_TOKENS, TraceRequest
+from cargohold.option_values import format_count, is_number, is_positive_int, is_positive_number
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Chunks = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+UNKNOWN: Final = -1
+_LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
+_BELIEVED_FROM: Final = 0.95
+_NOTHING: Final = "there is nothing to replay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The requests of a trace, each as a sequence of chunks.
+
+    ::
+
+        chunks         | prompt of request 0 | its answer | prompt of request 1 | its answer | ...
+        prompt_ends                          ^                                  ^
+        ends                                              ^                                  ^
+
+    Attributes:
+        chunks: numbers of all chunks used, request after request.
+        prompt_ends: per request, index behind the last chunk of its prompt.
+        ends: per request, index behind the last chunk that its answer completed; in most traces the same.
+        prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
+        reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
+        arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
+        sessions: per request, number of its session, or ``UNKNOWN``.
+        num_warm: leading requests that only warm the cache up: they are replayed, but not counted.
+        num_unique: number of different chunks.
+        num_prompt_blocks: blocks of counted prompts, including those left over at the ends of prompts, which are in no chunk.
+        blocks_per_chunk: blocks of the trace per chunk.
+        block_tokens: tokens per block; ``None`` if the trace does not tell.
+        told_block_tokens: least and most tokens per block that requests tell; ``None`` if none tells.
+        step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not tell.
+        is_timed: whether all requests have an arrival time.
+        is_sorted: whether the requests that have one were in the order of their times.
+    """
+
+    chunks: Chunks
+    prompt_ends: Ints
+    ends: Ints
+    prompt_tokens: Ints
+    reused_blocks: Ints
+    arrivals_s: Floats
+    sessions: Ints
+    num_unique: int
+    num_prompt_blocks: int
+    blocks_per_chunk: int = 1
+    block_tokens: int | None = None
+    told_block_tokens: tuple[int, int] | None = None
+    step_tokens: int | None = None
+    num_warm: int = 0
+    is_timed: bool = True
+    is_sorted: bool = True
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests there are, without those that only warm up."""
+        return len(self.ends) - self.num_warm
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first counted request to the last; 0 if the trace does not tell."""
+        return self.seconds_from(self.num_warm)
+
+    def seconds_from(self, first: int) -> float:
+        """Seconds from a request to the last; 0 if the trace does not tell."""
+        arrivals_s = self.arrivals_s[first:]
+        arrivals_s = arrivals_s[np.isfinite(arrivals_s)]
+        return float(arrivals_s.max() - arrivals_s.min()) if len(arrivals_s) else 0.0
+
+    @property
+    def starts(self) -> Ints:
+        """Per request, index of its first chunk."""
+        starts = np.zeros_like(self.ends)
+        starts[1:] = self.ends[:-1]
+        return starts
+
+    @property
+    def num_lookups(self) -> int:
+        """Number of chunks of all counted prompts; a chunk counts each time."""
+        return self.lookups_from(self.num_warm)
+
+    def lookups_from(self, first: int) -> int:
+        """Number of chunks of the prompts from a request on; a chunk counts each time."""
+        return int((self.prompt_ends - self.starts)[first:].sum())
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens per chunk, ``None`` if the trace does not tell."""
+        return None if self.block_tokens is None else self.block_tokens * self.blocks_per_chunk
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """Tokens of all counted prompts; ``None`` if the trace does not tell."""
+        counted = self.prompt_tokens[self.num_warm :]
+        return None if (counted == UNKNOWN).any() else int(counted.sum())
+
+    def prompt_tokens_from(self, first: int) -> int:
+        """Tokens of the prompts from a request on; where the trace does not tell, those of their chunks.
+
+        It must be known how many tokens a chunk has.
+        """
+        assert self.chunk_tokens is not None, "it is known how many tokens a chunk has"
+        in_chunks = (self.prompt_ends - self.starts) * self.chunk_tokens
+        return int(np.where(self.prompt_tokens == UNKNOWN, in_chunks, self.prompt_tokens)[first:].sum())
+
+    @property
+    def num_reused_blocks(self) -> int | None:
+        """Blocks that the recording engine reused; ``None`` if the trace does not tell."""
+        counted = self.reused_blocks[self.num_warm :]
+        return None if (counted == UNKNOWN).any() else int(counted.sum())
+
+    def first_use_requests(self) -> Ints:
+        """Per different chunk, in the order of their first uses, the request that used it first."""
+        _, first_uses = np.unique(self.chunks, return_index=True)
+        return np.searchsorted(self.ends, np.sort(first_uses), side="right")
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Per request: index of its first chunk, index behind its prompt's last chunk, and index behind its last chunk."""
+        return zip(self.starts.tolist(), self.prompt_ends.tolist(), self.ends.tolist(), strict=True)
+
+    def tokens_in(self, hits: Ints, first: int = 0) -> int | None:
+        """Tokens in the leading ``hits[r]`` chunks of every request ``r`` from ``first`` on.
+
+        A prompt may end inside its last chunk. ``None`` if the trace does not tell how many tokens a block has.
+        """
+        if self.chunk_tokens is None:
+            return None
+        known = self.prompt_tokens != UNKNOWN
+        tokens = hits * self.chunk_tokens
+        tokens[known] = np.minimum(tokens, self.prompt_tokens)[known]
+        return int(tokens[first:].sum())
+
+    def count_misplaced(self) -> int:
+        """Number of uses of a chunk behind another chunk than at its first use; 0 if ids form a trie, standing for prefixes."""
+        before = np.empty_like(self.chunks)
+        before[:1] = UNKNOWN
+        before[1:] = self.chunks[:-1]
+        starts = self.starts
+        before[starts[starts < self.ends]] = UNKNOWN
+        numbers, first_uses = np.unique(self.chunks, return_index=True)
+        first_before = np.empty(self.num_unique, dtype=np.int32)
+        first_before[numbers] = before[first_uses]
+        return int(np.count_nonzero(first_before[self.chunks] != before))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which requests of a trace are replayed, and how. Raises ``ConfigError`` for impossible values.
+
+    Attributes:
+        blocks_per_chunk: consecutive blocks that are kept as one chunk; blocks left over at a prompt's end are not kept.
+        block_tokens: tokens per block; by default the number that the trace says, or that its lengths imply.
+        sessions: only requests of these sessions; all if empty.
+        from_s, until_s: only requests that arrive in this window, in seconds since the trace's first request.
+        warm: requests before ``from_s`` are replayed, too, to warm the cache up, but not counted.
+    """
+
+    blocks_per_chunk: int = 1
+    block_tokens: int | None = None
+    sessions: Collection[str] = ()
+    from_s: float | None = None
+    until_s: float | None = None
+    warm: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_positive_int(self.blocks_per_chunk):
+            raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "it must be an integer from 1")
+        size = self.block_tokens
+        if size is not None and not (is_positive_int(size) and size <= MAX_TOKENS):
+            raise ConfigError("block_tokens", size, f"it must be an integer from 1 to {MAX_TOKENS}")
+        if self.from_s is not None and not (is_number(self.from_s) and self.from_s >= 0):
+            raise ConfigError("from", self.from_s, "it must be a number of seconds from 0")
+        if self.until_s is not None and not is_positive_number(self.until_s):
+            raise ConfigError("until", self.until_s, "it must be a number of seconds above 0")
+        if self.from_s is not None and self.until_s is not None and self.from_s >= self.until_s:
+            raise ConfigError(
+                "until", self.until_s, f"the window must end after it starts, which is at {self.from_s} s"
+            )
+
+        if self.warm and self.from_s is None:
+            raise ConfigError("warm", True, "it warms up on what comes before --from: give --from, too")
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether every request must have an arrival time."""
+        return self.from_s is not None or self.until_s is not None
+
+    def includes_session(self, session_id: int | str | None) -> bool:
+        """Whether requests of a session are replayed."""
+        return not self.sessions or (session_id is not None and str(session_id) in self.sessions)
+
+    def includes_times(self, since_first_s: Floats) -> Bools:
+        """A mask of the requests to replay, from their arrival times in seconds since the first request."""
+        chosen = self.counts(since_first_s) | self.warm
+        if self.until_s is not None:
+            chosen &= since_first_s < self.until_s
+        return chosen
+
+    def counts(self, since_first_s: Floats) -> Bools:
+        """A mask of the requests that are not too early to be counted."""
+        if self.from_s is None:
+            return np.ones(len(since_first_s), dtype=np.bool_)
+        return since_first_s >= self.from_s
+
+
+class WorkloadBuilder:
+    """Collects requests. They are replayed in this order if they have no times.
+
+    Args:
+        selection: which requests to collect, and how.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._numbers: dict[int, int] = {}
+        self._chunks = array("i")
+        self._prompt_lengths, self._lengths = array("q"), array("q")
+        self._blocks, self._tokens, self._reused = array("q"), array("q"), array("q")
+        self._times_ms = array("d")
+        self._sessions = array("q")
+        self._session_numbers: dict[int | str, int] = {}
+        self._first_ms = math.inf
+        self._last_ms = -math.inf
+        self._block_tokens: int | None = None
+        self._told_block_tokens: tuple[int, int] | None = None
+        self._step_tokens: int | None = None
+        self._has_sessions = False
+
+    def add(self, request: TraceRequest) -> None:
+        """Add a request, if it may be selected. Raises ``ConfigError`` if its time is needed and it has none."""
+        wanted = self._selection
+        arrival_ms = request.arrival_ms
+        if arrival_ms is not None:
+            self._first_ms = min(self._first_ms, arrival_ms)
+            self._last_ms = max(self._last_ms, arrival_ms)
+        self._has_sessions |= request.session_id is not None
+        if not wanted.includes_session(request.session_id):
+            return
+        if wanted.needs_times and arrival_ms is None:
+            raise ConfigError("from/until", "a time window", "the trace must say when each request arrived")
+        # A later line may have an earlier request. That only moves this one further behind the first: it stays too late.
+        if (
+            wanted.until_s is not None
+            and arrival_ms is not None
+            and arrival_ms - self._first_ms >= 1000 * wanted.until_s
+        ):
+            return
+        step = wanted.blocks_per_chunk
+        ids = [*request.hash_ids, *request.output_hash_ids][step - 1 :: step]
+        numbers = self._numbers
+        self._chunks.extend([numbers.setdefault(chunk, len(numbers)) for chunk in ids])
+        self._lengths.append(len(ids))
+        self._prompt_lengths.append(len(request.hash_ids) // step)
+        self._blocks.append(len(request.hash_ids))
+        self._tokens.append(UNKNOWN if request.input_length is None else request.input_length)
+        self._reused.append(UNKNOWN if request.reused_blocks is None else request.reused_blocks)
+        self._times_ms.append(math.nan if arrival_ms is None else arrival_ms)
+        session, known = request.session_id, self._session_numbers
+        self._sessions.append(UNKNOWN if session is None else known.setdefault(session, len(known)))
+        self._block_tokens = self._block_tokens or request.block_tokens
+        self._step_tokens = self._step_tokens or request.step_tokens
+        if request.block_tokens is not None:
+            least, most = self._told_block_tokens or (request.block_tokens, request.block_tokens)
+            self._told_block_tokens = min(least, request.block_tokens), max(most, request.block_tokens)
+
+    def build(self) -> Workload:
+        """The workload of the selected requests, ordered by time. Raises ``ConfigError`` if no prompt has a chunk."""
+        arrivals_s = (np.array(self._times_ms) - self._first_ms) / 1000
+        order = np.arange(len(arrivals_s))
+        if self._selection.needs_times:
+            order = order[self._selection.includes_times(arrivals_s)]
+        times = arrivals_s[order]
+        is_timed = bool(np.isfinite(times).all())
+        is_sorted = bool((np.diff(times[np.isfinite(times)]) >= 0).all())
+        if is_timed and not is_sorted:
+            order = order[times.argsort(kind="stable")]
+        counted = order[self._selection.counts(arrivals_s[order])]
+        num_prompt_chunks = int(np.array(self._prompt_lengths, dtype=np.int64)[counted].sum())
+        if not num_prompt_chunks:
+            raise self._nothing_to_replay(len(counted))
+        ends = np.cumsum(np.array(self._lengths, dtype=np.int64))
+        starts = np.concatenate(([0], ends[:-1]))
+        workload = Workload(
+            chunks=np.array(self._chunks, dtype=np.int32),
+            prompt_ends=starts + np.array(self._prompt_lengths, dtype=np.int64),
+            ends=ends,
+            prompt_tokens=np.array(self._tokens, dtype=np.int64),
+            reused_blocks=np.array(self._reused, dtype=np.int64),
+            arrivals_s=arrivals_s,
+            sessions=np.array(self._sessions, dtype=np.int64),
+            num_unique=len(self._numbers),
+            num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[counted].sum()),
+            blocks_per_chunk=self._selection.blocks_per_chunk,
+            block_tokens=self._selection.block_tokens or self._block_tokens or self._implied_block_tokens(),
+            told_block_tokens=self._told_block_tokens,
+            step_tokens=self._step_tokens,
+            num_warm=len(order) - len(counted),
+            is_timed=is_timed,
+            is_sorted=is_sorted,
+        )
+        return workload if np.array_equal(order, np.arange(len(ends))) else _taken(workload, order)
+
+    def _nothing_to_replay(self, num_requests: int) -> ConfigError:
+        """An error that names the option because of which nothing is left."""
+        wanted, nothing = self._selection, f"{_NOTHING}: "
+        if num_requests and wanted.blocks_per_chunk > 1:
+            return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no prompt has so many blocks")
+        if not self._has_sessions and wanted.sessions:
+            expected = "the trace has no sessions: none of its requests has a session_id"
+            return ConfigError("session", ", ".join(sorted(wanted.sessions)), expected)
+        if not num_requests and wanted.sessions:
+            when = " in that time" if wanted.needs_times else ""
+            return ConfigError("session", ", ".join(sorted(wanted.sessions)), f"{nothing}no request is of it{when}")
+        if not num_requests and wanted.needs_times:
+            key, value = ("until", wanted.until_s) if wanted.from_s is None else ("from", wanted.from_s)
+            lasts_s = max(0.0, self._last_ms - self._first_ms) / 1000
+            return ConfigError(key, value, f"{nothing}the trace ends {lasts_s:.1f} s after its first request")
+        have = "has" if num_requests == 1 else "have"
+        expected = f"the {format_count(num_requests, 'request')} in it {have} no full block, so {_NOTHING}"
+        return ConfigError("trace", None, expected)
+
+    def _implied_block_tokens(self) -> int | None:
+        """The block size that fits the prompts' numbers of tokens and blocks best; ``None`` if it does not fit nearly all."""
+        blocks, tokens = np.array(self._blocks, dtype=np.int64), np.array(self._tokens, dtype=np.int64)
+        known = (tokens > 0) & (blocks > 1)
+        blocks, tokens = blocks[known], tokens[known]
+        if not len(blocks):
+            return None
+
+        def agreement(size: int) -> float:
+            return float(((tokens // size == blocks) | (-(-tokens // size) == blocks)).mean())
+
+        best = max(_LIKELY_BLOCK_TOKENS, key=agreement)
+        return best if agreement(best) >= _BELIEVED_FROM else None
+
+
+def load_workload(requests: Iterable[TraceRequest], selection: Selection | None = None) -> Workload:
+    """Make a workload of requests, which are read one by one.
+
+    Raises:
+        ConfigError: there is nothing to replay.
+    """
+    builder = WorkloadBuilder(selection or Selection())
+    for request in requests:
+        builder.add(request)
+    return builder.build()
+
+
+def _taken(workload: Workload, order: Ints) -> Workload:
+    """The requests of a workload at the indices in ``order``, in that order, as a workload of their own."""
+    starts, lengths = workload.starts[order], (workload.ends - workload.starts)[order]
+    prompt_lengths = (workload.prompt_ends - workload.starts)[order]
+    ends = np.cumsum(lengths)
+    new_starts = ends - lengths
+    gather = np.arange(int(ends[-1])) + np.repeat(starts - new_starts, lengths)
+    # Chunks that only left-out requests use get no number.
+    numbers, chunks = np.unique(workload.chunks[gather], return_inverse=True)
+    return replace(
+        workload,
+        chunks=chunks.astype(np.int32),
+        prompt_ends=new_starts + prompt_lengths,
+        ends=ends,
+        prompt_tokens=workload.prompt_tokens[order],
+        reused_blocks=workload.reused_blocks[order],
+        arrivals_s=workload.arrivals_s[order],
+        sessions=workload.sessions[order],
+        num_unique=len(numbers),
+    )

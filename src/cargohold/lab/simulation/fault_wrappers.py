@@ -1,0 +1,462 @@
+"""Wrappers that fail: around the two sides of a connector, around the transfer port, and around the manager port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import wraps
+from heapq import heappop, heappush
+from inspect import isfunction
+from random import Random
+from typing import Any, Final, Protocol, TypeVar
+from zlib import crc32
+
+from cargohold.blocks import ABSENT, NOT_YET
+from cargohold.cache import ForwardingManager, OffloadKey, OffloadManager, StoreHandle, StoreOffer
+from cargohold.lab.simulation.faults import Fault, FaultSource
+from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
+from cargohold.lab.simulation.transfers import ByteRows
+from cargohold.protocol import (
+    ConnectorMetadata,
+    FinishedTransfers,
+    ForwardingScheduler,
+    KVConnectorFactory,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    SchedulerEnvironment,
+    Stats,
+    TransferOutcome,
+    WorkerEnvironment,
+    WorkerMetadata,
+)
+from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
+from cargohold.transfer.port import have_succeeded
+
+
+class SimulatedMishapError(Exception):
+    """The exception that a faulty connector raises."""
+
+
+_START_AND_END: Final = frozenset({"bind_scheduler_context", "get_finished_count", "register_kv_caches", "shutdown"})
+"""Hooks that are not called in steps. A connector that raises there is refused at start, or has ended anyhow."""
+
+
+class _Side(Protocol):
+    def maybe_raise(self) -> None:
+        """Raise ``SimulatedMishapError`` if ``Fault.RAISES`` strikes."""
+
+
+T = TypeVar("T", bound=_Side)
+
+
+def _raises_around(contract: type) -> Callable[[type[T]], type[T]]:
+    """Class decorator: lets a side raise before and after every hook that steps call."""
+
+    def around(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def call(self: T, *args: Any) -> Any:
+            self.maybe_raise()
+            answer = hook(self, *args)
+            self.maybe_raise()
+            return answer
+
+        return call
+
+    def decorate(side: type[T]) -> type[T]:
+        for name, hook in vars(contract).items():
+            if isfunction(hook) and name not in _START_AND_END:
+                setattr(side, name, around(getattr(side, name)))
+        return side
+
+    return decorate
+
+
+@_raises_around(KVConnectorScheduler)
+class FaultyScheduler(ForwardingScheduler):
+    """A scheduler side that raises now and then.
+
+    Args:
+        inner: the connector.
+        source: decides when a fault strikes.
+    """
+
+    def __init__(self, inner: KVConnectorScheduler, source: FaultSource) -> None:
+        super().__init__(inner)
+        self._source = source
+
+    def maybe_raise(self) -> None:
+        """Raise, if that fault strikes."""
+        if self._source.strikes(Fault.RAISES):
+            raise SimulatedMishapError("in the scheduler")
+
+
+@_raises_around(KVConnectorWorker)
+class FaultyWorker(KVConnectorWorker):
+    """A worker side that raises now and then, or reports ended transfers some steps late.
+
+    Args:
+        inner: the connector.
+        source: decides when a fault strikes.
+    """
+
+    def __init__(self, inner: KVConnectorWorker, source: FaultSource) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.metadata_type = inner.metadata_type
+        self._source = source
+        self._held_back = FinishedTransfers()
+        self._steps_late = 0
+
+    def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
+        """Pass on."""
+        self.inner.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        """Pass on."""
+        self.inner.bind_connector_metadata(metadata)
+
+    def handle_preemptions(self) -> None:
+        """Pass on."""
+        self.inner.handle_preemptions()
+
+    def start_load_kv(self) -> None:
+        """Pass on."""
+        self.inner.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Pass on."""
+        self.inner.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """Pass on."""
+        self.inner.save_kv_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Pass on."""
+        self.inner.wait_for_save()
+
+    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+        """Pass on; if this worker is late, the report is held back for some steps."""
+        finished = merged(self._held_back, self.inner.get_finished(finished_req_ids))
+        if self._steps_late == 0 and self._source.strikes(Fault.LATE_WORKER):
+            self._steps_late = self._source.random.randint(1, 4)
+        if self._steps_late:
+            self._steps_late -= 1
+            # The report that this very step has failed cannot wait.
+            self._held_back = replace(finished, step_failed=False)
+            return FinishedTransfers(step_failed=finished.step_failed)
+        self._held_back = FinishedTransfers()
+        return finished
+
+    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
+        """Pass on: bad blocks are named no later than the end of their load, so earlier is right too."""
+        return self.inner.get_block_ids_with_load_errors()
+
+    def get_stats(self) -> Stats:
+        """Pass on."""
+        return self.inner.get_stats()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """Pass on."""
+        return self.inner.build_connector_worker_meta()
+
+    def clear_connector_metadata(self) -> None:
+        """Pass on."""
+        self.inner.clear_connector_metadata()
+
+    def shutdown(self) -> None:
+        """Pass on."""
+        self.inner.shutdown()
+
+    def maybe_raise(self) -> None:
+        """Raise, if that fault strikes."""
+        if self._source.strikes(Fault.RAISES):
+            raise SimulatedMishapError("on a worker")
+
+
+def merged(earlier: FinishedTransfers, later: FinishedTransfers) -> FinishedTransfers:
+    """Merge two reports of a worker, the earlier one first."""
+    if earlier == FinishedTransfers():
+        return later
+    return replace(
+        later,
+        finished_sending=earlier.finished_sending | later.finished_sending,
+        finished_recving=earlier.finished_recving | later.finished_recving,
+        failed_recving=earlier.failed_recving | later.failed_recving,
+        jobs={**earlier.jobs, **later.jobs},
+        step_failed=earlier.step_failed or later.step_failed,
+    )
+
+
+class FaultyFactory:
+    """Makes faulty sides of another factory's connectors. Satisfies ``KVConnectorFactory``.
+
+    Args:
+        inner: the other factory.
+        source: decides when a fault strikes.
+    """
+
+    def __init__(self, inner: KVConnectorFactory, source: FaultSource) -> None:
+        self._inner = inner
+        self._source = source
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
+        """A scheduler side; wrapped only if it may raise."""
+        inner = self._inner.make_scheduler_side(environment)
+        return FaultyScheduler(inner, self._source) if self._source.is_possible([Fault.RAISES]) else inner
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
+        """A worker side; wrapped only if something may happen to it."""
+        inner = self._inner.make_worker_side(environment)
+        faults = (Fault.RAISES, Fault.LATE_WORKER)
+        return FaultyWorker(inner, self._source) if self._source.is_possible(faults) else inner
+
+
+class ChecksummedTransfers(ForwardingTransfers):
+    """Compares the bytes of loads with what was stored. A load with a difference fails, and names the blocks that differ.
+
+    Args:
+        inner: carries out copies.
+        region: the paged KV, as bytes.
+        rows: the tier's memory.
+        sums: checksum of each row; it lives as long as the tier.
+    """
+
+    def __init__(self, inner: TransferWorker, region: ByteRows, rows: ByteRows, sums: dict[int, int]) -> None:
+        super().__init__(inner)
+        self._region = region
+        self._rows = rows
+        self._sums = sums
+        self._ended: list[CopyResult] = []
+
+    def finish_loads(self) -> bool:
+        """Pass on; loads that brought other bytes than were stored have failed."""
+        have_arrived = self.inner.finish_loads()
+        self._ended += map(self._checked, self.inner.poll())
+        return have_arrived and have_succeeded(self._ended)
+
+    def poll(self) -> list[CopyResult]:
+        """Copies that ended. Loads that brought other bytes than were stored have failed."""
+        ended, self._ended = self._ended, []
+        return ended + [self._checked(result) for result in self.inner.poll()]
+
+    def _checked(self, result: CopyResult) -> CopyResult:
+        if result.outcome is not TransferOutcome.DONE:
+            return result
+        job = result.job
+        if job.direction is Direction.STORE:
+            self._sums.update((row, crc32(self._rows[row])) for row in job.rows)
+            return result
+        bad = frozenset(
+            block_id
+            for block_id, row in zip(job.block_ids, job.rows, strict=True)
+            if crc32(self._region[block_id]) != self._sums.get(row)
+        )
+        return replace(result, outcome=TransferOutcome.FAILED, failed_block_ids=bad) if bad else result
+
+
+class FaultyTransfers(ForwardingTransfers):
+    """Makes copies fail, stores torn, and reports of copies late, lost or doubled; damages bytes before loads.
+
+    Args:
+        inner: carries out copies.
+        region: the paged KV, as bytes.
+        rows: the tier's memory.
+        source: decides when a fault strikes.
+        is_gone: whether the tier is away.
+    """
+
+    def __init__(
+        self,
+        inner: TransferWorker,
+        region: ByteRows,
+        rows: ByteRows,
+        source: FaultSource,
+        is_gone: Callable[[], bool],
+    ) -> None:
+        super().__init__(inner)
+        self._region = region
+        self._rows = rows
+        self._source = source
+        self._is_gone = is_gone
+        # Time of the report, a number that keeps equal times in order, and the result.
+        self._delayed: list[tuple[float, int, CopyResult]] = []
+        self._num_delayed = 0
+        self._lost: list[CopyResult] = []
+        self._told: list[CopyResult] = []
+
+    def submit(self, job: CopyJob) -> None:
+        """Pass on; before a load, a byte that it will read may be damaged."""
+        if job.rows and job.direction is Direction.LOAD and self._source.strikes(Fault.CORRUPT):
+            self._rows[self._source.random.choice(job.rows)] ^= 1
+        self.inner.submit(job)
+
+    def finish_loads(self) -> bool:
+        """Pass on; what fails has failed before the step computes with it, even if that is reported later, or never."""
+        have_arrived = self.inner.finish_loads()
+        ended = [self._damaged(result) for result in self.inner.poll()]
+        self._told += [told for result in ended for told in self._delivered(result)]
+        return have_arrived and have_succeeded(ended)
+
+    def poll(self) -> list[CopyResult]:
+        """Results to be reported now: some are failed, held back, lost or repeated."""
+        told, self._told = self._told, []
+        for result in self.inner.poll():
+            told += self._delivered(self._damaged(result))
+        now = self._source.clock()
+        while self._delayed and self._delayed[0][0] <= now:
+            told.append(heappop(self._delayed)[2])
+        return told
+
+    def next_event(self) -> float:
+        """Virtual time of the next report that is held back; infinity if there is none."""
+        return self._delayed[0][0] if self._delayed else float("inf")
+
+    def _damaged(self, result: CopyResult) -> CopyResult:
+        """Make some copies fail, and stores torn."""
+        source = self._source
+        # A copy that was abandoned has moved nothing: all of its blocks are bad, so it must not name some.
+        if result.outcome is not TransferOutcome.ABANDONED and (source.strikes(Fault.FAILED) or self._is_gone()):
+            return self._failed(result)
+        if (
+            result.job.direction is Direction.STORE
+            and result.outcome is TransferOutcome.DONE
+            and source.strikes(Fault.TORN)
+        ):
+            scribble(self._rows, some(result.job.rows, source.random))
+        return result
+
+    def _delivered(self, result: CopyResult) -> list[CopyResult]:
+        """What is told of a result now."""
+        source = self._source
+        if source.strikes(Fault.LOST):
+            self._lost.append(result)
+            return []
+        if source.strikes(Fault.DUPLICATED):
+            self._delay(result)
+            return [result]
+        if source.strikes(Fault.LATE):
+            self._delay(result)
+            return []
+        return [result]
+
+    def _failed(self, result: CopyResult) -> CopyResult:
+        """Turn a result into a failure, and write garbage over some of the copy's rows or blocks."""
+        job, random = result.job, self._source.random
+        if job.direction is Direction.STORE:
+            scribble(self._rows, some(job.rows, random))
+            return replace(result, outcome=TransferOutcome.FAILED)
+        bad = some(job.block_ids, random)
+        scribble(self._region, bad)
+        # The copy may or may not know which blocks are bad.
+        named = {*bad, *result.failed_block_ids} if random.random() < 0.7 else ()
+        return replace(result, outcome=TransferOutcome.FAILED, failed_block_ids=frozenset(named))
+
+    def _delay(self, result: CopyResult) -> None:
+        self._num_delayed += 1
+        delay_s = self._source.random.choice((0.01, 0.05, 0.3, 1.0))
+        heappush(self._delayed, (self._source.clock() + delay_s, self._num_delayed, result))
+
+
+def some(ids: Sequence[int], random: Random) -> list[int]:
+    """At least one of ``ids``, if there are any: a job may have nothing to move, where all blocks of a hit are null."""
+    return random.sample(ids, random.randint(1, len(ids))) if ids else []
+
+
+def scribble(memory: ByteRows, ids: Sequence[int]) -> None:
+    """Fill blocks or rows with garbage."""
+    memory[list(ids)] = GARBAGE_BYTE
+
+
+_ABSENT = bytes([ABSENT])
+MAX_WAIT_S = 0.5
+"""Most seconds until a look-up is decided. Shorter than engines wait for a connector."""
+
+
+class FaultyManager(ForwardingManager):
+    """A manager that is full, away, or slow to answer now and then.
+
+    Args:
+        inner: the manager.
+        source: decides when a fault strikes.
+        is_gone: whether the tier is away.
+    """
+
+    def __init__(self, inner: OffloadManager, source: FaultSource, is_gone: Callable[[], bool]) -> None:
+        super().__init__(inner)
+        self._source = source
+        self._is_gone = is_gone
+        # By key, the time from which on its answer is known. Entries are never removed.
+        self._known_at: dict[OffloadKey, float] = {}
+        self._next_known = float("inf")
+        self._was_gone = False
+        self._num_changes = 0
+
+    @property
+    def generation(self) -> int:
+        """The inner manager's generation, plus one for every change of answers here."""
+        self._notice_time()
+        return self.inner.generation + self._num_changes
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Pass on; some answers are "not yet" at first, and while the tier is away, nothing is there."""
+        if self._is_gone():
+            return _ABSENT * len(keys)
+        return self._undecided(keys, self.inner.lookup(keys))
+
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Like ``lookup``, up to the first absent key."""
+        if self._is_gone():
+            return b""
+        if Fault.UNDECIDED not in self._source.rates:
+            return self.inner.lookup_run(keys)
+        states = self.lookup(keys)
+        absent_at = states.find(_ABSENT)
+        return states if absent_at < 0 else states[:absent_at]
+
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+        """Pass on some of the offers, and defer the others."""
+        struck = [bool(offer.keys) and (self._is_gone() or self._source.strikes(Fault.FULL)) for offer in offers]
+        taken = [offer for offer, is_busy in zip(offers, struck, strict=True) if not is_busy]
+        handle = self.inner.prepare_stores(taken)
+        busy = [key for offer, is_busy in zip(offers, struck, strict=True) if is_busy for key in offer.keys]
+        return _BusyForSome(handle, busy) if busy else handle
+
+    def _undecided(self, keys: Sequence[OffloadKey], states: bytes) -> bytes:
+        """The states, with "not yet" for keys whose answer is not known yet. For a new key, draw when it will be."""
+        if Fault.UNDECIDED not in self._source.rates:
+            return states
+        now, answers = self._source.clock(), bytearray(states)
+        for at, key in enumerate(keys):
+            known_at = self._known_at.get(key)
+            if known_at is None:
+                wait_s = self._source.random.random() * MAX_WAIT_S if self._source.strikes(Fault.UNDECIDED) else 0.0
+                known_at = self._known_at[key] = now + wait_s
+            if known_at > now:
+                answers[at] = NOT_YET
+                self._next_known = min(self._next_known, known_at)
+        return bytes(answers)
+
+    def _notice_time(self) -> None:
+        """Count changes of answers that come from the passage of time alone."""
+        is_gone = self._is_gone()
+        now = self._source.clock()
+        if is_gone is not self._was_gone or self._next_known <= now:
+            self._was_gone = is_gone
+            self._next_known = min((at for at in self._known_at.values() if at > now), default=float("inf"))
+            self._num_changes += 1
+
+
+class _BusyForSome:
+    """A reservation of slots, with further chunks that were deferred. Satisfies ``StoreHandle``.
+
+    Args:
+        handle: the reservation.
+        busy: chunks to be offered again, except those for which ``handle`` has a slot because of another offer.
+    """
+
+    def __init__(self, handle: StoreHandle, busy: Sequence[OffloadKey]) -> None:
+        self.keys, self.slots = handle.keys, handle.slots
+        self.deferred = list(dict.fromkeys([*handle.deferred, *(key for key in busy if key not in handle.keys)]))
+        self.commit, self.forfeit = handle.commit, handle.forfeit

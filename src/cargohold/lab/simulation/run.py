@@ -1,0 +1,493 @@
+"""One run: a scenario played to its end, with every oracle watching."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cargohold.engine.core.request import FinishReason, RequestStatus, SchedulerStep, StepOutput
+from cargohold.engine.core.scheduler import RequestUpdate
+from cargohold.errors import RequestError
+from cargohold.lab.simulation.connectors import (
+    forget_engine,
+    innermost_guards,
+    live_sides,
+    num_stuck_jobs,
+    offloading_sides,
+)
+from cargohold.lab.simulation.faults import BREAKING, Fault, VirtualClock
+from cargohold.lab.simulation.oracles import (
+    ContainmentOracle,
+    CopyOracle,
+    EventOracle,
+    Expectation,
+    FoundOracle,
+    HintOracle,
+    LimitOracle,
+    LookUpOracle,
+    Oracle,
+    OracleError,
+    PatienceOracle,
+    PoolOracle,
+    RequestOracle,
+    TierOracle,
+)
+from cargohold.lab.simulation.replica import STEP_S, Replica
+from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset, Restart, Tell
+from cargohold.lab.simulation.world import Scenario, World
+from cargohold.protocol import ConnectorGuard, KVConnectorOutput
+from cargohold.tiers.scheduler_side import TieringManager
+
+
+class Timeline:
+    """A timeline that records nothing, for runs that nobody looks at."""
+
+    def note(self, now: float, what: str) -> None:
+        """Record what happened between steps, at virtual time ``now``."""
+
+    def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
+        """Record a step that was made by virtual time ``now``."""
+
+
+NO_TIMELINE = Timeline()
+
+
+class RecentTimeline(Timeline):
+    """Keeps the last lines. Consecutive steps without tokens in which nothing changes share a line.
+
+    Args:
+        num_lines: number of lines to keep.
+    """
+
+    def __init__(self, num_lines: int = 60) -> None:
+        self._lines: deque[str] = deque(maxlen=num_lines)
+        self._last = ""
+        self._num_alike = 0
+
+    def lines(self) -> list[str]:
+        """The lines, oldest first."""
+        return list(self._lines)
+
+    def note(self, now: float, what: str) -> None:
+        """Record what happened between steps, at virtual time ``now``."""
+        self._last = ""
+        self._lines.append(f"{now:8.3f} s            {what}")
+
+    def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
+        """Record a step: what requests computed, which of them wait, what is in flight, and what was reported."""
+        parts = [*_batch(step), *_waiting(engine), *_jobs(engine), *_report(output.connector)]
+        if step.drop_connector:
+            parts.append("connector is dropped")
+        if output.connector_error:
+            parts.append(f"error: {output.connector_error}")
+        pool = engine.scheduler.kv.pool
+        parts.append(f"{pool.num_free_blocks} of {pool.num_usable_blocks} free")
+        self._add(f"{now:8.3f} s step {engine.num_steps:4d}  ", "; ".join(parts), is_idle=not step.scheduled)
+
+    def _add(self, when: str, what: str, *, is_idle: bool) -> None:
+        """Add a line for a step; if it is like the steps before, update the line that counts them."""
+        self._num_alike = self._num_alike + 1 if is_idle and what == self._last else 0
+        self._last = what
+        if self._num_alike == 0:
+            self._lines.append(f"{when}{what}")
+            return
+        if self._num_alike > 1:
+            self._lines.pop()
+        self._lines.append(f"{when}and {self._num_alike} step(s) more like that")
+
+
+def _batch(step: SchedulerStep) -> Iterator[str]:
+    for share in step.scheduled:
+        end = share.num_computed_tokens + share.num_scheduled_tokens
+        sample = "" if share.sample is None else "+1"
+        yield f"{share.request_id} computes [{share.num_computed_tokens}, {end}){sample}"
+    if step.preempted_req_ids:
+        yield f"preempted {_ids(step.preempted_req_ids)}"
+    if step.finished_req_ids:
+        yield f"ended {_ids(step.finished_req_ids)}"
+
+
+def _waiting(engine: Replica) -> Iterator[str]:
+    waiting = [request.request_id for request in engine.scheduler.waiting_requests()]
+    loading = [name for name, request in engine.requests.items() if request.status is RequestStatus.LOADING]
+    if waiting:
+        yield f"waiting {' '.join(waiting)}"
+    if loading:
+        yield f"loading {' '.join(loading)}"
+
+
+def _jobs(engine: Replica) -> Iterator[str]:
+    for side, _ in offloading_sides(engine.scheduler.connector):
+        for load in side.jobs.loads():
+            yield f"{side.name} load {load.job_id} into {_ids(load.block_ids)}"
+        for store in side.jobs.stores():
+            yield f"{side.name} store {store.job_id} of {_ids(store.block_ids)}"
+
+
+def _report(report: KVConnectorOutput) -> Iterator[str]:
+    finished = report.finished
+    if finished.jobs:
+        ended = " ".join(f"{job_id}:{outcome.name.lower()}" for job_id, outcome in finished.jobs.items())
+        yield f"jobs ended {ended}"
+    if finished.finished_recving:
+        yield f"received {_ids(finished.finished_recving)}"
+    if finished.failed_recving:
+        yield f"load failed of {_ids(finished.failed_recving)}"
+    if finished.finished_sending:
+        yield f"sent {_ids(finished.finished_sending)}"
+    if report.invalid_block_ids:
+        yield f"invalid blocks {_ids(report.invalid_block_ids)}"
+    if finished.step_failed:
+        yield "the step is not to be trusted"
+
+
+def _ids(ids: object) -> str:
+    assert isinstance(ids, frozenset | tuple)
+    return " ".join(str(ident) for ident in (sorted(ids) if isinstance(ids, frozenset) else ids))
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+INSPECT_EVERY = 32
+"""Steps between the oracles' thorough checks; the cheap ones are made after every step."""
+
+LONGEST_NAP_S = 1.0
+"""Most virtual time that passes at once while nothing happens."""
+WAITING_NAP_S = 0.05
+"""The same while requests wait, so that they are not kept waiting by the simulation: a connector has deadlines of its own."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    """The result of a run.
+
+    Attributes:
+        num_steps: scheduler steps.
+        seconds: virtual time at the end.
+        error: the exception that ended the run; ``None`` if nothing failed.
+        struck: how often each fault has struck.
+        tallies: further counters: requests, preemptions, restored tokens, ...
+    """
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    struck: Counter[Fault] = field(default_factory=Counter)
+    tallies: Counter[str] = field(default_factory=Counter)
+
+
+class Run:
+    """Plays one scenario.
+
+    Args:
+        scenario: what to play.
+        timeline: records what happens, for people.
+        inspect_every: steps between thorough checks.
+        checksums: whether tiers notice corruption.
+        on_idle: called when nothing happens, in place of letting virtual time pass: a user's connector may copy in real time.
+        world: what surrounds the engines; by default, made from ``scenario``.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        timeline: Timeline = NO_TIMELINE,
+        inspect_every: int = INSPECT_EVERY,
+        checksums: bool = True,
+        on_idle: Callable[[], None] | None = None,
+        world: World | None = None,
+    ) -> None:
+        self._scenario = scenario
+        self._on_idle = on_idle
+        self._timeline = timeline
+        self._inspect_every = inspect_every
+        self._world = world or World(scenario, checksums=checksums)
+        self._clock: VirtualClock = self._world.clock
+        self._expected: dict[str, Expectation] = {}
+        self._asks: dict[str, Ask] = {}
+        self._result = RunResult()
+        # Versions of the weights: the one in use, and the one that the process started with.
+        self._weights = self._first_weights = 0
+        self._is_reset_due = False
+        self._deadline = self._latest_end()
+        self._engine: Replica
+        self._oracles: list[Oracle]
+        self._each_step: list[Oracle]
+        self._each_update: list[Oracle]
+
+    def play(self) -> RunResult:
+        """Play to the end, or to the first failure, which is in the result: whatever the simulated code raises is caught."""
+        result = self._result
+        with quiet_logging():
+            try:
+                self._start_engine()
+                self._play_actions()
+                self._let_lower_tiers_settle()
+                self._finish()
+            except Exception as error:  # noqa: BLE001  # whatever the code under test raises is what we are looking for
+                result.error = error
+        result.seconds = self._clock.now
+        result.struck = self._world.source.struck
+        return result
+
+    # --- the course of events -----------------------------------------------------------------------------------------
+
+    def _play_actions(self) -> None:
+        actions = self._scenario.actions
+        at = 0
+        while True:
+            while at < len(actions) and actions[at].at <= self._clock.now:
+                self._apply(actions[at])
+                at += 1
+            next_action = actions[at].at if at < len(actions) else float("inf")
+            if self._is_reset_due:
+                self._try_to_reset()
+            if self._engine.scheduler.has_work():
+                self._step(next_action)
+            elif next_action < float("inf"):
+                self._clock.advance_to(next_action)
+            else:
+                return
+
+    def _apply(self, action: Action) -> None:
+        self._timeline.note(self._clock.now, str(action))
+        match action:
+            case Ask():
+                self._ask(action)
+            case Abort():
+                expected = self._expected.get(action.request_id)
+                if expected is not None:
+                    expected.is_aborted = True
+                    self._engine.abort(action.request_id)
+            case Tell():
+                self._engine.hint(action.prompt, action.salt, action.hints, action.tenant)
+            case Reset():
+                self._is_reset_due = True
+            case Restart():
+                self._restart()
+
+    def _ask(self, ask: Ask) -> None:
+        earlier = self._expected.get(ask.request_id)
+        if earlier is not None and not earlier.has_ended:
+            # Where a run was shortened, the abort may be missing.
+            self._result.tallies["refused"] += 1
+            return
+        self._asks[ask.request_id] = ask
+        answer = ask.answer()
+        reason = FinishReason.STOP if ask.stop is not None and answer[-1] == ask.stop else FinishReason.LENGTH
+        self._expected[ask.request_id] = Expectation(answer, reason)
+        self._result.tallies["requests"] += self._add(ask)
+
+    def _add(self, ask: Ask) -> bool:
+        """Add a request to the engine. Returns whether it was accepted."""
+        try:
+            self._engine.add(
+                ask.request_id,
+                ask.prompt,
+                ask.max_tokens,
+                priority=ask.priority,
+                salt=ask.salt,
+                kv_transfer_params=ask.params,
+                stop_token_ids=() if ask.stop is None else (ask.stop,),
+                hints=ask.hints,
+                tenant=ask.tenant,
+            )
+        except RequestError:
+            # Refused for its ``kv_transfer_params``, or because an earlier request's blocks are still being copied under its
+            # id: nothing is expected of it.
+            self._result.tallies["refused"] += 1
+            del self._expected[ask.request_id]
+            return False
+        return True
+
+    def _try_to_reset(self) -> None:
+        """Reset all caches and change the weights, as that is what resets are for. If that is refused, try again later."""
+        self._is_reset_due = not self._engine.scheduler.reset_cache()
+        if self._is_reset_due:
+            return
+        self._timeline.note(self._clock.now, "caches were reset, for other weights")
+        self._result.tallies["resets"] += 1
+        self._weights += 1
+        self._engine.load_weights(self._weights)
+        pool = self._engine.scheduler.kv.pool
+        if pool.num_cached_prefixes:
+            raise OracleError("reset", f"{pool.num_cached_prefixes} prefixes are cached after a reset")
+
+    def _restart(self) -> None:
+        self._count_engine()
+        forget_engine(self._engine.scheduler.connector)
+        if self._weights != self._first_weights:
+            self._world.open_namespace()
+        self._start_engine()
+        self._result.tallies["restarts"] += 1
+        for request_id in [request_id for request_id, expected in self._expected.items() if not expected.has_ended]:
+            self._add(self._asks[request_id])  # may be refused this time, if the connector was off the first time
+
+    def _step(self, next_action: float) -> None:
+        engine = self._engine
+        self._result.num_steps += 1
+        try:
+            step, output = engine.step()
+            for oracle in self._each_step:
+                oracle.after_step(step, output)
+        except Exception:
+            self._timeline.note(self._clock.now, "here it failed:")
+            self._timeline.step(self._clock.now, engine, *engine.last_step)
+            raise
+        self._timeline.step(self._clock.now, engine, step, output)
+        if engine.num_steps % self._inspect_every == 0:
+            self._inspect()
+        if not step.scheduled and output.connector.is_empty():
+            self._sleep(next_action)
+        if self._clock.now > self._deadline:
+            raise OracleError("liveness", self._complaint())
+
+    def _sleep(self, next_action: float) -> None:
+        """Let time pass until something may happen. Faults strike by time, too, so time does not pass all at once."""
+        if self._on_idle is not None:
+            self._on_idle()
+            return
+        nap_s = WAITING_NAP_S if any(self._engine.scheduler.waiting_requests()) else LONGEST_NAP_S
+        wake_at = min(next_action, self._world.next_event(), self._clock.now + nap_s)
+        self._clock.advance_to(wake_at)
+
+    def _let_lower_tiers_settle(self) -> None:
+        """Step on while chunks are on their way to lower tiers, or look-ups have answers of only some workers.
+
+        An idle engine stops before that, because both can wait for the next request.
+        """
+        lower = [
+            side.manager.lower
+            for side in live_sides(self._engine.scheduler.connector)
+            if isinstance(side.manager, TieringManager)
+        ]
+        while lower and (
+            not all(tiers.is_idle for tiers in lower)
+            or self._engine.scheduler.has_work()
+            or (
+                self._engine.num_half_reported > num_stuck_jobs(self._engine.scheduler.connector)
+                and not self._is_excused()
+            )
+        ):
+            self._step(float("inf"))
+
+    def _finish(self) -> None:
+        # Everything has settled, maybe before faults have stopped: none may strike while oracles make their last checks.
+        self._world.source.until = self._clock.now
+        for oracle in self._oracles:
+            oracle.at_end()
+        self._count_engine()
+        self._engine.shutdown()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _start_engine(self) -> None:
+        scenario, world = self._scenario, self._world
+        engine = self._engine = world.new_engine()
+        self._first_weights = self._weights
+        engine.load_weights(self._weights)
+        struck = world.source.struck
+        may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"
+        known_tiers = () if scenario.connector.custom else scenario.connector.tiers
+        self._oracles = [
+            RequestOracle(self._expected, may_fail=may_fail),
+            CopyOracle(engine, holds=scenario.connector.holds_copies),
+            TierOracle(engine, self._is_excused),
+            LimitOracle(engine),
+            LookUpOracle(engine),
+            HintOracle(engine, known_tiers, world.listed_media, lambda: struck.total() > 0),
+            ContainmentOracle(engine, self._is_excused),
+            FoundOracle(engine, world.listed_media, lambda: struck.total() > 0),
+            *world.oracles(engine),
+        ]
+        if engine.config.emit_events:
+            self._oracles.append(
+                EventOracle(
+                    engine,
+                    knows_tiers=not scenario.connector.custom,
+                    media=world.listed_media,
+                    is_excused=lambda: struck.total() > 0,
+                )
+            )
+        self._oracles.append(PoolOracle(engine))
+        if scenario.connector.restores_if_faster:
+            self._oracles.append(
+                PatienceOracle(engine, scenario.shape.link, self._world.source.struck, self._is_slowed)
+            )
+        self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]
+        self._each_update = [oracle for oracle in self._oracles if type(oracle).on_update is not Oracle.on_update]
+        engine.on_update = self._on_update
+
+    def _is_excused(self) -> bool:
+        """Whether a fault has struck that breaks a rule of the contract."""
+        struck = self._world.source.struck
+        return any(struck[fault] for fault in BREAKING) or (struck[Fault.LOST] > 0 and self._may_turn_off_for_stuck())
+
+    def _may_turn_off_for_stuck(self) -> bool:
+        """Whether stuck copies may turn a connector off: it cannot hold their blocks, or no request fits beside these."""
+        broken = self._engine.scheduler.connector.broken
+        return not self._scenario.connector.holds_copies or (broken is not None and broken.rule.startswith("kept "))
+
+    def _is_slowed(self) -> bool:
+        """Whether such a fault has struck, or one that lets requests wait until a load is given up."""
+        return self._is_excused() or self._world.source.struck[Fault.LOST] > 0
+
+    def _on_update(self, update: RequestUpdate) -> None:
+        for oracle in self._each_update:
+            oracle.on_update(update)
+        if update.request.is_finished and not update.new_token_ids:
+            restored = sum(update.cache_report.restored_tokens.values())
+            self._result.tallies["restored tokens"] += restored
+            self._result.tallies["device tokens"] += update.request.num_first_device_tokens
+            self._result.tallies["preemptions"] += update.request.num_preemptions
+
+    def _inspect(self) -> None:
+        for oracle in self._oracles:
+            oracle.inspect()
+
+    def _count_engine(self) -> None:
+        self._result.tallies["turned off"] += self._engine.scheduler.connector.broken is not None
+
+    def _latest_end(self) -> float:
+        """Virtual time by which the run must be over, even in the worst case."""
+        asks = [action for action in self._scenario.actions if isinstance(action, Ask)]
+        # Each token may be computed several times, one at a time, when requests preempt each other.
+        compute_s = 20 * STEP_S * sum(len(ask.prompt) + ask.max_tokens for ask in asks)
+        last = self._scenario.actions[-1].at if self._scenario.actions else 0.0
+        patience_s = 4 * 60.0
+        return max(last, self._scenario.quiet_from) + compute_s + patience_s
+
+    def _complaint(self) -> str:
+        unended = [request_id for request_id, expected in self._expected.items() if not expected.has_ended]
+        what = f"requests {unended} have not ended" if unended else "nobody waits, and yet there is work to do"
+        causes = "".join(f"; {cause}" for cause in _what_keeps(self._engine.scheduler.connector))
+        return f"after {self._clock.now:.0f} s, long after the last fault, {what}{causes}"
+
+
+def _what_keeps(engine_connector: ConnectorGuard) -> Iterator[str]:
+    """Reasons why an engine with this connector does not settle, as sentences, from each connector inside it."""
+    for connector in innermost_guards(engine_connector):
+        held = connector.held_references()
+        if held:
+            blocks = ", ".join(
+                str(block_id) + (f" ({count} times)" if count > 1 else "") for block_id, count in sorted(held.items())
+            )
+            yield f"connector {connector.name} holds references on blocks {blocks}, and never gave them back"
+        elif connector.has_pending_work():
+            yield f"connector {connector.name} says that it has work pending"
+
+
+@contextmanager
+def quiet_logging(package: str = "cargohold") -> Iterator[None]:
+    """Turn off a package's log within the ``with`` block: it is about faults caused on purpose, and costs more than a step."""
+    logger = logging.getLogger(package)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

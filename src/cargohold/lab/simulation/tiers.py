@@ -1,0 +1,632 @@
+"""Tiers below host memory: media that a test answers by hand, and media whose queues take virtual time and fail at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from cargohold.cache import OffloadKey, make_manager
+from cargohold.cache.shares import HELD, NORMAL
+from cargohold.connector.kernel.config import limits_in_chunks
+from cargohold.connector.kernel.stores import EagerStores, MakeStores
+from cargohold.connector.kernel.worker import Bystander, JobQueue, TierWorker
+from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading.factory import scheduler_side
+from cargohold.lab.simulation.faults import Fault, FaultSource, Spells
+from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
+from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, as_array, with_share
+from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
+from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
+from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Claim, Note
+from cargohold.tiers.health import MediumHealth
+from cargohold.tiers.memory import Buffer, bytes_in, copy_bytes
+from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses
+from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
+from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.transfer import TransferWorker
+
+
+class SimulatedMedium:
+    """One worker's shard of a medium, which outlives engines.
+
+    Attributes:
+        chunks: contents of the chunks that are there, by key.
+        notes: what else was said of them when they were stored.
+        claims: what hints ask for chunks, and until when, in virtual time.
+        inherited: chunks that an earlier engine has left.
+        max_chunks: most chunks that it holds; the oldest are evicted first.
+        lost: evicted chunks that its worker was not told of.
+        is_gone: whether every access fails.
+        stalls: whether accesses never end.
+        not_now: what the next stores of absent chunks are answered in place of being carried out.
+    """
+
+    def __init__(self, max_chunks: int = 10**9) -> None:
+        self.chunks: dict[OffloadKey, bytes] = {}
+        self.notes: dict[OffloadKey, Note] = {}
+        self.claims: dict[OffloadKey, tuple[Claim, float]] = {}
+        self.inherited: frozenset[OffloadKey] = frozenset()
+        self._numbers: dict[OffloadKey, int] = {}
+        self._num_stored = 0
+        self.max_chunks = max_chunks
+        self.lost: list[OffloadKey] = []
+        self.is_gone = False
+        self.stalls = False
+        self.not_now: list[StoreOutcome] = []
+
+    def open(self) -> None:
+        """Begin to serve an engine."""
+        self.lost.clear()  # what an earlier engine was not told of
+        self.inherited = frozenset(self.chunks)
+
+    def access(self, job: TierJob, at: int, now: float) -> Answer:  # one per kind of job
+        """Do what a job asks for with one of its chunks."""
+        key = job.keys[at]
+        chunk = self.chunks.get(key)
+        if job.kind in LISTED_AT_ONCE:
+            job.listing = self._list(key, job.kind)
+            return True
+        if job.kind in {JobKind.PROBE, JobKind.TOUCH, JobKind.CHECK}:
+            return chunk is not None
+        if job.kind is JobKind.RANK:
+            if chunk is not None:
+                self._claim(key, job.notes[at].claim, now)
+            return True
+        if job.kind is JobKind.STORE:
+            if chunk is None and self.not_now:
+                return self.not_now.pop(0)
+            if chunk is None:
+                self._add(key, bytes_in(job.buffers[at]), job.notes[at] if job.notes else NO_NOTE, now)
+            return StoreOutcome.STORED if chunk is None else StoreOutcome.PRESENT
+        return self._load(key, job.buffers[at])
+
+    def _load(self, key: OffloadKey, buffer: Buffer) -> LoadOutcome:
+        chunk = self.chunks.get(key)
+        if chunk is None:
+            return LoadOutcome.ABSENT
+        if len(chunk) != len(buffer):
+            self.lose(key)
+            return LoadOutcome.CORRUPT
+        copy_bytes(buffer, memoryview(chunk))
+        return LoadOutcome.LOADED
+
+    def _add(self, key: OffloadKey, chunk: bytes, note: Note, now: float) -> None:
+        self._num_stored += 1
+        self.chunks[key], self.notes[key], self._numbers[key] = chunk, note, self._num_stored
+        self._claim(key, note.claim, now)
+        while len(self.chunks) > self.max_chunks:
+            self.lose(min(self.chunks, key=lambda stored: self._level(stored, now)))  # the oldest of these
+
+    def lose(self, key: OffloadKey) -> None:
+        """Evict a chunk."""
+        del self.chunks[key]
+        self.claims.pop(key, None)
+        self.lost.append(key)
+
+    def _claim(self, key: OffloadKey, claim: Claim, now: float) -> None:
+        self.claims[key] = claim, now + claim.lasts_s
+
+    def _level(self, key: OffloadKey, now: float) -> int:
+        claim, ends = self.claims[key]
+        if claim.priority is not None and claim.priority < NORMAL:
+            return claim.priority
+        return NORMAL if ends <= now else HELD if claim.priority is None else claim.priority
+
+    def take_losses(self) -> Losses:
+        """What was evicted since the last call."""
+        lost, self.lost = self.lost, []
+        return Losses(tuple(lost))
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the chunks that are not there."""
+        return [key for key in keys if key not in self.chunks]
+
+    def _list(self, cursor: bytes, kind: JobKind) -> Listing:
+        """The next chunks, in the order of storing: each after the one before it in its prefix."""
+        after = int.from_bytes(cursor, "little")
+        keys = [key for key in self.chunks if self._numbers[key] > after]
+        part = keys[: LISTED_AT_ONCE[kind]]
+        cursor = self._numbers[part[-1]].to_bytes(8, "little") if len(keys) > len(part) else b""
+        if kind is JobKind.LIST:
+            return Listing(tuple(part), (), cursor)
+        part = [key for key in part if self.notes[key].details != NO_DETAILS]
+        return Listing(tuple(part), tuple(self.notes[key].details for key in part), cursor)
+
+    def corrupt(self, key: OffloadKey) -> None:
+        """Damage a chunk, in a way that a check would notice."""
+        self.chunks[key] = self.chunks[key][:-1]
+
+
+class HeldQueue:
+    """Carries out a job at the next poll, or when told to. Satisfies ``JobQueue``.
+
+    Args:
+        medium: the medium that jobs access.
+        clock: virtual time.
+        auto: whether jobs are carried out at the next poll without being told to.
+        has_index: whether the tier answers look-ups without its medium.
+        is_listed: whether it tells what it has lost.
+
+    Attributes:
+        pending: jobs that have not ended.
+        held: kinds of jobs that are carried out only when told to.
+        is_off: whether it refuses every job, for good.
+        takes_s: virtual seconds that a job takes which is carried out without being told to; at most until the poll.
+        on_job: told of every job that is carried out.
+    """
+
+    def __init__(
+        self,
+        medium: SimulatedMedium,
+        clock: Clock,
+        *,
+        auto: bool = True,
+        has_index: bool = True,
+        is_listed: bool = False,
+    ) -> None:
+        self.medium = medium
+        medium.open()
+        self._is_listed = is_listed
+        self.auto = auto
+        self.pending: list[TierJob] = []
+        self.held: frozenset[JobKind] = frozenset()
+        self.is_off = False
+        self.takes_s = _NEVER
+        self.on_job: Callable[[TierJob], None] = lambda _: None
+        self._clock = clock
+        self._ended: list[TierJob] = []
+        self._health = MediumHealth("simulated", clock, BreakerConfig(), has_index=has_index)
+
+    def submit(self, job: TierJob) -> bool:
+        """Remember the job, unless the medium keeps failing."""
+        if self.is_off or not self._health.admit(job.kind):
+            return False
+        job.queued_at = self._clock()
+        self.pending.append(job)
+        return True
+
+    def complete(self, job: TierJob, status: JobStatus = JobStatus.DONE) -> None:
+        """Carry out a pending job now. With a status other than ``DONE``, only its first chunk is done and has an answer."""
+        self.on_job(job)
+        num_done = len(job.keys) if status is JobStatus.DONE else 1
+        for at in range(num_done):
+            answer = job.answers[at] = self.medium.access(job, at, self._clock())
+            self._health.note_answers(job, [answer])
+        self._end(job, status)
+
+    def poll(self) -> list[TierJob]:
+        """Results of the jobs that ended or passed their deadline."""
+        for job in list(self.pending):
+            if job.status:
+                continue  # one before it got its access suspended
+            if self._clock() > job.deadline:
+                self._end(job, JobStatus.EXPIRED)
+            elif self.auto and job.kind not in self.held and not self.medium.stalls:
+                if self.medium.is_gone:
+                    self._end(job, JobStatus.FAILED)
+                else:
+                    self.complete(job)
+                    job.ended_at = min(job.ended_at, job.queued_at + self.takes_s)  # however long the step took
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_losses(self) -> Losses:
+        """What the medium has lost, if it tells."""
+        return self.medium.take_losses() if self._is_listed else NO_LOSSES
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the chunks that are not there."""
+        return self.medium.lacking(keys)
+
+    def num_bytes(self) -> int:
+        """Nothing: fingerprints take no room."""
+        return 0
+
+    def health(self) -> TierHealth:
+        """The health of the medium, judged as a real queue does."""
+        return replace(self._health.report(), is_off=self.is_off)
+
+    def cancel(self, job_id: int) -> None:
+        """End a job."""
+        for job in [job for job in self.pending if job.job_id == job_id]:
+            self._end(job, JobStatus.CANCELLED)
+
+    def shutdown(self) -> None:
+        """Cancel all pending jobs."""
+        for job in list(self.pending):
+            self._end(job, JobStatus.CANCELLED)
+
+    def _end(self, job: TierJob, status: JobStatus) -> None:
+        self.pending.remove(job)
+        job.status, job.reason, job.ended_at = status, f"simulated: {status.value}", self._clock()
+        if (access := self._health.note_end(job)) is not None:
+            for other in [other for other in self.pending if ACCESS_OF[other.kind] is access]:
+                self.pending.remove(other)
+                other.status = JobStatus.FAILED
+                self._ended.append(other)
+        self._ended.append(job)
+
+
+class SimulatedTiering:
+    """Makes offloading connectors with simulated tiers. Satisfies ``KVConnectorFactory``.
+
+    Every engine made with the same object has a host memory of its own; the media outlive it.
+
+    Args:
+        num_slots: chunks that host memory holds.
+        tiers: how each tier is used, the fastest first.
+        world_size: workers, each with a shard of every medium.
+        make_stores: decides which chunks are copied down; see ``scheduler_side``.
+        options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
+
+    Attributes:
+        namespace: the outline of the namespace that workers of further engines report.
+        media: the media, per tier and rank.
+        manager, lower: manager and lower tiers of the engine made last.
+        transfers, queues: of the engine made last, transfers per rank, and queues per rank and tier.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        tiers: Sequence[TierOptions] = (TierOptions(name="disk"),),
+        world_size: int = 1,
+        make_stores: MakeStores = EagerStores,
+        **options: Any,
+    ) -> None:
+        self.num_slots = num_slots
+        self.options = tuple(tiers)
+        self.namespace: Mapping[str, str] = {}
+        self._make_stores = make_stores
+        self.config = OffloadConfig(host_bytes=1, **options)
+        self.media = [[SimulatedMedium() for _ in range(world_size)] for _ in self.options]
+        self.manager: TieringManager
+        self.lower: LowerTiers
+        self.transfers: list[HeldTransfers] = []
+        self.queues: list[list[HeldQueue]] = []
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        """A scheduler side with an empty host memory."""
+        quotas = limits_in_chunks(self.config.quotas, self.num_slots, 1)
+        host = make_manager(self.config.policy, self.num_slots, record_events=True, quotas=quotas)
+        self.transfers, self.queues = [], []
+        side = scheduler_side(self.config, environment, host, self.options, make_stores=self._make_stores)
+        assert isinstance(side.manager, TieringManager)
+        self.manager = side.manager
+        self.lower = self.manager.lower
+        return side
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        """A worker side with an empty host memory, and the rank's shards of the media."""
+        num_rows = self.num_slots * self.config.blocks_per_chunk
+        rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+        queues = {
+            tier.name: HeldQueue(
+                media[environment.rank], environment.clock, has_index=tier.has_index, is_listed=tier.is_listed
+            )
+            for tier, media in zip(self.options, self.media, strict=True)
+        }
+        self.queues.append(list(queues.values()))
+
+        def make_transfers(regions: Sequence[Any]) -> HeldTransfers:
+            self.transfers.append(HeldTransfers(regions[0], rows, environment.clock))
+            return self.transfers[-1]
+
+        per_chunk, clock, rank = self.config.blocks_per_chunk, environment.clock, environment.rank
+        tiers = TierWorker(queues, rows, per_chunk, clock, rank, self.namespace)
+        return OffloadingWorker(make_transfers, tiers)
+
+    def all_queues(self) -> list[HeldQueue]:
+        """Every queue of the engine made last."""
+        return [queue for queues in self.queues for queue in queues]
+
+
+HANG_S = 60.0
+"""Length in virtual seconds of the stretches for which ``Fault.HANGS`` is drawn."""
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class MediumPlan:
+    """A tier below host memory.
+
+    Attributes:
+        options: how it is used.
+        max_chunks: most chunks that it holds; the oldest are evicted first.
+        latency_s: least virtual seconds that a job takes; drawn for each job, up to twice as much. A tier with an index takes
+            none to be looked up.
+        chunk_s: further seconds for each of the job's chunks.
+    """
+
+    options: TierOptions
+    max_chunks: int
+    latency_s: float
+    chunk_s: float
+
+    def describe(self) -> str:
+        """A description in one line, for people."""
+        options = self.options
+        return (
+            f"{options.name}: {options.locality}, {self.max_chunks} chunks, {self.latency_s:g} s + {self.chunk_s:g} s each, "
+            f"admission={options.admission.value}, write={options.write_mode.value}, "
+            f"max_daily_chunks={options.max_daily_chunks}, max_inflight_chunks={options.max_inflight_chunks}, "
+            f"has_index={options.has_index}, is_listed={options.is_listed}, num_asked_at_once={options.num_asked_at_once}"
+        )
+
+
+@dataclass(slots=True)
+class _Pending:
+    job: TierJob
+    ends: float
+
+
+class LinkedQueue:
+    """One worker's queue to its shard of a medium, in virtual time. Satisfies ``JobQueue``.
+
+    Args:
+        medium: the shard.
+        plan: how fast the medium is.
+        source: decides when a fault strikes, and tells the time.
+        is_gone: tells whether every access fails at the moment.
+        slowness: gives the factor by which jobs submitted now take longer.
+
+    Attributes:
+        is_uncertain: whether a job has ended of which its caller does not know how much of it was done.
+    """
+
+    def __init__(
+        self,
+        medium: SimulatedMedium,
+        plan: MediumPlan,
+        source: FaultSource,
+        is_gone: Callable[[], bool],
+        slowness: Callable[[], float],
+    ) -> None:
+        self._health = MediumHealth(plan.options.name, source.clock, BreakerConfig(), has_index=plan.options.has_index)
+        self._medium = medium
+        medium.open()
+        self._plan = plan
+        self._source = source
+        self._is_gone = is_gone
+        self._slowness = slowness
+        self._hangs = {access: Spells(source, Fault.HANGS, HANG_S) for access in Access}
+        self._pending: list[_Pending] = []
+        self.is_uncertain = False
+        self._ended: list[TierJob] = []
+
+    def submit(self, job: TierJob) -> bool:
+        """Take a job. Returns ``False`` if the queue is full, or the medium keeps failing."""
+        if self._source.strikes(Fault.FULL) or not self._health.admit(job.kind):
+            return False
+        now, plan = self._source.clock(), self._plan
+        job.queued_at = now
+        access = ACCESS_OF[job.kind]
+        takes_s = plan.latency_s * (1 + self._source.random.random()) + plan.chunk_s * len(job.keys)
+        if access is Access.LOOK_UP and plan.options.has_index:
+            takes_s = 0.0
+        if self._source.strikes(Fault.LATE):
+            takes_s += self._source.random.choice((0.05, 0.5, 3.0))
+        takes_s *= self._slowness()
+        self._pending.append(_Pending(job, _NEVER if self._hangs[access]() else now + takes_s))
+        return True
+
+    def poll(self) -> Sequence[TierJob]:
+        """The jobs that ended or passed their deadline."""
+        now = self._source.clock()
+        for pending in [pending for pending in self._pending if min(pending.ends, pending.job.deadline) <= now]:
+            if pending.job.status:
+                continue  # one before it got its access suspended
+            if pending.ends > pending.job.deadline:
+                self._end(pending, JobStatus.EXPIRED, self._source.random.randrange(len(pending.job.keys) + 1))
+            elif self._is_gone():
+                self._end(pending, JobStatus.FAILED, 0)
+            elif self._source.strikes(Fault.FAILED):
+                self._end(pending, JobStatus.FAILED, self._source.random.randrange(len(pending.job.keys) + 1))
+            else:
+                self._end(pending, JobStatus.DONE, len(pending.job.keys))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_losses(self) -> Losses:
+        """What the medium has lost, if it tells."""
+        return self._medium.take_losses() if self._plan.options.is_listed else NO_LOSSES
+
+    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of the chunks that are not there."""
+        return self._medium.lacking(keys)
+
+    def num_bytes(self) -> int:
+        """Nothing: fingerprints take no room."""
+        return 0
+
+    def health(self) -> TierHealth:
+        """The health of the medium, judged as a real queue does."""
+        return self._health.report()
+
+    def cancel(self, job_id: int) -> None:
+        """End a job; part of it may have been done."""
+        for pending in [pending for pending in self._pending if pending.job.job_id == job_id]:
+            self._end(pending, JobStatus.CANCELLED, self._source.random.randrange(len(pending.job.keys) + 1))
+
+    def shutdown(self) -> None:
+        """End everything."""
+        for pending in list(self._pending):
+            self._end(pending, JobStatus.CANCELLED, 0)
+
+    def next_event(self) -> float:
+        """Virtual time at which the next job ends; infinity if there is none."""
+        return min((min(pending.ends, pending.job.deadline) for pending in self._pending), default=_NEVER)
+
+    def _end(self, pending: _Pending, status: JobStatus, num_done: int) -> None:
+        """Carry out the first chunks of a job, spoil the buffers of the others, and judge the medium by it."""
+        self._pending.remove(pending)
+        self.is_uncertain |= status is not JobStatus.DONE
+        job = pending.job
+        for at, key in enumerate(job.keys):
+            buffer = job.buffers[at] if job.buffers else None
+            if at < num_done:
+                if job.kind is JobKind.LOAD and key in self._medium.chunks and self._source.strikes(Fault.CORRUPT):
+                    self._medium.corrupt(key)
+                answer = job.answers[at] = self._medium.access(job, at, self._source.clock())
+                if pending.ends < _NEVER:  # what a medium that hangs has done, nobody learns
+                    self._health.note_answers(job, [answer])
+            elif job.kind is JobKind.LOAD and buffer is not None:
+                copy_bytes(buffer, memoryview(bytes([GARBAGE_BYTE]) * len(buffer)))
+        job.status, job.reason = status, f"simulated: {status.value}"
+        job.ended_at = min(pending.ends, job.deadline, self._source.clock())
+        if (access := self._health.note_end(job)) is not None:
+            for other in [other for other in self._pending if ACCESS_OF[other.job.kind] is access]:
+                self._fail(other)
+        self._ended.append(job)
+
+    def _fail(self, pending: _Pending) -> None:
+        """End a job because its access is suspended, without judging by it."""
+        self.is_uncertain = True
+        self._pending.remove(pending)
+        pending.job.status = JobStatus.FAILED
+        for buffer in pending.job.buffers if pending.job.kind is JobKind.LOAD else ():
+            copy_bytes(buffer, memoryview(bytes([GARBAGE_BYTE]) * len(buffer)))
+        self._ended.append(pending.job)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedMedium:
+    """A tier that lists its chunks, under an engine, for oracles.
+
+    Attributes:
+        tier: what the engine's scheduler side knows of it.
+        manager: the manager of host memory above it.
+        shards: the shards of its medium.
+        queues: the workers' queues to these.
+        blocks_per_chunk: blocks in a chunk.
+    """
+
+    tier: TierState
+    manager: TieringManager
+    shards: Sequence[SimulatedMedium]
+    queues: Sequence[LinkedQueue]
+    blocks_per_chunk: int
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no job has ended of which nobody knows how much it has done."""
+        return not any(queue.is_uncertain for queue in self.queues)
+
+    def claimed(self, key: OffloadKey) -> tuple[Claim, float] | None:
+        """What the first shard was asked for a chunk that this engine has stored, and until when; ``None`` for others."""
+        (name,) = self.manager.lower.names_of([key])
+        return None if name in self.shards[0].inherited else self.shards[0].claims.get(name)
+
+    def find(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Note]:
+        """Those of the chunks, and of all others whose key is known, that are on all shards, with what was noted of them."""
+        lower = self.manager.lower
+        known = sorted({*keys, *(() if lower.has_renamed else self.shards[0].chunks)})
+        names = dict(zip(known, lower.names_of(known), strict=True))
+        notes = self.shards[0].notes
+        return {key: notes[name] for key, name in names.items() if all(name in shard.chunks for shard in self.shards)}
+
+
+class MakeHostTransfers(Protocol):
+    """Makes a worker's copies between its paged KV and its shard of host memory."""
+
+    def __call__(self, region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+        """The transfers."""
+        ...
+
+
+class TieredOffloading:
+    """Makes offloading connectors over media that outlive engines. Host memory does not. Satisfies ``KVConnectorFactory``.
+
+    Args:
+        num_slots: chunks that host memory holds.
+        media: the tiers below, the fastest first.
+        make_transfers: makes a worker's transfers between device and host memory.
+        make_queue: makes a worker's queue to its shard of a medium.
+        options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
+
+    Attributes:
+        shards: the media's shards, by tier and number of the shard; made when a worker first opens them.
+        manager, queues: of the engine made last, the manager, and the queues per tier.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        media: Sequence[MediumPlan],
+        make_transfers: MakeHostTransfers,
+        make_queue: Callable[[SimulatedMedium, MediumPlan], LinkedQueue],
+        **options: Any,
+    ) -> None:
+        self.config = OffloadConfig(host_bytes=1, **options)
+        self._num_slots = num_slots
+        self._plans = media
+        self._make_transfers = make_transfers
+        self._make_queue = make_queue
+        self._num_epochs = 0
+        self._rows: dict[int, ByteRows] = {}
+        self.shards: dict[tuple[int, int], SimulatedMedium] = {}
+        self.manager: TieringManager
+        self.queues: list[list[LinkedQueue]] = []
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        """A scheduler side with an empty host memory."""
+        quotas = limits_in_chunks(self.config.quotas, self._num_slots, 1)
+        host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events, quotas=quotas)
+        options = [plan.options for plan in self._plans]
+        side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
+        assert isinstance(side.manager, TieringManager)
+        self.manager, self.queues, self._rows = side.manager, [[] for _ in options], {}
+        return side
+
+    def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
+        """A worker side with an empty host memory, and the rank's shards of the media."""
+        num_rows = self._num_slots * self.config.blocks_per_chunk
+        shard, replica = divmod(environment.rank, environment.layout.num_replicas)
+        if shard not in self._rows:
+            self._rows[shard] = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+        rows, per_chunk = self._rows[shard], self.config.blocks_per_chunk
+        queues: dict[str, JobQueue] = {plan.options.name: Bystander() for plan in self._plans}
+        for at, plan in enumerate(() if replica else self._plans):
+            queue = queues[plan.options.name] = self._make_queue(self._shard(at, shard), plan)
+            self.queues[at].append(queue)
+
+        def make_transfers(regions: Sequence[Any]) -> TransferWorker:
+            transfers = self._make_transfers(as_array(regions[0]), rows, environment)
+            return with_share(transfers, environment, per_chunk)
+
+        return OffloadingWorker(
+            make_transfers, TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)
+        )
+
+    def shared_shards(self) -> Iterator[list[SimulatedMedium]]:
+        """Yield the shards of each tier that other machines share."""
+        for at, plan in enumerate(self._plans):
+            if plan.options.locality == "REMOTE":
+                yield [shard for (tier, _), shard in self.shards.items() if tier == at]
+
+    def listed_media(self) -> Iterator[ListedMedium]:
+        """Yield the tiers that list their chunks, under the engine made last."""
+        for at, (tier, queues) in enumerate(zip(self.manager.lower.tiers, self.queues, strict=True)):
+            if tier.options.is_listed:
+                shards = [self._shard(at, shard) for shard in range(len(queues))]
+                yield ListedMedium(tier, self.manager, shards, queues, self.config.blocks_per_chunk)
+
+    def share(self, other: TieredOffloading, num_shards: int) -> None:
+        """Use the shards of another engine's tiers where other machines share them."""
+        for at, plan in enumerate(self._plans):
+            for shard in range(num_shards if plan.options.locality == "REMOTE" else 0):
+                self.shards[at, shard] = other._shard(at, shard)
+
+    def open_namespace(self) -> None:
+        """Engines made from now on find nothing of what was stored so far."""
+        self.shards.clear()
+
+    def _next_epoch(self) -> bytes:
+        self._num_epochs += 1
+        return self._num_epochs.to_bytes(8, "little")
+
+    def _shard(self, tier: int, shard: int) -> SimulatedMedium:
+        return self.shards.setdefault((tier, shard), SimulatedMedium(self._plans[tier].max_chunks))

@@ -1,0 +1,592 @@
+"""Traffic, the actions that happen to an engine (requests, aborts, resets, restarts), and workloads, which draw it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from cargohold.connector.kernel.config import (
+    HINTS_ALL,
+    HINTS_OFF,
+    HINTS_RETAIN,
+    RESTORE_IF_FASTER,
+    HintConfig,
+    TenantQuota,
+)
+from cargohold.connector.kernel.requests import HANDOFF
+from cargohold.engine.core.roster import QueuePolicy
+from cargohold.lab.simulation.fingerprints import GroupPlan, tokens_alone
+from cargohold.lab.simulation.replica import VOCAB_SIZE, root_of_salt
+from cargohold.lab.simulation.transfers import LinkProfile
+from cargohold.protocol import AttentionKind, Hint, HintKind
+
+Tokens: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request arrives.
+
+    Attributes:
+        at: virtual time in seconds.
+        request_id: that of no request that is alive. Of one that has ended, if a client uses it again.
+        prompt: the prompt's tokens.
+        max_tokens: most tokens to generate.
+        priority, salt, params: see ``Request``; ``params`` are its ``kv_transfer_params``.
+        stop: a token that ends the answer; ``None`` for none.
+        hints: what its client says of its future.
+        tenant: whose request it is; ``None`` for the salt, if there is one.
+    """
+
+    at: float
+    request_id: str
+    prompt: Tokens
+    max_tokens: int
+    priority: int = 0
+    salt: str | None = None
+    params: Mapping[str, Any] | None = None
+    stop: int | None = None
+    hints: tuple[Hint, ...] = ()
+    tenant: str | None = None
+
+    def answer(self) -> list[int]:
+        """The tokens that the request generates when it has an engine to itself."""
+        tokens = tokens_alone(self.prompt, self.max_tokens, VOCAB_SIZE, root_of_salt(self.salt))
+        return tokens[: tokens.index(self.stop) + 1] if self.stop in tokens else tokens
+
+    def __str__(self) -> str:
+        wishes = "".join(
+            f", {name}={value!r}"
+            for name, value in (
+                ("priority", self.priority),
+                ("salt", self.salt),
+                ("tenant", self.tenant),
+                ("params", self.params),
+                ("hints", [hint.kind.value for hint in self.hints]),
+            )
+            if value
+        )
+        return f"{self.request_id} arrives: {len(self.prompt)} tokens, {self.max_tokens} to generate{wishes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A client aborts its request."""
+
+    at: float
+    request_id: str
+
+    def __str__(self) -> str:
+        return f"{self.request_id} is aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Somebody gives hints about a prefix, without a request."""
+
+    at: float
+    prompt: Tokens
+    salt: str | None
+    hints: tuple[Hint, ...]
+    tenant: str | None = None
+
+    def __str__(self) -> str:
+        kinds = ", ".join(hint.kind for hint in self.hints)
+        who = "" if self.tenant is None else f", tenant={self.tenant!r}"
+        return f"hints about {len(self.prompt)} tokens, salt={self.salt!r}{who}: {kinds}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """All caches are to be reset."""
+
+    at: float
+
+    def __str__(self) -> str:
+        return "caches are to be reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The process dies and comes back; requests that have not ended are sent again."""
+
+    at: float
+
+    def __str__(self) -> str:
+        return "the process dies and comes back"
+
+
+Action: TypeAlias = Ask | Abort | Tell | Reset | Restart
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """Who sends requests and hints.
+
+    Attributes:
+        salt: what keeps its KV apart from that of others; ``None`` if it shares prefixes with all who have none.
+        tenant: its name, if that is not its salt.
+    """
+
+    salt: str | None = None
+    tenant: str | None = None
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes traffic.
+
+    Attributes:
+        random: source of random numbers.
+        actions: the actions written so far.
+        now: virtual time of the next action.
+    """
+
+    random: Random
+    actions: list[Action] = field(default_factory=list)
+    now: float = 0.0
+    _num_requests: int = 0
+
+    def text(self, low: int, high: int) -> Tokens:
+        """New random tokens, between ``low`` and ``high`` of them."""
+        # Cheap random numbers: prompts need not be good ones, only different ones.
+        bits, length = self.random.getrandbits, self.random.randint(low, high)
+        return tuple(bits(30) % VOCAB_SIZE for _ in range(length))
+
+    def pause(self, longest_s: float) -> None:
+        """Let some time pass; often none, so that requests come in bursts."""
+        if self.random.random() < 0.6:
+            self.now += self.random.random() * longest_s
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Ask:
+        """Write that a request arrives now; returns it."""
+        self._num_requests += 1
+        ask = Ask(self.now, f"r{self._num_requests}", tuple(prompt), max_tokens, **options)
+        self.actions.append(ask)
+        return ask
+
+    def abort(self, ask: Ask, within_s: float) -> None:
+        """Write that a request is aborted at a random time within ``within_s`` after its arrival."""
+        self.actions.append(Abort(ask.at + self.random.random() * within_s, ask.request_id))
+
+    def retry(self, ask: Ask, after_s: float, max_tokens: int) -> Ask:
+        """Write that a client aborts its request ``after_s`` after its arrival, if it is alive, and repeats it at once.
+
+        The new request has the id of the old one, and may have another limit of tokens.
+        """
+        again = replace(ask, at=ask.at + after_s, max_tokens=max_tokens)
+        self.actions += (Abort(again.at, ask.request_id), again)
+        return again
+
+    def tell(self, prompt: Sequence[int], client: _Client, hints: Sequence[Hint]) -> None:
+        """Write that a client gives hints now about a prefix."""
+        self.actions.append(Tell(self.now, tuple(prompt), client.salt, tuple(hints), client.tenant))
+
+    def reset(self) -> None:
+        """Write that all caches are to be reset now."""
+        self.actions.append(Reset(self.now))
+
+    def sorted_actions(self) -> tuple[Action, ...]:
+        """The actions written so far, in order of time."""
+        return tuple(sorted(self.actions, key=lambda action: action.at))
+
+
+def without_used_ids(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The same traffic with an id of its own for every request: for engines that give requests ids themselves."""
+    times_asked: Counter[str] = Counter()
+    changed: list[Action] = []
+    for action in actions:
+        if isinstance(action, Tell | Reset | Restart):
+            changed.append(action)
+            continue
+        times_asked[action.request_id] += isinstance(action, Ask)
+        attempt = times_asked[action.request_id]
+        changed.append(replace(action, request_id=f"{action.request_id}.{attempt}") if attempt > 1 else action)
+    return tuple(changed)
+
+
+FULL: Final = GroupPlan()
+
+
+@dataclass(slots=True)
+class Workload:
+    """Traffic, and the engine that it is meant for.
+
+    Attributes:
+        writer: writes the traffic.
+        groups: KV-cache groups; drawn if empty.
+        options: further options of engine and connector that must not be drawn; see ``cargohold.lab.simulation.world``.
+    """
+
+    writer: Writer
+    groups: tuple[GroupPlan, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def random(self) -> Random:
+        """Source of random numbers."""
+        return self.writer.random
+
+
+def small(load: Workload) -> None:
+    """One or two short requests at a time, one worker, full attention: for speed."""
+    writer, random = load.writer, load.random
+    load.groups = (FULL,)
+    load.options = {"world_size": 1, "max_num_seqs": 2, "emit_events": False}
+    stems = [writer.text(8, 16) for _ in range(3)]
+    for _ in range(12):
+        writer.pause(0.6)
+        writer.ask(random.choice(stems) + writer.text(1, 6), random.randint(4, 16))
+
+
+def shared_prefix(load: Workload) -> None:
+    """Many requests that begin alike: the same few documents, cut off anywhere."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(12, 48) for _ in range(random.randint(1, 4))]
+    for _ in range(random.randint(5, 20)):
+        writer.pause(0.4)
+        document = random.choice(documents)
+        writer.ask(_cut(document, random) + writer.text(1, 10), random.randint(1, 8), salt=_salt(random))
+
+
+def multi_turn(load: Workload) -> None:
+    """Conversations: each turn repeats all that was said, answers included, with pauses between turns."""
+    writer, random = load.writer, load.random
+    histories: list[Tokens] = [writer.text(4, 20) for _ in range(random.randint(1, 5))]
+    for _ in range(random.randint(5, 18)):
+        writer.pause(0.8)
+        at = random.randrange(len(histories))
+        ask = writer.ask(histories[at] + writer.text(1, 8), random.randint(1, 8))
+        histories[at] = ask.prompt + tuple(ask.answer())
+        if len(histories[at]) > 90:
+            histories[at] = writer.text(4, 20)
+
+
+def agents(load: Workload) -> None:
+    """Agents: a long shared preamble, then branches that grow by tool outputs and fan out."""
+    writer, random = load.writer, load.random
+    preamble = writer.text(20, 40)
+    branches: list[Tokens] = [preamble]
+    for _ in range(random.randint(4, 14)):
+        writer.pause(0.3)
+        trunk = random.choice(branches)
+        if len(trunk) > 90:
+            trunk = preamble
+        for _ in range(random.randint(1, 3)):
+            ask = writer.ask(trunk + writer.text(1, 10), random.randint(1, 5))
+            branches.append(ask.prompt + tuple(ask.answer()))
+
+
+def aborts(load: Workload) -> None:
+    """Clients that give up at any moment."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(16, 48) for _ in range(3)]
+    for _ in range(random.randint(6, 18)):
+        writer.pause(0.3)
+        ask = writer.ask(_cut(random.choice(documents), random) + writer.text(1, 6), random.randint(1, 10))
+        if random.random() < 0.6:
+            writer.abort(ask, random.choice((0.0, 0.05, 0.3, 1.0)))
+
+
+def retries(load: Workload) -> None:
+    """Clients that give up and ask once more, under the same id, while copies for their last attempt are on their way."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(12, 48) for _ in range(random.randint(2, 4))]
+    load.options = {"num_spare_blocks": random.randint(0, 8)}
+    for _ in range(random.randint(5, 14)):
+        writer.pause(0.4)
+        ask = writer.ask(_cut(random.choice(documents), random) + writer.text(1, 6), random.randint(1, 10))
+        for _ in range(random.choice((0, 1, 1, 2, 4))):
+            ask = writer.retry(ask, random.random() * random.choice((0.02, 0.1, 0.4, 2.0)), random.randint(1, 10))
+
+
+def queues(load: Workload) -> None:
+    """Crowds that arrive at once and queue for long, for prompts that mostly are in tiers: few are served at a time."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(8, 40) for _ in range(random.randint(3, 8))]
+    load.options = {
+        "max_num_seqs": random.randint(1, 3),
+        "num_spare_blocks": random.randint(0, 4),
+        "tier_slots": random.randint(4, 24),
+        "policy": random.choice(tuple(QueuePolicy)),
+    }
+    for document in documents:
+        writer.ask(document, 1)
+    for _ in range(random.randint(1, 3)):
+        writer.pause(4.0)
+        for _ in range(random.randint(8, 30)):
+            prompt = random.choice(documents) + writer.text(0, 6)
+            ask = writer.ask(prompt, random.randint(1, 6), priority=random.randint(0, 2))
+            if random.random() < 0.15:
+                writer.abort(ask, 2.0)
+
+
+def preemption(load: Workload) -> None:
+    """Storms of preemption: long answers of many requests in a pool that cannot hold them."""
+    writer, random = load.writer, load.random
+    load.options = {"num_spare_blocks": random.randint(0, 8), "max_num_seqs": random.randint(3, 8)}
+    stem = writer.text(4, 16)
+    for _ in range(random.randint(4, 10)):
+        writer.pause(0.2)
+        writer.ask(_cut(stem, random) + writer.text(1, 12), random.randint(8, 40))
+
+
+def tiny_pool(load: Workload) -> None:
+    """Hardly more blocks than the longest request needs, and a tier of a few slots."""
+    load.options = {"num_spare_blocks": load.random.randint(0, 2), "tier_slots": load.random.randint(1, 8)}
+    shared_prefix(load)
+
+
+def windows(load: Workload) -> None:
+    """Sliding windows, whose blocks are given back while a request runs."""
+    random = load.random
+    load.groups = tuple(
+        GroupPlan(AttentionKind.SLIDING_WINDOW, 4, random.randint(1, 20)) if random.random() < 0.7 else FULL
+        for _ in range(random.randint(1, 3))
+    )
+    random.choice((shared_prefix, multi_turn, aborts, full_hit))(load)
+
+
+def mixed_groups(load: Workload) -> None:
+    """Groups of every kind, with blocks of different sizes."""
+    random = load.random
+    load.groups = tuple(_any_group(random) for _ in range(random.randint(2, 3)))
+    random.choice((shared_prefix, multi_turn, agents))(load)
+
+
+def recurrent(load: Workload) -> None:
+    """Recurrent state beside attention, as hybrid models have it."""
+    random = load.random
+    block_tokens = random.choice((2, 4, 8))
+    state = GroupPlan(AttentionKind.RECURRENT, block_tokens)
+    beside = GroupPlan(block_tokens=block_tokens if random.random() < 0.7 else random.choice((2, 4, 8)))
+    window = GroupPlan(AttentionKind.SLIDING_WINDOW, block_tokens, random.randint(1, 20))
+    groups = random.choice(((beside, state), (beside, state), (state, beside, state), (window, state), (state,)))
+    random.choice((shared_prefix, multi_turn, agents, aborts, preemption, full_hit, returning))(load)
+    load.groups = groups
+
+
+def chunks(load: Workload) -> None:
+    """Chunks of several blocks."""
+    load.options = {"blocks_per_chunk": load.random.randint(2, 5)}
+    load.random.choice((shared_prefix, multi_turn, agents))(load)
+
+
+def ranks(load: Workload) -> None:
+    """Several workers, which never end at the same time. Some may hold the same shard."""
+    load.options = {"world_size": load.random.randint(2, 4)}
+    load.random.choice((shared_prefix, aborts, multi_turn, returning))(load)
+
+
+def priority(load: Workload) -> None:
+    """Some requests are more urgent than others."""
+    writer, random = load.writer, load.random
+    load.options = {"policy": QueuePolicy.PRIORITY, "num_spare_blocks": random.randint(0, 12)}
+    documents = [writer.text(12, 40) for _ in range(3)]
+    for _ in range(random.randint(5, 16)):
+        writer.pause(0.3)
+        prompt = _cut(random.choice(documents), random) + writer.text(1, 6)
+        writer.ask(prompt, random.randint(1, 12), priority=random.randint(0, 3))
+
+
+def full_hit(load: Workload) -> None:
+    """The same prompts again and again, wholly cached; many end with a block."""
+    writer, random = load.writer, load.random
+    prompts = [writer.text(4, 48) for _ in range(random.randint(1, 4))]
+    prompts = [prompt[: len(prompt) // 4 * 4] if random.random() < 0.7 else prompt for prompt in prompts]
+    load.options = {"num_spare_blocks": random.randint(0, 30)}
+    for _ in range(random.randint(8, 24)):
+        writer.pause(0.3)
+        ask = writer.ask(random.choice(prompts), random.randint(1, 6))
+        if random.random() < 0.2:
+            writer.abort(ask, 0.2)
+    if random.random() < 0.7:
+        # The last query sees one block more than the query behind the hit: it may be the only one that a small tier has lost.
+        load.groups = (GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 4 * random.randint(1, 4) + 1),)
+        load.options |= {"tier_slots": random.randint(4, 16), "blocks_per_chunk": 1, "num_spare_blocks": 0}
+        load.options["eviction"] = "fifo"  # takes what others keep for what is behind it
+
+
+def remote_decode(load: Workload) -> None:
+    """Requests that another engine will decode, and requests that another engine has prefilled."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(16, 48) for _ in range(2)]
+    for _ in range(random.randint(5, 14)):
+        writer.pause(0.4)
+        prompt = _cut(random.choice(documents), random) + writer.text(1, 8)
+        if random.random() < 0.5:
+            writer.ask(prompt, 1, params={"do_remote_decode": True})
+        else:
+            # Some of them were told of more than there ever is.
+            told = {"num_tokens": random.choice((0, len(prompt) // 2, len(prompt), 10**6))}
+            writer.ask(prompt, random.randint(1, 8), params={"do_remote_prefill": True, HANDOFF: told})
+
+
+def limits(load: Workload) -> None:
+    """Requests that limit what is loaded and stored for them; some ask for nonsense and are refused."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(16, 48) for _ in range(3)]
+    for _ in range(random.randint(5, 16)):
+        writer.pause(0.4)
+        params: dict[str, Any] = {}
+        for key in ("max_load_tokens", "max_store_tokens"):
+            if random.random() < 0.5:
+                params[key] = random.randint(0, 30)
+        if random.random() < 0.1:
+            params["max_load_tokens"] = random.choice((-1, "all", True, 2.5))
+        prompt = _cut(random.choice(documents), random) + writer.text(1, 8)
+        ask = writer.ask(prompt, random.randint(1, 6), params=params)
+        if random.random() < 0.2:
+            writer.abort(ask, 0.2)
+
+
+def returning(load: Workload) -> None:
+    """Prompts that come back after others have taken their place, even in host memory: the case for tiers below it."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(8, 40) for _ in range(random.randint(4, 10))]
+    load.options |= {"num_spare_blocks": random.randint(0, 4), "tier_slots": random.randint(4, 16)}
+    for _ in range(random.randint(8, 24)):
+        writer.pause(1.0)
+        ask = writer.ask(random.choice(documents) + writer.text(0, 3), random.randint(1, 4))
+        if random.random() < 0.1:
+            writer.abort(ask, 0.5)
+        if random.random() < 0.03:
+            writer.reset()
+
+
+def endurance(load: Workload) -> None:
+    """Many requests for a few prompts, one by one, for minutes: what is learned about tiers that hang or are slow must pay."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(16, 56) for _ in range(random.randint(4, 8))]
+    load.groups = (FULL,)
+    load.options |= {
+        "max_num_batched_tokens": random.choice((2, 4, 8)),
+        "num_spare_blocks": random.randint(0, 4),
+        "prefix_caching": True,
+        "link": LinkProfile(),
+        "tier_slots": random.randint(4, 16),
+        "restore": RESTORE_IF_FASTER,
+    }
+    for _ in range(random.randint(30, 60)):
+        writer.pause(4.0)
+        writer.ask(random.choice(documents) + writer.text(0, 3), random.randint(1, 3))
+
+
+def stops(load: Workload) -> None:
+    """Answers that end early, at a stop token, and caches that are reset."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(12, 40) for _ in range(3)]
+    for _ in range(random.randint(5, 16)):
+        writer.pause(0.6)
+        draft = Ask(0.0, "", _cut(random.choice(documents), random) + writer.text(1, 8), random.randint(2, 12))
+        writer.ask(draft.prompt, draft.max_tokens, stop=random.choice(draft.answer()))
+        if random.random() < 0.2:
+            writer.reset()
+
+
+CLIENTS: Final = (
+    _Client(),
+    _Client(salt="tenant a"),
+    _Client(salt="tenant b"),
+    _Client(tenant="tenant c"),
+    _Client(tenant="tenant d"),
+    _Client(salt="tenant a", tenant="tenant c"),
+)
+"""Tenants with a salt meet no chunks of others; those without share prefixes with each other."""
+
+
+RIGHTS: Final = (HINTS_OFF, HINTS_RETAIN, HINTS_ALL)
+
+
+def hints(load: Workload) -> None:
+    """Hints of every kind, also floods, contradictory and foreign ones, of tenants that have rights and quotas."""
+    writer, random = load.writer, load.random
+    documents = [writer.text(12, 40) for _ in range(random.randint(3, 8))]
+    load.options |= {
+        "num_spare_blocks": random.randint(0, 6),
+        "tier_slots": random.randint(8, 30),
+        "hints": HintConfig(
+            allow=random.choice((HINTS_ALL, *RIGHTS)),
+            allow_of={f"tenant {name}": random.choice(RIGHTS) for name in "abcd" if random.random() < 0.4},
+            pin_fraction=random.choice((0.1, 0.3, 0.6)),
+            retain_fraction=random.choice((0.2, 0.6)),
+            max_ttl_s=random.choice((1.0, 5.0, 60.0)),
+        ),
+        "quotas": _quotas(random),
+    }
+    clients = random.choices(CLIENTS, k=3)
+    for _ in range(random.randint(10, 40)):
+        writer.pause(1.0)
+        client = random.choice(clients)
+        document = _cut(random.choice(documents), random) + writer.text(1, 4)
+        given = tuple(_hint(random) for _ in range(random.choice((0, 1, 1, 2, 8))))
+        writer.ask(document, random.randint(1, 6), salt=client.salt, tenant=client.tenant, hints=given)
+        if random.random() < 0.5:
+            told = [_hint(random) for _ in range(random.choice((1, 1, 3)))]
+            writer.tell(random.choice(documents), random.choice(clients), told)
+        if random.random() < 0.02:
+            writer.reset()
+
+
+def _quotas(random: Random) -> tuple[TenantQuota, ...]:
+    """Quotas of no tenant, of one or of several, which together reserve less than there is."""
+    possible = (
+        TenantQuota(tenant="tenant a", reserved="40%", hard="70%"),
+        TenantQuota(tenant="tenant c", reserved="20%", soft="30%"),
+        TenantQuota(tenant="tenant d", hard="40%"),
+    )
+    return tuple(random.sample(possible, random.choice((0, 1, 2, 3))))
+
+
+def _hint(random: Random) -> Hint:
+    kind = random.choice(tuple(HintKind))
+    first = random.randint(0, 20)
+    return Hint(
+        kind=kind,
+        start=first,
+        end=random.choice((None, None, first + random.randint(1, 30))),
+        priority=random.choice((0, 20, 50, 80, 100)),
+        ttl_s=random.choice((None, 0.05, 1.0, 100.0)),
+        lease=random.choice((None, "one", "two")) if kind in (HintKind.PIN, HintKind.RELEASE) else None,
+        to=random.choice((None, "lower", "nowhere")) if kind is HintKind.DEMOTE else None,
+        deadline_s=random.choice((None, 0.1, 2.0)),
+    )
+
+
+WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
+    {
+        write.__name__.replace("_", "-"): write
+        for write in (
+            small, shared_prefix, multi_turn, agents, aborts, retries, queues, preemption, tiny_pool, windows,
+            mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance,
+            stops, hints,
+        )
+    }
+)  # fmt: skip
+"""Workloads by their names on the command line."""
+
+
+def _cut(document: Tokens, random: Random) -> Tokens:
+    """The document's beginning; often all of it, or up to the end of a block."""
+    length = random.choice((len(document), len(document) // 4 * 4, random.randint(0, len(document))))
+    return document[:length]
+
+
+def _salt(random: Random) -> str | None:
+    return random.choice(("tenant a", "tenant b")) if random.random() < 0.1 else None
+
+
+def _any_group(random: Random) -> GroupPlan:
+    kind = random.choice(tuple(AttentionKind))
+    block_tokens = random.choice((2, 4, 8))
+    match kind:
+        case AttentionKind.SLIDING_WINDOW:
+            return GroupPlan(kind, block_tokens, random.randint(1, 20))
+        case AttentionKind.CHUNKED_LOCAL:
+            return GroupPlan(kind, block_tokens, random.choice((4, 8, 16, random.randint(1, 20))))
+        case _:
+            return GroupPlan(kind, block_tokens)

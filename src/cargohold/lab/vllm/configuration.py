@@ -1,0 +1,220 @@
+"""A scenario's engine in vLLM's terms: vLLM's configuration, its KV-cache groups, and the adapter over simulated tiers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import copy
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from cargohold.engine.core.roster import QueuePolicy
+from cargohold.integrations.vllm.connector import CargoholdConnector
+from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, layout_of
+from cargohold.lab.simulation.replica import VOCAB_SIZE
+from cargohold.lab.simulation.world import Shape
+from cargohold.protocol import AttentionKind, Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory
+
+ASYNC: Final = "async_scheduling"
+"""Key in a shape's scheduler options: whether vLLM schedules a step before it has the output of the one before."""
+MATCH_UNIT: Final = "prefix_match_unit"
+"""Key in a shape's scheduler options: tokens per block hash, where prefixes of recurrent state may end inside a block."""
+RETAINED: Final = "prefix_cache_retention_interval"
+"""Key in a shape's scheduler options: what vLLM's prefix cache keeps of windows and states; ``None`` for all."""
+CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
+MAX_MODEL_LEN: Final = "max_model_len"
+"""Key in a shape's scheduler options: tokens of the longest request."""
+LOAD_TIMEOUT_S: Final = 60.0
+
+# A model of which only the shape matters. Twelve heads can be shared among up to four workers.
+_MODEL: Final[Mapping[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
+    """Configuration of vLLM for an engine of this shape."""
+    options = shape.scheduler
+    model = model_config()
+    model.max_model_len = options[MAX_MODEL_LEN]
+    config = VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(
+            # The value that vLLM's engine core would set: a prompt's steps end at its multiples, where states are left.
+            block_size=min(plan.block_tokens for plan in shape.groups),
+            enable_prefix_caching=options["prefix_caching"],
+            prefix_match_unit=options.get(MATCH_UNIT),
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=options["max_num_seqs"],
+            max_num_batched_tokens=options["max_num_batched_tokens"],
+            max_model_len=options[MAX_MODEL_LEN],
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            policy="priority" if options["policy"] is QueuePolicy.PRIORITY else "fcfs",
+        ),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=shape.world_size,
+            distributed_executor_backend="mp" if shape.world_size > 1 else "uni",
+        ),
+        kv_transfer_config=_transfer_config(options["load_failure_policy"].value) if with_connector else None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=options["emit_events"], publisher="null"),
+    )
+    if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
+        # Set here because vLLM would look at the model's configuration, which has no recurrent layers.
+        config.cache_config.mamba_cache_mode = "align"
+    config.cache_config.num_gpu_blocks = shape.num_blocks
+    # Set here because vLLM turns it off on CPUs; the simulation is about what happens on GPUs.
+    config.scheduler_config.async_scheduling = options[ASYNC]
+    return config
+
+
+def config_of_rank(config: Any, rank: int) -> Any:
+    """A copy of the configuration for the worker of this rank."""
+    own = copy(config)
+    own.parallel_config = copy(config.parallel_config)
+    own.parallel_config.rank = rank
+    return own
+
+
+def kv_cache_config(shape: Shape) -> Any:
+    """The paged KV as vLLM describes it: one layer per group, all over the same bytes."""
+    layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
+    size = layout.num_blocks * layout.block_bytes
+    return KVCacheConfig(
+        num_blocks=layout.num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=size, layers=list(group.layer_names), layer_stride=size, block_stride=layout.block_bytes)
+            for group in layout.groups
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(list(group.layer_names), _spec(group, layout)) for group in layout.groups],
+        **{RETAINED: shape.scheduler.get(RETAINED)} if CAN_RETAIN_LESS else {},
+    )
+
+
+def num_blocks_needed(shape: Shape) -> int:
+    """Fewest blocks, the null block included, with which vLLM starts for requests of the shape's ``MAX_MODEL_LEN`` tokens."""
+    config = vllm_config(shape, with_connector=False)
+    specs = [group.kv_cache_spec for group in kv_cache_config(shape).kv_cache_groups]
+    return 1 + sum(int(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)) for spec in specs)
+
+
+def _transfer_config(load_failure_policy: str) -> Any:
+    return KVTransferConfig(
+        kv_connector=NAME,
+        kv_connector_module_path=__name__,
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            # The simulated tiers have sizes of their own.
+            "host_bytes": "64MiB",
+            "if_unsupported": "refuse",
+            "load_failure_policy": load_failure_policy,
+            "load_timeout_s": LOAD_TIMEOUT_S,
+            "kv_events_salted": True,
+        },
+    )
+
+
+def _spec(group: KVCacheGroup, layout: KVCacheLayout) -> Any:
+    # Key and value of one head of one element are as many bytes as a fingerprint.
+    element = torch.float32
+    assert 2 * element.itemsize == FINGERPRINT_BYTES
+    common = {
+        "block_size": group.block_tokens,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": element,
+        "page_size_padded": layout.block_bytes,
+    }
+    match group.kind:
+        case AttentionKind.FULL:
+            return FullAttentionSpec(**common)
+        case AttentionKind.SLIDING_WINDOW:
+            return SlidingWindowSpec(**common, sliding_window=group.window_tokens)
+        case AttentionKind.CHUNKED_LOCAL:
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.window_tokens)
+        case AttentionKind.RECURRENT:
+            return MambaSpec(
+                block_size=group.block_tokens,
+                shapes=((group.block_tokens * FINGERPRINT_BYTES // element.itemsize,),),
+                dtypes=(element,),
+                page_size_padded=layout.block_bytes,
+                mamba_cache_mode="align",
+            )
+
+
+@cache
+def _directory() -> TemporaryDirectory[str]:
+    """A model's directory that lives as long as the process; there are no weights in it."""
+    directory = TemporaryDirectory(prefix="cargohold-simulation-")
+    (Path(directory.name) / "config.json").write_text(json.dumps(_MODEL))
+    return directory
+
+
+def model_config() -> Any:
+    """Configuration of a model of which only the shape matters; a copy."""
+    return copy(_model())
+
+
+@cache
+def _model() -> Any:
+    return ModelConfig(model=_directory().name, skip_tokenizer_init=True, dtype="float32")
+
+
+# --- the adapter over simulated tiers ---------------------------------------------------------------------------------
+
+NAME: Final = "SimulatedConnector"
+
+_GROUND: ContextVar[tuple[KVConnectorFactory, Clock]] = ContextVar("ground")
+
+
+@contextmanager
+def standing_on(factory: KVConnectorFactory, clock: Clock) -> Iterator[None]:
+    """Within the ``with`` block, connectors that vLLM makes use this factory and clock: vLLM itself cannot pass them on."""
+    token = _GROUND.set((factory, clock))
+    try:
+        yield
+    finally:
+        _GROUND.reset(token)
+
+
+class SimulatedConnector(CargoholdConnector):
+    """The adapter, with a simulated factory and clock."""
+
+    def _factory(self) -> KVConnectorFactory:
+        return _GROUND.get()[0]
+
+    def _clock(self) -> Clock:
+        return _GROUND.get()[1]

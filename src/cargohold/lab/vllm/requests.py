@@ -1,0 +1,311 @@
+"""Requests as vLLM has them, and beside each the request as its client knows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from vllm import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus as VllmStatus
+
+from cargohold.engine.core.request import FinishReason, Request, RequestStatus
+from cargohold.engine.core.scheduler import RequestUpdate
+from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.engine_view import BlockView
+from cargohold.integrations.vllm.explanations import EXPLAIN
+from cargohold.integrations.vllm.scheduler import SchedulerSide
+from cargohold.lab.simulation.fingerprints import tokens_alone
+from cargohold.lab.simulation.replica import VOCAB_SIZE, root_of_salt
+from cargohold.protocol import (
+    MEDIUM_DEVICE,
+    MEDIUM_HOST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheReport,
+    ConnectorGuard,
+    KVCacheGroup,
+    KVEvent,
+)
+
+_HASH: Final = "sha256"
+NO_HASHES: Final = 1 << 30
+"""Tokens per block hash of our own requests: vLLM hashes its own."""
+_NOTHING_RESTORED: Final = CacheReport()
+_BEYOND: Final = 4
+"""Tokens known beyond the end of an answer: vLLM may compute further steps before it notices the end."""
+
+
+class RequestBook:
+    """Makes vLLM's requests, and keeps for each one a request of our own, which has what its client knows.
+
+    Args:
+        own: our requests so far by id, with what their clients have been told.
+        hash_tokens: tokens per block hash of vLLM's.
+        tell: called with every update that a client gets.
+
+    Attributes:
+        failed_loads: ids of requests of which a load has failed.
+    """
+
+    def __init__(self, own: Mapping[str, Request], hash_tokens: int, tell: Callable[[RequestUpdate], None]) -> None:
+        self._own = own
+        self._tell = tell
+        self._hasher = get_request_block_hasher(hash_tokens, hash_function())
+        self._live: dict[str, Any] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self.failed_loads: set[str] = set()
+
+    def tokens(self, request_id: str) -> Sequence[int]:
+        """Prompt and answer of a request: the model's answers are known beforehand."""
+        return self._tokens[request_id]
+
+    def root(self, request_id: str) -> int:
+        """The number that the request's chain of fingerprints starts from."""
+        return root_of_salt(self._own[request_id].salt)
+
+    def make(self, own: Request) -> Any:
+        """VLLM's request for one of ours."""
+        max_tokens, salt = own.sampling.max_tokens, own.salt
+        answer = tokens_alone(own.all_token_ids, max_tokens + _BEYOND, VOCAB_SIZE, root_of_salt(salt))
+        self._tokens[own.request_id] = [*own.all_token_ids, *answer]
+        request = VllmRequest(
+            request_id=own.request_id,
+            prompt_token_ids=list(own.all_token_ids),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                stop_token_ids=sorted(own.stop_token_ids),
+                extra_args={"kv_transfer_params": {**(own.kv_transfer_params or {}), EXPLAIN: True}},
+            ),
+            pooling_params=None,
+            arrival_time=own.times.arrived,
+            cache_salt=salt,
+            priority=own.priority,
+            block_hasher=self._hasher,
+        )
+        self._live[own.request_id] = request
+        return request
+
+    def take(self, news: Any) -> None:
+        """Take one of vLLM's outputs: new tokens of a request, or its end, or both."""
+        request = self._own[news.request_id]
+        if news.prefill_stats is not None:
+            request.num_first_device_tokens = news.prefill_stats.num_local_cached_tokens
+        if news.new_token_ids:
+            request.all_token_ids += news.new_token_ids
+            self._tell(RequestUpdate(request, tuple(news.new_token_ids)))
+        if news.finish_reason is not None:
+            explanation = (news.kv_transfer_params or {}).get(EXPLAIN, {})
+            report = CacheReport(explanation.get("restored_tokens", {}))
+            self.end(news.request_id, FinishReason(str(news.finish_reason)), report)
+
+    def end(self, request_id: str, reason: FinishReason, report: CacheReport = _NOTHING_RESTORED) -> None:
+        """Note that a request has ended, and tell its client."""
+        request = self._own[request_id]
+        if reason is FinishReason.ERROR and request_id in self.failed_loads:
+            request.error = "its load failed"
+        request.finish_reason = reason
+        request.status = RequestStatus.FINISHED
+        request.num_preemptions = self._live.pop(request_id).num_preemptions
+        self._tell(RequestUpdate(request, cache_report=report))
+
+    def follow_status(self) -> None:
+        """Note which requests are loading, for timelines that people read."""
+        for request_id, request in self._live.items():
+            is_loading = request.status is VllmStatus.WAITING_FOR_REMOTE_KVS
+            self._own[request_id].status = RequestStatus.LOADING if is_loading else RequestStatus.WAITING
+
+
+@cache
+def hash_function() -> Any:
+    """The function that vLLM hashes blocks with in the simulation."""
+    function = get_hash_fn_by_name(_HASH)
+    init_none_hash(function)
+    return function
+
+
+# --- KV events as vLLM publishes them ---------------------------------------------------------------------------------
+
+
+def from_vllm(event: Any, medium: str) -> KVEvent:
+    """One event as a follower would read it.
+
+    Tokens are left out: vLLM's hashes are its own business.
+
+    Args:
+        event: vLLM's event.
+        medium: the medium of an event that does not name its own.
+    """
+    match event:
+        case compat.BlockStored():
+            num_tokens = event.block_size * len(event.block_hashes)
+            assert event.medium == MEDIUM_DEVICE or len(event.token_ids) == num_tokens, "an event without its tokens"
+            return BlockStored(
+                block_hashes=tuple(event.block_hashes),
+                parent_block_hash=event.parent_block_hash,
+                token_ids=(),
+                block_tokens=event.block_size,
+                group=event.group_idx,
+                medium=event.medium,
+            )
+        case compat.BlockRemoved():
+            return BlockRemoved(tuple(event.block_hashes), event.group_idx, event.medium)
+        case compat.AllBlocksCleared():
+            return AllBlocksCleared(medium)
+        case _:
+            raise TypeError(f"vLLM publishes {event!r}")
+
+
+# --- views of vLLM's scheduler and block pool with the interface that the simulation's oracles need -------------------
+
+
+class PoolView:
+    """vLLM's block pool. Blocks are given out by ``allocate`` alone, so that oracles can watch it.
+
+    Args:
+        pool: vLLM's own.
+        groups: the KV-cache groups.
+    """
+
+    def __init__(self, pool: Any, groups: tuple[KVCacheGroup, ...]) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._get_new_blocks = pool.get_new_blocks
+        # ``_allocate`` looks up ``allocate`` at each call: oracles replace that by functions of their own.
+        pool.get_new_blocks = self._allocate
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the null block included."""
+        return len(self._pool.blocks)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Without the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of free blocks."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def num_cached_prefixes(self) -> int:
+        """Prefixes that can be found."""
+        return len(self._pool.cached_block_hash_to_block)
+
+    def get_block(self, block_id: int) -> BlockView:
+        """One block."""
+        return BlockView(self._pool.blocks[block_id], self._groups)
+
+    def allocate(self, num_blocks: int) -> Any:
+        """Allocate blocks; returns vLLM's block objects."""
+        return self._get_new_blocks(num_blocks)
+
+    def _allocate(self, num_blocks: int) -> Any:
+        return self.allocate(num_blocks)
+
+    def check(self) -> None:
+        """Every block is free or held, and the free queue has just the free ones. Raises ``AssertionError``."""
+        free = [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
+        unheld = {block.block_id for block in self._pool.blocks if block.ref_cnt == 0 and not block.is_null}
+        assert len(free) == self.num_free_blocks, f"{len(free)} blocks queue to be used, {self.num_free_blocks} counted"
+        assert len(set(free)) == len(free), "a block is in the free queue twice"
+        assert set(free) == unheld, f"blocks {sorted(set(free) ^ unheld)} are in the free queue or unheld, not both"
+
+
+class CacheView:
+    """vLLM's KV-cache manager.
+
+    Args:
+        scheduler: vLLM's own.
+        pool: its block pool.
+    """
+
+    def __init__(self, scheduler: Any, pool: PoolView) -> None:
+        self._scheduler = scheduler
+        self.pool = pool
+
+    def reference_counts(self) -> Counter[int]:
+        """References that requests hold by block id, including those that vLLM gives back when a step in flight has ended."""
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        tables = [table for manager in managers for table in manager.req_to_blocks.values()]
+        tables += [blocks for _, blocks in self._scheduler.deferred_frees]
+        return Counter(block.block_id for table in tables for block in table if not block.is_null)
+
+    def check(self) -> None:
+        """Verify that no block is lost. Raises ``AssertionError``."""
+        self.pool.check()
+
+
+class SchedulerView:
+    """vLLM's scheduler.
+
+    Args:
+        scheduler: vLLM's own.
+        side: the adapter's scheduler side.
+        is_busy: whether steps are in flight.
+    """
+
+    def __init__(self, scheduler: Any, side: SchedulerSide, is_busy: Callable[[], bool]) -> None:
+        self._scheduler = scheduler
+        self._side = side
+        self._is_busy = is_busy
+        self.kv = CacheView(scheduler, PoolView(scheduler.kv_cache_manager.block_pool, side.layout.groups))
+        self._events: list[KVEvent] = []
+        self._num_resets = 0
+        manager, connector = scheduler.kv_cache_manager, scheduler.connector
+        manager.take_events = self._watched(manager.take_events, MEDIUM_DEVICE)
+        connector.take_events = self._watched(connector.take_events, MEDIUM_HOST)
+
+    @property
+    def connector(self) -> ConnectorGuard:
+        """The connector, contained."""
+        return self._side.guard
+
+    def has_work(self) -> bool:
+        """Whether vLLM's engine would go on stepping."""
+        return self._is_busy() or bool(self._scheduler.has_requests())
+
+    def waiting_requests(self) -> Iterable[Any]:
+        """Requests not running."""
+        return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
+
+    def reset_cache(self) -> bool:
+        """Reset vLLM's prefix cache; whether it could be. Every other time, the connector is not to be reset with it."""
+        self._num_resets += 1
+        return bool(self._scheduler.reset_prefix_cache(reset_connector=self._num_resets % 2 == 0))
+
+    def take_events(self) -> list[KVEvent]:
+        """Events that vLLM published since the last call, and those that it is about to publish."""
+        for source in (self._scheduler.kv_cache_manager, self._scheduler.connector):
+            source.take_events()
+        events, self._events = self._events, []
+        return events
+
+    def check_settled(self) -> None:
+        """Verify that nothing is left behind. Raises ``AssertionError`` naming what is."""
+        assert not self.has_work(), "work is pending"
+        scheduler, pool = self._scheduler, self.kv.pool
+        assert not scheduler.requests, f"vLLM still knows {sorted(scheduler.requests)}"
+        assert not (scheduler.running or scheduler.waiting or scheduler.kv_holding_waiting)
+        self.kv.check()
+        num_used, num_stuck = pool.num_usable_blocks - pool.num_free_blocks, len(self.connector.held_references())
+        assert num_used == num_stuck, f"{num_used} device blocks are referenced, {num_stuck} of them for stuck copies"
+
+    def _watched(self, take: Callable[[], Any], medium: str) -> Callable[[], Any]:
+        """Wrap ``take`` so that events taken are noted here, too. ``medium`` is for vLLM's event of a cleared medium."""
+
+        def take_and_note() -> Any:
+            events = take()
+            self._events += [from_vllm(event, medium) for event in events or ()]
+            return events
+
+        return take_and_note

@@ -1,1 +1,0 @@
-"""What authors of connectors, tiers, policies and engines test with: simulation, conformance suites, the bridge to vLLM."""
