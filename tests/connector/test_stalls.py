@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.connector.kernel.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
+from cargohold.connector.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock, simulated_layout
 from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from cargohold.connector.kernel.config import RESTORE_IF_FASTER, HintConfig
+from cargohold.connector.config import RESTORE_IF_FASTER, HintConfig
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.faults import Fault, VirtualClock

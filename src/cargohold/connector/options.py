@@ -27,8 +27,8 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cargohold.cache.policies.registry import POLICY_NAMES
+from cargohold.connector.config import HintConfig, TenantQuota
 from cargohold.connector.factory import Offload
-from cargohold.connector.kernel.config import HintConfig, TenantQuota
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError, one_line, option_path
@@ -300,7 +300,7 @@ def _refuse_names_elsewhere(options: Mapping[str, Any], names: Mapping[str, str]
 
 
 def _names(kind: type[Any]) -> set[str]:
-    return {field.name for field in fields(kind)}
+    return {field.name for field in fields(kind) if field.init}
 
 
 def _suggest(key: object, known: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from typing import Final
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.cache.shares import HELD, NORMAL
-from cargohold.connector.kernel.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig
+from cargohold.connector.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig
 from cargohold.connector.kernel.guest import ORDINARY, Admission, Guest, Worth
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import RequestState

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cargohold.cache.manager import OffloadManager
-from cargohold.connector.kernel.config import OffloadConfig
+from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import BlockHolder, JobTable
 from cargohold.errors import SparingLog
@@ -39,7 +39,7 @@ class Shared:
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
     """
 
-    config: OffloadConfig
+    config: KernelConfig
     layout: KVCacheLayout
     manager: OffloadManager
     tier: str

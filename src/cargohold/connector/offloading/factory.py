@@ -8,7 +8,7 @@ from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.shares import Limits
-from cargohold.connector.kernel.config import OffloadConfig, limits_in_chunks
+from cargohold.connector.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores, NoStores
 from cargohold.connector.kernel.worker import Bystander, OffloadingWorker, TierWorker
 from cargohold.connector.offloading.scheduler import OffloadingScheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -13,7 +13,7 @@ from typing import Final
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
 from cargohold.cache.policies.base import LRUPolicy
-from cargohold.connector.kernel.config import HostOptions, OffloadConfig
+from cargohold.connector.config import HostOptions, OffloadConfig
 from cargohold.connector.kernel.jobs import Store, StoreJob
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
@@ -33,6 +33,8 @@ from cargohold.protocol import (
     WorkerEnvironment,
 )
 
+_OF_EAGER: Final = ("blocks_per_chunk", "store_generated", "store_within_steps")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyOffloadConfig(HostOptions):
@@ -51,6 +53,9 @@ class LazyOffloadConfig(HostOptions):
     """
 
     policy: str = LRUPolicy.name
+    blocks_per_chunk: int = field(default=1, init=False)
+    store_generated: bool = field(default=True, init=False)
+    store_within_steps: int = field(default=0, init=False)
     lookahead_blocks: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +65,13 @@ class LazyOffloadConfig(HostOptions):
 
     def common(self) -> OffloadConfig:
         """Return the options that eager offloading has too."""
-        return OffloadConfig(**{option.name: getattr(self, option.name) for option in fields(HostOptions)})
+        return OffloadConfig(
+            **{
+                option.name: getattr(self, option.name)
+                for option in fields(HostOptions)
+                if option.name not in _OF_EAGER
+            }
+        )
 
     def lookahead(self, environment: SchedulerEnvironment) -> int:
         """Return ``lookahead_blocks``, or its default for the engine's step size."""

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.guests.events import tier_events
 from cargohold.connector.guests.hints import Budget, Hints
 from cargohold.connector.guests.meters import Meters
-from cargohold.connector.kernel.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.kernel.guest import Admission, Guests, GuestView, own_guests
 from cargohold.connector.kernel.jobs import (
     NOTHING_TO_DO,

@@ -10,7 +10,7 @@ import numpy as np
 
 from cargohold.cache import OffloadKey, make_manager
 from cargohold.cache.shares import HELD, NORMAL
-from cargohold.connector.kernel.config import limits_in_chunks
+from cargohold.connector.config import limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.kernel.worker import Bystander, JobQueue, TierWorker
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker

@@ -9,7 +9,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from cargohold.connector.kernel.config import (
+from cargohold.connector.config import (
     HINTS_ALL,
     HINTS_OFF,
     HINTS_RETAIN,

@@ -10,8 +10,8 @@ from cargohold.cache import OffloadKey
 from cargohold.cache.manager import offload_key
 from cargohold.cache.shares import HELD, NORMAL
 from cargohold.cache.tier_manager import TierManager
+from cargohold.connector.config import HINTS_OFF, HINTS_RETAIN, HintConfig
 from cargohold.connector.guests.hints import Budget, Grant
-from cargohold.connector.kernel.config import HINTS_OFF, HINTS_RETAIN, HintConfig
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.request import SchedulerStep, StepOutput
