@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL
 from cargohold.lab.simulation import SimulatedEngine
 from cargohold.lab.simulation.campaign import Recipe, play_seed
 from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import Hint, HintStatus
-from cargohold.tiers.chunk_format import NO_CLAIM
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
 from tests.connector.test_hints import later, prefix
@@ -23,11 +23,11 @@ def engine_on(tiering: SimulatedTiering) -> SimulatedEngine:
     return make_engine(tiering)
 
 
-def claimed(tiering: SimulatedTiering, engine: SimulatedEngine) -> set[tuple[int | None, bool]]:
-    """The priorities of all chunks on disk, and whether they hold for more than the next minute."""
-    claims = tiering.media[0][0].claims
-    assert len(claims) == 10
-    return {(claim.priority, ends > engine.clock() + 60) for claim, ends in claims.values()}
+def retained(tiering: SimulatedTiering, engine: SimulatedEngine) -> set[tuple[int, bool]]:
+    """The levels of all chunks on disk, and whether they hold for more than the next minute."""
+    retained = tiering.media[0][0].retained
+    assert len(retained) == 10
+    return {(retention.level, retention.until_s > engine.clock() + 60) for retention in retained.values()}
 
 
 def hint(engine: SimulatedEngine, tiering: SimulatedTiering, one: Hint) -> None:
@@ -41,30 +41,28 @@ def test_chunks_are_written_down_with_what_hints_ask() -> None:
     engine = engine_on(tiering)
     engine.add("pinned", TOKENS, 1, hints=[PIN])
     finish(engine, tiering)
-    assert claimed(tiering, engine) == {(None, True)}
+    assert retained(tiering, engine) == {(HELD, True)}
 
 
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
-        (PIN, (None, True)),
+        (PIN, (HELD, True)),
         (Hint.retain(priority=80, ttl_s=300), (80, True)),
         (Hint.retain(priority=10), (10, False)),
         (Hint.demote("nowhere"), (0, False)),
-        (Hint.demote(), (None, False)),
+        (Hint.demote(), (NORMAL, False)),
     ],
 )
-def test_hints_that_come_later_reach_the_disk_and_their_release_too(
-    one: Hint, expected: tuple[int | None, bool]
-) -> None:
+def test_hints_that_come_later_reach_the_disk_and_their_release_too(one: Hint, expected: tuple[int, bool]) -> None:
     tiering = SimulatedTiering(100, [DISK])
     engine = engine_on(tiering)
     serve(engine, tiering, "first", TOKENS, 1)
-    assert claimed(tiering, engine) == {(None, False)}
+    assert retained(tiering, engine) == {(NORMAL, False)}
     hint(engine, tiering, one)
-    assert claimed(tiering, engine) == {expected}
+    assert retained(tiering, engine) == {expected}
     hint(engine, tiering, Hint.release())
-    assert {claim for claim, _ in tiering.media[0][0].claims.values()} == {NO_CLAIM}
+    assert set(tiering.media[0][0].retained.values()) == {NO_RETENTION}
 
 
 def test_a_lease_that_is_used_is_renewed_on_disk_before_it_ends_there() -> None:
@@ -76,9 +74,9 @@ def test_a_lease_that_is_used_is_renewed_on_disk_before_it_ends_there() -> None:
         later(engine, 100.0)
         engine.add(f"again {at}", TOKENS, 1)
         finish(engine, tiering)
-        assert claimed(tiering, engine) == {(None, True)}
+        assert retained(tiering, engine) == {(HELD, True)}
     later(engine, 400.0)
-    assert claimed(tiering, engine) == {(None, False)}
+    assert retained(tiering, engine) == {(HELD, False)}
 
 
 @pytest.mark.parametrize("seed", [38, 55])
@@ -93,5 +91,5 @@ def test_every_worker_s_disk_knows_what_hints_ask() -> None:
     engine.add("pinned", TOKENS, 1, hints=[PIN])
     finish(engine, tiering)
     for medium in tiering.media[0]:
-        assert len(medium.claims) == 10
-        assert all(claim.priority is None and ends > engine.clock() + 60 for claim, ends in medium.claims.values())
+        assert len(medium.retained) == 10
+        assert all(retention.level_at(engine.clock() + 60) == HELD for retention in medium.retained.values())

@@ -26,10 +26,11 @@ from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.manager import ChunkKeys
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
-from cargohold.cache.shares import HELD, Limits, Share, Shares
+from cargohold.cache.retention import HELD, NO_RETENTION, Budget, Budgets
+from cargohold.cache.shares import Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.guests.events import TierEvents
-from cargohold.connector.guests.hints import Budget, Budgets, Hints
+from cargohold.connector.guests.hints import Hints
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.kernel.loads import (
     BlocksToLoad,
@@ -67,7 +68,7 @@ from cargohold.protocol import (
     RequestView,
     TransferOutcome,
 )
-from cargohold.tiers.chunk_format import NO_CLAIM, Note
+from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access, JobKind
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
@@ -860,6 +861,7 @@ def lets_requests_of_others_renew_a_lease(patch: Patch) -> None:
         note_used(self, state)
         for grant in self._grants_on([key for keys in state.keys for key in keys.keys if key in self._of]):
             grant.ends_at = max(grant.ends_at, self._clock() + grant.ttl_s)
+            self._ends.set(grant, grant.ends_at)
 
     patch.setattr(Hints, "note_used", of_anybody)
 
@@ -904,7 +906,7 @@ def leaves_chunks_out_of_order_when_their_hint_ends(patch: Patch) -> None:
 @mutant(workload="hints")
 def does_not_give_budgets_back(patch: Patch) -> None:
     take = Budgets.take
-    patch.setattr(Budgets, "take", lambda self, grant, count: take(self, grant, max(count, 0)))
+    patch.setattr(Budgets, "take", lambda self, tenant, budget, count: take(self, tenant, budget, max(count, 0)))
 
 
 @mutant(workload="hints")
@@ -959,7 +961,7 @@ def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     notes = TaskTable._notes
 
     def unclaimed(self: TaskTable, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
-        return tuple(replace(note, claim=NO_CLAIM) for note in notes(self, keys))
+        return tuple(replace(note, retention=NO_RETENTION) for note in notes(self, keys))
 
     patch.setattr(TaskTable, "_notes", unclaimed)
 

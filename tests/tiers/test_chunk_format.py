@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from array import array
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL, Retention
 from cargohold.tiers import LoadOutcome, Namespace
 from cargohold.tiers.chunk_format import (
     HEADER_BYTES,
     MAX_DETAILS_BYTES,
     TOKEN_TYPE,
     ChunkCodec,
-    Claim,
     Details,
     Header,
     Note,
-    Terms,
     details_check,
     pack_tokens,
     room_for_details,
@@ -37,7 +37,7 @@ from tests.tiers.common import disk_tier, load, payload
 NAMESPACE = Namespace("any", "w", "c", "bfloat16", "l", "rank 0 of 1", details_bytes=512)
 SECRET = bytes(range(32))
 PARENT, KEY, OTHER_KEY = (bytes(range(first, first + 32)) + bytes(4) for first in (0, 32, 64))
-TERMS = Terms(tenant=b"tenant-7", priority=80, lease_ends_s=1_900_000_000)
+RAISED = Retention(80, 1_900_000_000.0, b"tenant-7")
 DETAILS = Details(pack_tokens(array(TOKEN_TYPE, (1, 2, 128_255))), b"\x80")
 
 MAGIC_VERSION = "9343484b560d0a1a0200"
@@ -78,7 +78,7 @@ def test_stored_bytes_are_those_of_the_documented_format(
 ) -> None:
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(100, 100 + count)))
     using = codec(secret)
-    packed, encoded = using.encode(KEY, memoryview(b"payload"), PARENT, TERMS)
+    packed, encoded = using.encode(KEY, memoryview(b"payload"), PARENT, RAISED)
     assert (packed.hex(), encoded.hex()) == (header, body)
     assert using.encode_details(KEY, DETAILS).hex() == details
 
@@ -87,7 +87,7 @@ def test_stored_bytes_are_those_of_the_documented_format(
 def test_bytes_written_by_this_format_are_read_for_ever(secret: bytes | None) -> None:
     using, data = codec(secret), bytes.fromhex(SEALED if secret else PLAIN)
     header = using.header_of(data, KEY, len(b"payload"))
-    assert header is not None and (header.parent, header.terms) == (PARENT, TERMS)
+    assert header is not None and (header.parent, header.retention) == (PARENT, RAISED)
     into = memoryview(bytearray(7))
     body = using.body_for(into)
     body.view[:] = bytes.fromhex("8f053123377aa4") if secret else b"payload"
@@ -101,14 +101,11 @@ def test_chunks_of_the_format_before_are_misses() -> None:
     assert NAMESPACE.describe()["format"] == "2"
 
 
-@given(
-    terms=st.builds(
-        Terms, st.binary(min_size=8, max_size=8), st.none() | st.integers(0, 100), st.integers(0, 2**32 - 1)
-    )
-)
-def test_terms_come_back_as_they_were_and_unknown_ones_as_unknown(terms: Terms) -> None:
-    header = unpack_header(Header(bytes(32), KEY, b"", 10, bytes(16), 0, terms=terms).pack())
-    assert header is not None and header.terms == terms
+@given(level=st.integers(0, HELD), until=st.integers(1, 2**32 - 1), tenant=st.binary(min_size=8, max_size=8))
+def test_what_hints_ask_comes_back_as_it_was(level: int, until: int, tenant: bytes) -> None:
+    asked = Retention(level, float(until) if level > NORMAL else inf, tenant) if level != NORMAL else NO_RETENTION
+    header = unpack_header(Header(bytes(32), KEY, b"", 10, bytes(16), 0, retention=asked).pack())
+    assert header is not None and header.retention == asked
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
@@ -184,11 +181,13 @@ def test_what_is_known_of_a_chunk_is_stored_behind_a_value(tmp_path: Path, secre
     using, number = codec(secret), 5
     tier = ObjectTier(SharedTierConfig(url=f"file://{tmp_path}"), using, 200)
     chunk = number.to_bytes(32, "big") + bytes(4)
-    tier.store(chunk, memoryview(payload(number, 200)), None, Note(DETAILS, Claim(TERMS.tenant, 80, 100_000_000.5)))
+    tier.store(
+        chunk, memoryview(payload(number, 200)), None, Note(DETAILS, Retention(80, 100_000_000.5, RAISED.tenant))
+    )
     (file,) = tmp_path.glob(f"*/*/{chunk.hex()}")
     value = file.read_bytes()
     header = unpack_header(value[:HEADER_BYTES])
-    assert header is not None and header.terms == TERMS
+    assert header is not None and header.retention == RAISED
     assert using.decode_details(chunk, value[HEADER_BYTES + 200 :]) == DETAILS
     assert (DETAILS.tokens in value) is (secret is None)
     assert load(tier, number, 200) == payload(number, 200)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from cargohold.cache.retention import HELD, NO_RETENTION, Retention
 from cargohold.tiers import StoreOutcome
-from cargohold.tiers.chunk_format import NO_CLAIM, ChunkCodec, Claim, Note
+from cargohold.tiers.chunk_format import ChunkCodec, Note
 from cargohold.tiers.disk import DiskTier
 from tests.tiers.common import NAMESPACE, disk_tier, key, payload
 
 SMALL = 200
-LEASE, RAISED, LOWERED = Claim(bytes(8), None, 100.0), Claim(b"tenant-7", 80, 100.0), Claim(bytes(8), 10)
+LEASE, RAISED, LOWERED = Retention(HELD, 100.0), Retention(80, 100.0), Retention(10)
 
 
 class Clock:
@@ -30,7 +31,7 @@ class Clock:
 class World:
     """A small disk that is full of chunks 0, 1, ..., each a prefix of its own, the first one stored first."""
 
-    def __init__(self, place: Path, claims: dict[int, Claim], policy: str = "lru") -> None:
+    def __init__(self, place: Path, retained: dict[int, Retention], policy: str = "lru") -> None:
         self.clock = Clock()
         self.place, self.policy = place, policy
         self.tier = self.open()
@@ -41,7 +42,7 @@ class World:
         self.tier.remove([key(number) for number in range(self.count)])
         self.count -= 1  # as many as there is room for
         for number in range(self.count):
-            self.store(number, claims.get(number, NO_CLAIM))
+            self.store(number, retained.get(number, NO_RETENTION))
 
     def open(self) -> DiskTier:
         using = ChunkCodec(replace(NAMESPACE, details_bytes=256), None, self.clock.ns)
@@ -51,8 +52,8 @@ class World:
         self.tier.close()
         self.tier = self.open()
 
-    def store(self, number: int, claim: Claim = NO_CLAIM) -> StoreOutcome:
-        return self.tier.store(key(number), memoryview(payload(number, SMALL)), None, Note(claim=claim))
+    def store(self, number: int, asked: Retention = NO_RETENTION) -> StoreOutcome:
+        return self.tier.store(key(number), memoryview(payload(number, SMALL)), None, Note(retention=asked))
 
     def evicted_by(self, num_new: int) -> list[int]:
         """Store new chunks; return which others were evicted, in order."""
@@ -67,8 +68,7 @@ class World:
 @pytest.mark.parametrize("is_restarted", [False, True])
 @pytest.mark.parametrize("policy", ["lru", "fifo", "arc"])
 def test_lowered_chunks_go_first_and_leased_ones_stay(tmp_path: Path, policy: str, is_restarted: bool) -> None:
-    claims = {1: LEASE, 2: RAISED, 9: LOWERED, 8: Claim(bytes(8), 5)}
-    world = World(tmp_path, claims, policy)
+    world = World(tmp_path, {1: LEASE, 2: RAISED, 9: LOWERED, 8: Retention(5)}, policy)
     if is_restarted:
         world.restart()
     assert world.evicted_by(2) == [8, 9], "the lowest first"
@@ -95,7 +95,7 @@ def test_what_has_ended_when_the_next_engine_starts_counts_for_nothing(tmp_path:
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_hints_that_come_later_count_as_well(tmp_path: Path, is_restarted: bool) -> None:
     world = World(tmp_path, {3: LEASE})
-    world.tier.rank([key(1), key(7), key(3), key(99_999)], [LEASE, LOWERED, NO_CLAIM, LEASE])
+    world.tier.rank([key(1), key(7), key(3), key(99_999)], [LEASE, LOWERED, NO_RETENTION, LEASE])
     if is_restarted:
         world.restart()
     assert world.evicted_by(1) == [7]
@@ -122,11 +122,11 @@ def test_a_lease_is_renewed_by_a_later_one_and_ended_by_none(tmp_path: Path) -> 
     world.tier.rank([key(1)], [LEASE])
     world.clock.now += 60.0
     assert 1 not in world.evicted_by(world.count)
-    world.tier.rank([key(1)], [NO_CLAIM])
+    world.tier.rank([key(1)], [NO_RETENTION])
     assert 1 in world.evicted_by(world.count)
 
 
-def test_terms_are_not_written_into_the_header_of_another_chunk(tmp_path: Path) -> None:
+def test_what_hints_ask_is_not_written_into_the_header_of_another_chunk(tmp_path: Path) -> None:
     world = World(tmp_path, {})
     (ours, theirs) = (
         next(path for path in sorted(tmp_path.rglob("*")) if path.is_file() and key(number) in path.read_bytes())
@@ -148,11 +148,20 @@ def test_leases_cover_at_most_a_quarter_of_the_slots_and_raised_priorities_half(
     world.tier.rank([key(number) for number in there], [LEASE] * num_slots)
     lost = world.evicted_by(3 * num_slots)
     assert set(there) - set(lost) == set(there[: num_slots // 4]), "the first that were leased"
-    world.tier.rank([key(number) for number in there], [NO_CLAIM] * num_slots)
+    world.tier.rank([key(number) for number in there], [NO_RETENTION] * num_slots)
     there = [number for number in range(world.count) if world.tier.probe([key(number)])[0]]
     world.tier.rank([key(number) for number in there], [RAISED] * num_slots)
     lost = world.evicted_by(3 * num_slots)
     assert set(there) - set(lost) == set(there[: num_slots // 2])
+
+
+def test_of_what_leases_may_cover_one_tenant_has_half(tmp_path: Path) -> None:
+    world = World(tmp_path, {})
+    there = [number for number in range(world.count) if world.tier.probe([key(number)])[0]]
+    limit = len(there) // 4
+    world.tier.rank([key(number) for number in there], [Retention(HELD, 100.0, b"tenant-7")] * len(there))
+    lost = world.evicted_by(3 * len(there))
+    assert set(there) - set(lost) == set(there[: limit - limit // 2])
 
 
 def test_a_policy_with_an_order_of_its_own_keeps_it(tmp_path: Path) -> None:

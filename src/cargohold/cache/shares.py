@@ -1,9 +1,7 @@
 """Shares: what hints and quotas add to the policy of one tier.
 
-A *level* says when a chunk is evicted. Those below ``NORMAL`` go before all others, the lowest first; those above go only when
-no other chunk can be evicted, again the lowest first; ``HELD`` ones are not evicted at all. Chunks of levels other than
-``NORMAL`` are set aside (see ``runs``), so the policy never meets them among its victims, and a tier without hints pays
-nothing.
+Chunks of levels other than ``NORMAL`` (see ``retention``) are set aside (see ``runs``), so the policy never meets them among
+its victims, and a tier without hints pays nothing.
 
 A tenant with a quota has a *share*: a policy of its own, over the same table, for the chunks that it has stored. Everybody else
 has the first share. Who needs a slot takes it
@@ -25,11 +23,8 @@ from typing import ClassVar, Final
 from cargohold.cache.chunk_table import NO_SLOT
 from cargohold.cache.policies import ReplacementPolicy, RunsPolicy
 from cargohold.cache.policies.runs import Aside
+from cargohold.cache.retention import HELD, NORMAL
 
-NORMAL: Final = 50
-"""The level of chunks without hints."""
-HELD: Final = 101
-"""The level of chunks that are not evicted; those of priorities are 0 to 100."""
 OTHERS: Final = "others"
 """Name, in reports, of the share of tenants without a quota."""
 MAX_SHARES: Final = 64

@@ -22,7 +22,8 @@ from cargohold.cache.manager import (
     StoreOffer,
 )
 from cargohold.cache.policies import Newcomers, ReplacementPolicy, RunsPolicy, find_policy
-from cargohold.cache.shares import NORMAL, Limits, Shares
+from cargohold.cache.retention import NORMAL
+from cargohold.cache.shares import Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])

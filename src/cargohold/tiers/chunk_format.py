@@ -52,11 +52,13 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 import xxhash
 
 from cargohold.cache.manager import OffloadKey
+from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL, Retention
 from cargohold.tiers.encryption import TAG_BYTES, EncryptionKey
 from cargohold.tiers.namespace import FORMAT_VERSION, Namespace
 
@@ -75,34 +77,12 @@ _ENCRYPTED = 1
 _TOKEN_BYTES: Final = 4
 TOKEN_TYPE: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 """Type of a token id in an array."""
-MAX_PRIORITY: Final = 100
 _NO_PRIORITY = 255
-_NO_TENANT = bytes(8)
 _MAX_UINT32 = 2**32 - 1
 _EXTRAS_ROOM: Final = 128
 _HASH_ROOM: Final = 36
 _ROOM_STEP: Final = 256
 assert _FIELDS.size + _CHECK.size == HEADER_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """For whom a chunk is kept, and how hard.
-
-    Attributes:
-        tenant: 8 bytes that stand for the tenant whose quota it counts towards; zeros if there is none.
-        priority: from 0 to 100, higher ones being kept longer; ``None`` if nobody gave one, or there is a lease.
-        lease_ends_s: time until which a lease or a priority above 50 holds, in seconds since 1970, below 2**32; 0 if there is
-            none.
-    """
-
-    tenant: bytes = _NO_TENANT
-    priority: int | None = None
-    lease_ends_s: int = 0
-
-
-NO_TERMS: Final = Terms()
-_NOTHING_SAID = (_NO_TENANT, _NO_PRIORITY, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,34 +102,16 @@ NO_DETAILS: Final = Details()
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """What a hint asks for a chunk, from now on.
-
-    Attributes:
-        tenant: 8 bytes that stand for who gave the hint; zeros if that has no name.
-        priority: from 0 to 100; ``None`` for a lease.
-        lasts_s: seconds for which a lease or a priority above 50 holds.
-    """
-
-    tenant: bytes = _NO_TENANT
-    priority: int | None = None
-    lasts_s: float = 0.0
-
-
-NO_CLAIM: Final = Claim()
-
-
-@dataclass(frozen=True, slots=True)
 class Note:
     """What engines know of a chunk besides its bytes, and a tier may keep with it.
 
     Attributes:
         details: what events say of it.
-        claim: what hints ask for it.
+        retention: what hints ask for it, from now on.
     """
 
     details: Details = NO_DETAILS
-    claim: Claim = NO_CLAIM
+    retention: Retention = NO_RETENTION
 
 
 NO_NOTE: Final = Note()
@@ -168,7 +130,7 @@ class Header:
         stored_ns: time of storing, in nanoseconds since 1970.
         nonce: nonce of the encryption; empty if the payload is not encrypted.
         tag: authentication tag of the encryption; empty if the payload is not encrypted.
-        terms: for whom it is kept, and how hard.
+        retention: what hints ask for it, in seconds since 1970.
     """
 
     namespace: bytes
@@ -179,7 +141,7 @@ class Header:
     stored_ns: int
     nonce: bytes = b""
     tag: bytes = b""
-    terms: Terms = NO_TERMS
+    retention: Retention = NO_RETENTION
 
     @property
     def is_encrypted(self) -> bool:
@@ -193,8 +155,8 @@ class Header:
             MAGIC,
             FORMAT_VERSION,
             _ENCRYPTED if self.is_encrypted else 0,
-            _NO_PRIORITY if self.terms.priority is None else self.terms.priority,
-            self.terms.tenant,
+            self.retention.level if self.retention.level not in (HELD, NORMAL) else _NO_PRIORITY,
+            self.retention.tenant,
             self.num_bytes,
             self.namespace,
             len(self.key),
@@ -205,7 +167,7 @@ class Header:
             self.tag,
             self.checksum,
             self.stored_ns,
-            self.terms.lease_ends_s,
+            min(_MAX_UINT32, int(self.retention.until_s)),
         )
         return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -219,7 +181,7 @@ def unpack_header(data: bytes | memoryview) -> Header | None:
     (_, version, flags, priority, tenant, num_bytes, namespace, key_length, key, parent_length, parent, *rest) = (
         _FIELDS.unpack_from(data)
     )
-    nonce, tag, checksum, stored_ns, lease_ends_s = rest
+    nonce, tag, checksum, stored_ns, until_s = rest
     if version != FORMAT_VERSION or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
         return None
     is_encrypted = bool(flags & _ENCRYPTED)
@@ -232,10 +194,14 @@ def unpack_header(data: bytes | memoryview) -> Header | None:
         stored_ns,
         nonce if is_encrypted else b"",
         tag if is_encrypted else b"",
-        NO_TERMS
-        if (tenant, priority, lease_ends_s) == _NOTHING_SAID
-        else Terms(tenant, None if priority > MAX_PRIORITY else priority, lease_ends_s),
+        _retention(priority, float(until_s), tenant),
     )
+
+
+def _retention(priority: int, until_s: float, tenant: bytes) -> Retention:
+    if priority == _NO_PRIORITY:
+        return Retention(HELD, until_s, tenant) if until_s else NO_RETENTION
+    return Retention(priority, until_s if priority > NORMAL else inf, tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,26 +238,23 @@ class ChunkCodec:
         self._time_ns = time_ns
 
     def encode(
-        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None, terms: Terms = NO_TERMS
+        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None, retention: Retention = NO_RETENTION
     ) -> tuple[bytes, memoryview]:
         """Return the chunk's header, and its payload as it is to be stored, which may be ``payload`` itself."""
         stored_ns, body, nonce, tag = self._time_ns(), payload, b"", b""
         if self._cipher is not None:
             nonce, body, tag = self._cipher.encrypt(payload, self._digest + key)
         checksum = payload_checksum(body)
-        header = Header(self._digest, key, parent or b"", len(payload), checksum, stored_ns, nonce, tag, terms)
+        header = Header(self._digest, key, parent or b"", len(payload), checksum, stored_ns, nonce, tag, retention)
         return header.pack(), body
 
-    def terms_of(self, claim: Claim) -> Terms:
-        """Return the terms that a claim leads to if it is made now."""
-        if claim is NO_CLAIM or claim == NO_CLAIM:
-            return NO_TERMS
-        ends_s = min(_MAX_UINT32, int(self._time_ns() / 1e9 + claim.lasts_s)) if claim.lasts_s > 0 else 0
-        return Terms(claim.tenant, claim.priority, ends_s)
+    def asked_now(self, retention: Retention) -> Retention:
+        """Return what a message asks for that comes now, in seconds since 1970."""
+        return retention.on_clock(self._time_ns() / 1e9)
 
-    def with_terms(self, header: Header, terms: Terms) -> bytes:
-        """Return the bytes of a chunk's header with other terms."""
-        return replace(header, terms=terms).pack()
+    def with_retention(self, header: Header, retention: Retention) -> bytes:
+        """Return the bytes of a chunk's header with another retention."""
+        return replace(header, retention=retention).pack()
 
     def encode_details(self, key: OffloadKey, details: Details) -> bytes:
         """Return a chunk's details as they are to be stored; empty if there is nothing to say, or no room for it."""

@@ -29,8 +29,9 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from cargohold.cache.manager import OffloadKey
+from cargohold.cache.retention import Retention
 from cargohold.protocol import Clock
-from cargohold.tiers.chunk_format import NO_NOTE, Claim, Details, Note
+from cargohold.tiers.chunk_format import NO_NOTE, Details, Note
 from cargohold.tiers.memory import Buffer
 
 
@@ -185,9 +186,9 @@ class Tier(ABC):
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Remove chunks at once. Absent chunks are ignored."""
 
-    def rank(self, keys: Sequence[OffloadKey], claims: Sequence[Claim]) -> None:
-        """Take what hints ask now for chunks, one claim each. Absent chunks are ignored, and by default all."""
-        del keys, claims
+    def rank(self, keys: Sequence[OffloadKey], retentions: Sequence[Retention]) -> None:
+        """Take what hints ask for chunks, from now on. Absent chunks are ignored, and by default all."""
+        del keys, retentions
 
     def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:
         """Return some of the chunks that are there, without using them.
@@ -313,7 +314,7 @@ class TierJob:
         buffers: for loads and stores, the destination or source of each chunk, parallel to ``keys``. Nobody else may write to
             them until the job was polled; after that, the queue does not read or write them any more.
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty if none has one.
-        notes: for stores and new claims, what else is known of each, parallel to ``keys``; empty if that is nothing.
+        notes: for stores and new retentions, what else is known of each, parallel to ``keys``; empty if that is nothing.
         listing: what was listed, for a job that lists.
         queued_at, ended_at: times at which it was queued and ended.
         answers: one per chunk; ``None`` where there is none.

@@ -84,7 +84,7 @@ class IoThread(threading.Thread):
     def _carry_out(self, job: TierJob, at: int) -> list[Answer]:
         match job.kind:
             case JobKind.RANK:
-                self._tier.rank(job.keys, [note.claim for note in job.notes])
+                self._tier.rank(job.keys, [note.retention for note in job.notes])
                 return [True] * len(job.keys)
             case JobKind.LIST | JobKind.DESCRIBE:
                 job.listing = self._tier.list_chunks(

@@ -10,8 +10,9 @@ from enum import Enum
 from typing import TypeVar
 
 from cargohold.cache.manager import OffloadKey
+from cargohold.cache.retention import Retention
 from cargohold.errors import TierError
-from cargohold.tiers.chunk_format import NO_NOTE, Claim, Note
+from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.memory import copy_bytes
 from cargohold.tiers.port import Listing, LoadOutcome, Losses, StoreOutcome, Tier, TierUsage
 
@@ -62,8 +63,8 @@ class WrappedTier(Tier):
     def remove(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
         self.call("remove", 0, lambda: self.inner.remove(keys))
 
-    def rank(self, keys: Sequence[OffloadKey], claims: Sequence[Claim]) -> None:  # noqa: D102
-        self.call("rank", 0, lambda: self.inner.rank(keys, claims))
+    def rank(self, keys: Sequence[OffloadKey], retentions: Sequence[Retention]) -> None:  # noqa: D102
+        self.call("rank", 0, lambda: self.inner.rank(keys, retentions))
 
     def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:  # noqa: D102
         return self.call("list_chunks", 0, lambda: self.inner.list_chunks(cursor, limit, with_details=with_details))

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cargohold.cache import StoreHandle, StoreOffer, TierManager
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies import POLICIES, ReplacementPolicy, find_policy
-from cargohold.cache.shares import HELD, NORMAL, OTHERS, Limits
+from cargohold.cache.retention import HELD, NORMAL
+from cargohold.cache.shares import OTHERS, Limits
 from cargohold.errors import ConfigError
 from tests.cache.common import DEPTH, EVERY_KEY, EVERY_PATH, chain, numbered
 from tests.effort import examples

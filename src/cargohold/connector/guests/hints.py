@@ -11,17 +11,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from hashlib import blake2b
-from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import Final
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
-from cargohold.cache.shares import HELD, NORMAL
-from cargohold.connector.config import HINTS_ALL, HINTS_OFF, HintConfig, OffloadConfig
+from cargohold.cache.retention import HELD, NO_RETENTION, NO_TENANT, NORMAL, Budget, Budgets, Ends, Retention
+from cargohold.connector.config import HINTS_ALL, HINTS_OFF, OffloadConfig
 from cargohold.connector.kernel.guest import ORDINARY, Admission, Guest, Worth
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import RequestState
@@ -43,7 +42,6 @@ from cargohold.protocol import (
     TransferOutcome,
     level_changes,
 )
-from cargohold.tiers.chunk_format import NO_CLAIM, Claim
 from cargohold.tiers.scheduler_side import Ahead, Prefetches
 
 MAX_GRANTS: Final = 4096
@@ -57,14 +55,6 @@ DEMOTED: Final = {"nowhere": 0, "lower": 10}
 
 _FREE = (HintKind.RETAIN, HintKind.DEMOTE, HintKind.RELEASE)
 """Kinds that clients may ask for who may not take what others could need."""
-
-
-class Budget(Enum):
-    """What a grant takes from others."""
-
-    PINNED = "pin_fraction"
-    RAISED = "retain_fraction"
-    LOWERED = "the number of chunks in host memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -113,53 +103,10 @@ class Grant:
     @property
     def budget(self) -> Budget:
         """What it takes from others."""
-        if self.is_lease:
-            return Budget.PINNED
-        return Budget.RAISED if self.level > NORMAL else Budget.LOWERED
+        return Budget.of(self.level)
 
     def __lt__(self, other: Grant) -> bool:
         return self.number < other.number
-
-
-class Budgets:
-    """How many chunks leases, raised priorities and lowered ones may cover, over all tenants and for one tenant.
-
-    Args:
-        config: options.
-        capacity: slots of the tier.
-        num_reserved: slots that are reserved for tenants, which leases of others must leave to them.
-    """
-
-    def __init__(self, config: HintConfig, capacity: int, num_reserved: int = 0) -> None:
-        self._limits = {
-            Budget.PINNED: min(int(config.pin_fraction * capacity), capacity - num_reserved),
-            Budget.RAISED: int(config.retain_fraction * capacity),
-            Budget.LOWERED: capacity,
-        }
-        self._used: Counter[Budget] = Counter()
-        self._used_by: Counter[tuple[Budget, str | None]] = Counter()
-
-    def limit_of(self, tenant: str | None, budget: Budget) -> int:
-        """Return how many chunks a tenant may cover: without a name all of the budget, with one half of it."""
-        limit = self._limits[budget]
-        return limit if tenant is None else limit - limit // 2
-
-    def room(self, tenant: str | None, budget: Budget) -> int:
-        """Return how many more chunks a tenant may cover."""
-        own = self.limit_of(tenant, budget) - self._used_by[budget, tenant]
-        return max(0, min(own, self._limits[budget] - self._used[budget]))
-
-    def take(self, grant: Grant, num_chunks: int) -> None:
-        """Count chunks that a grant covers from now on; a negative number gives them back."""
-        of_tenant = grant.budget, grant.tenant
-        self._used[grant.budget] += num_chunks
-        self._used_by[of_tenant] += num_chunks
-        if not self._used_by[of_tenant]:
-            del self._used_by[of_tenant]
-
-    def num_used(self, budget: Budget) -> int:
-        """Return how many chunks are covered."""
-        return self._used[budget]
 
 
 class Hints(Guest):
@@ -174,7 +121,7 @@ class Hints(Guest):
 
     Attributes:
         ahead: prefetches under way; ``None`` without lower tiers.
-        on_claims: told of chunks for which hints ask something else now, for lower tiers.
+        on_retained: told of chunks for which hints ask something else now, for lower tiers.
         on_ask: told of a request's keys before its chunks are fetched for a hint.
         coming: tells which chunks are on their way into the tier.
     """
@@ -195,18 +142,25 @@ class Hints(Guest):
         self._layout = layout
         self._clock = clock
         self._requests = requests
+        # Leases leave to tenants what is reserved for them.
+        num_reserved = sum(limits.reserved for limits in manager.quotas.values())
+        capacity = manager.capacity
         self.budgets = Budgets(
-            config.hints, manager.capacity, sum(limits.reserved for limits in manager.quotas.values())
+            {
+                Budget.PINNED: min(int(config.hints.pin_fraction * capacity), capacity - num_reserved),
+                Budget.RAISED: int(config.hints.retain_fraction * capacity),
+                Budget.LOWERED: capacity,
+            }
         )
         self._numbers = count(1)
         self._grants: dict[int, Grant] = {}
         self._num_of: Counter[str | None] = Counter()
-        self._heap: list[tuple[float, Grant]] = []
+        self._ends = Ends[Grant]()
         self._leases: dict[tuple[str | None, str], Grant] = {}
         # By chunk: the grants that cover it, the oldest first.
         self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
         self.ahead: Prefetches | None = None
-        self.on_claims: Callable[[Iterable[OffloadKey]], None] = lambda _: None
+        self.on_retained: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self.on_ask: Callable[[RequestView, Iterable[ChunkKeys]], None] = lambda _request, _keys: None
         self.coming: Callable[[Sequence[OffloadKey]], AbstractSet[OffloadKey]] = lambda _: frozenset()
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
@@ -228,14 +182,13 @@ class Hints(Guest):
         grants = self._of.get(key)
         return NORMAL if grants is None else _counting(grants).level
 
-    def claim_of(self, key: OffloadKey) -> Claim:
+    def retention_of(self, key: OffloadKey) -> Retention:
         """Return what lower tiers are asked for a chunk. To give back a place in host memory is nothing to them."""
         grants = [grant for grant in self._of.get(key, ()) if grant.hint.to != "lower"]
-        if not grants:
-            return NO_CLAIM
-        grant = _counting(grants)
-        lasts_s = grant.ends_at - self._clock() if grant.level > NORMAL else 0.0
-        return Claim(_digest_of(grant.tenant), None if grant.is_lease else grant.level, lasts_s)
+        if not grants or (grant := _counting(grants)).level == NORMAL:
+            return NO_RETENTION
+        ends_s = grant.ends_at - self._clock() if grant.level > NORMAL else inf
+        return Retention(grant.level, ends_s, _digest_of(grant.tenant))
 
     @property
     def num_pinned(self) -> int:
@@ -448,7 +401,7 @@ class Hints(Guest):
             others = self._manager.others([key for key in covered if key in grant.keys], grant.tenant)
             for key in others:
                 self._uncover(grant, key)
-            self.on_claims(others)
+            self.on_retained(others)
         covered = [key for key in covered if key in self._of]
         self._rank(covered)
         for grant in self._grants_on(covered):
@@ -464,14 +417,15 @@ class Hints(Guest):
         for grant in self._grants_on(used):
             if grant.is_lease and grant.tenant == state.request.tenant:
                 grant.ends_at = now + grant.ttl_s
+                self._ends.set(grant, grant.ends_at)
                 if grant.told_until - now < grant.ttl_s / 2:
                     grant.told_until = grant.ends_at
-                    self.on_claims(grant.keys)
+                    self.on_retained(grant.keys)
         lowered = [(key, grant) for key in used for grant in self._of[key] if grant.level < NORMAL and grant not in own]
         for of_somebody, grant in lowered:
             self._uncover(grant, of_somebody)
         if lowered:
-            self.on_claims([key for key, _ in lowered])
+            self.on_retained([key for key, _ in lowered])
         self._rank(used)  # some may have come from lower tiers
 
     def _note_ended(self, state: RequestState) -> None:
@@ -487,15 +441,9 @@ class Hints(Guest):
 
     def expire(self) -> None:
         """End what is over by now. To be called once a step."""
-        while self._heap and self._heap[0][0] <= self._clock():
-            _, grant = heappop(self._heap)
-            if grant.is_over:
-                continue
-            if grant.ends_at > self._clock():
-                heappush(self._heap, (grant.ends_at, grant))  # it was renewed
-            else:
-                has_some = READY in self._manager.lookup(list(grant.keys))
-                self._end(grant, HintEnd.EXPIRED if has_some else HintEnd.VOID)
+        for grant in self._ends.take_ended(self._clock()):
+            has_some = READY in self._manager.lookup(list(grant.keys))
+            self._end(grant, HintEnd.EXPIRED if has_some else HintEnd.VOID)
 
     def void_all(self) -> None:
         """Forget all grants: the tier was reset, or its connector ends. On disks, what they were told lasts for its time."""
@@ -550,12 +498,13 @@ class Hints(Guest):
     def _begin(self, grant: Grant) -> None:
         self._grants[grant.number] = grant
         self._num_of[grant.tenant] += 1
-        heappush(self._heap, (grant.ends_at, grant))
+        self._ends.set(grant, grant.ends_at)
         if grant.hint.lease is not None:
             self._leases[grant.tenant, grant.hint.lease] = grant
 
     def _end(self, grant: Grant, how: HintEnd, *, tells_tiers: bool = True) -> None:
         grant.is_over = True
+        self._ends.forget(grant)
         del self._grants[grant.number]
         self._num_of[grant.tenant] -= 1
         if not self._num_of[grant.tenant]:
@@ -569,9 +518,7 @@ class Hints(Guest):
         if tells_tiers:
             # What lower tiers were told of a lease or a raised priority ends by itself.
             ends_alone = how is HintEnd.EXPIRED and grant.level > NORMAL
-            self.on_claims([key for key in keys if key in self._of] if ends_alone else keys)
-        if len(self._heap) > 2 * len(self._grants) + 64:
-            self._heap = sorted(entry for entry in self._heap if not entry[1].is_over)
+            self.on_retained([key for key in keys if key in self._of] if ends_alone else keys)
         if not grant.is_told:
             self._tell(grant.hint, how, grant.tenant)
 
@@ -592,13 +539,13 @@ class Hints(Guest):
             coming = frozenset() if states.count(READY) == len(new) else self.coming(new)
             new = [key for key, state in zip(new, states, strict=True) if state == READY or key in coming]
         covered = new[: self.budgets.room(grant.tenant, grant.budget)]
-        self.budgets.take(grant, len(covered))
+        self.budgets.take(grant.tenant, grant.budget, len(covered))
         grant.keys.update(dict.fromkeys(covered))
         for key in covered:
             before = self._of.get(key)
             self._of[key] = grant.alone if before is None else (*before, grant)
         self._rank(covered)
-        self.on_claims(covered)
+        self.on_retained(covered)
         return len(new) - len(covered)
 
     def _grants_on(self, keys: Sequence[OffloadKey]) -> list[Grant]:
@@ -623,7 +570,7 @@ class Hints(Guest):
     def _uncover(self, grant: Grant, key: OffloadKey) -> None:
         """Let a grant cover a chunk no more."""
         del grant.keys[key]
-        self.budgets.take(grant, -1)
+        self.budgets.take(grant.tenant, grant.budget, -1)
         left = tuple(other for other in self._of[key] if other is not grant)
         if left:
             self._of[key] = left
@@ -651,8 +598,7 @@ def _counting(grants: Sequence[Grant]) -> Grant:
 
 def _digest_of(tenant: str | None) -> bytes:
     """Return the 8 bytes that stand for a tenant in lower tiers."""
-    nobody = NO_CLAIM.tenant
-    return nobody if tenant is None else blake2b(tenant.encode(), digest_size=len(nobody)).digest()
+    return NO_TENANT if tenant is None else blake2b(tenant.encode(), digest_size=len(NO_TENANT)).digest()
 
 
 def _level_of(hint: Hint) -> int:

@@ -22,7 +22,7 @@ from functools import update_wrapper
 from typing import Any, Final, TypeVar, cast
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.cache.shares import NORMAL
+from cargohold.cache.retention import NORMAL
 from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.errors import ConfigError, RequestError

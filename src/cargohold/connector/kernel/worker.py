@@ -223,7 +223,7 @@ class TierWorker:
         notes = command.notes
         if self._rank and command.kind is JobKind.STORE:
             # Only the first worker lists chunks with what was kept of them.
-            notes = tuple(note if note.details is NO_DETAILS else Note(claim=note.claim) for note in notes)
+            notes = tuple(note if note.details is NO_DETAILS else Note(retention=note.retention) for note in notes)
         job = TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents, notes)
         self._last_begun = command.job_id
         if queue.submit(job):

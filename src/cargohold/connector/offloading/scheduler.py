@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.retention import Budget
 from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.guests.events import tier_events
-from cargohold.connector.guests.hints import Budget, Hints
+from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.meters import Meters
 from cargohold.connector.kernel.guest import Admission, Guests, GuestView, own_guests
 from cargohold.connector.kernel.jobs import (
@@ -116,7 +117,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             lower.describe_by(self._notes_of)
             only_if_faster = config.restore == RESTORE_IF_FASTER
             self._prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
-            hints.on_claims, lower.on_arrived = lower.rank, hints.note_stored
+            hints.on_retained, lower.on_arrived = lower.rank, hints.note_stored
             if self._events is not None:
                 hints.on_ask = self._events.note_wanted
             hints.ahead = Prefetches(self._prefetcher, lower.host, environment.clock, hints.end_ahead)
@@ -433,7 +434,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         events, hints = self._events, self._hints
         notes = [NO_NOTE] * len(keys) if events is None else list(map(events.note_of, keys))
         if hints:
-            return [replace(note, claim=hints.claim_of(key)) for note, key in zip(notes, keys, strict=True)]
+            return [replace(note, retention=hints.retention_of(key)) for note, key in zip(notes, keys, strict=True)]
         return () if events is None else notes
 
     # --- inside -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from cargohold.cache import OffloadManager
-from cargohold.cache.shares import NORMAL
+from cargohold.cache.retention import NORMAL
 from cargohold.errors import ConfigError
 from cargohold.lab.replay.workload import UNKNOWN, Floats, Ints, Workload
 

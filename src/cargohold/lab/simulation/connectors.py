@@ -13,7 +13,7 @@ import numpy as np
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
-from cargohold.cache.shares import NORMAL
+from cargohold.cache.retention import NORMAL
 from cargohold.connector.config import RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared

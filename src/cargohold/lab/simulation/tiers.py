@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cargohold.cache import OffloadKey, make_manager
-from cargohold.cache.shares import HELD, NORMAL
+from cargohold.cache.retention import Retention
 from cargohold.connector.config import limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.kernel.worker import Bystander, JobQueue, TierWorker
@@ -20,7 +20,7 @@ from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, as_array, with_share
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
-from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Claim, Note
+from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.memory import Buffer, bytes_in, copy_bytes
 from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses
@@ -35,7 +35,7 @@ class SimulatedMedium:
     Attributes:
         chunks: contents of the chunks that are there, by key.
         notes: what else was said of them when they were stored.
-        claims: what hints ask for chunks, and until when, in virtual time.
+        retained: what hints ask for chunks, in virtual time.
         inherited: chunks that an earlier engine has left.
         max_chunks: most chunks that it holds; the oldest are evicted first.
         lost: evicted chunks that its worker was not told of.
@@ -47,7 +47,7 @@ class SimulatedMedium:
     def __init__(self, max_chunks: int = 10**9) -> None:
         self.chunks: dict[OffloadKey, bytes] = {}
         self.notes: dict[OffloadKey, Note] = {}
-        self.claims: dict[OffloadKey, tuple[Claim, float]] = {}
+        self.retained: dict[OffloadKey, Retention] = {}
         self.inherited: frozenset[OffloadKey] = frozenset()
         self._numbers: dict[OffloadKey, int] = {}
         self._num_stored = 0
@@ -73,7 +73,7 @@ class SimulatedMedium:
             return chunk is not None
         if job.kind is JobKind.RANK:
             if chunk is not None:
-                self._claim(key, job.notes[at].claim, now)
+                self.retained[key] = job.notes[at].retention.on_clock(now)
             return True
         if job.kind is JobKind.STORE:
             if chunk is None and self.not_now:
@@ -96,24 +96,18 @@ class SimulatedMedium:
     def _add(self, key: OffloadKey, chunk: bytes, note: Note, now: float) -> None:
         self._num_stored += 1
         self.chunks[key], self.notes[key], self._numbers[key] = chunk, note, self._num_stored
-        self._claim(key, note.claim, now)
+        self.retained[key] = note.retention.on_clock(now)
         while len(self.chunks) > self.max_chunks:
             self.lose(min(self.chunks, key=lambda stored: self._level(stored, now)))  # the oldest of these
 
     def lose(self, key: OffloadKey) -> None:
         """Evict a chunk."""
         del self.chunks[key]
-        self.claims.pop(key, None)
+        self.retained.pop(key, None)
         self.lost.append(key)
 
-    def _claim(self, key: OffloadKey, claim: Claim, now: float) -> None:
-        self.claims[key] = claim, now + claim.lasts_s
-
     def _level(self, key: OffloadKey, now: float) -> int:
-        claim, ends = self.claims[key]
-        if claim.priority is not None and claim.priority < NORMAL:
-            return claim.priority
-        return NORMAL if ends <= now else HELD if claim.priority is None else claim.priority
+        return self.retained[key].level_at(now)
 
     def take_losses(self) -> Losses:
         """What was evicted since the last call."""
@@ -515,10 +509,10 @@ class ListedMedium:
         """Whether no job has ended of which nobody knows how much it has done."""
         return not any(queue.is_uncertain for queue in self.queues)
 
-    def claimed(self, key: OffloadKey) -> tuple[Claim, float] | None:
-        """What the first shard was asked for a chunk that this engine has stored, and until when; ``None`` for others."""
+    def retention(self, key: OffloadKey) -> Retention | None:
+        """What the first shard was asked for a chunk that this engine has stored; ``None`` for others."""
         (name,) = self.manager.lower.names_of([key])
-        return None if name in self.shards[0].inherited else self.shards[0].claims.get(name)
+        return None if name in self.shards[0].inherited else self.shards[0].retained.get(name)
 
     def find(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Note]:
         """Those of the chunks, and of all others whose key is known, that are on all shards, with what was noted of them."""

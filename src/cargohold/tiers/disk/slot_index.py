@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Final, TypeAlias
@@ -25,8 +24,9 @@ import numpy.typing as npt
 from cargohold.cache.chunk_table import NO_SLOT, READY, ChunkTable
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import ReplacementPolicy, RunsPolicy
-from cargohold.cache.shares import HELD, NORMAL, Shares
-from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, NO_TERMS, ChunkCodec, Header, Terms, unpack_header
+from cargohold.cache.retention import NO_RETENTION, NO_TENANT, NORMAL, Budget, Budgets, Ends, Retention
+from cargohold.cache.shares import Shares
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, ChunkCodec, Header, unpack_header
 from cargohold.tiers.disk.files import USE_BYTES
 from cargohold.tiers.disk.shard import Shard
 from cargohold.tiers.port import StoreOutcome
@@ -114,15 +114,15 @@ class SlotIndex:
             self._levels.forget(evicted)
         return evicted
 
-    def rank(self, key: OffloadKey, terms: Terms, now_s: float) -> bool:
-        """Let hints' terms count for a chunk; return whether it is ready. Policies with an order of their own keep it."""
+    def rank(self, key: OffloadKey, retention: Retention, now_s: float) -> bool:
+        """Let what hints ask count for a chunk; return whether it is ready. Policies with an order of their own keep it."""
         if not self.contains(key):
             return False
-        if self._levels is None and terms != NO_TERMS and isinstance(self._policy, RunsPolicy):
+        if self._levels is None and retention != NO_RETENTION and isinstance(self._policy, RunsPolicy):
             self._levels = Levels(self._table, self._policy)
             self._policy = self._levels.shares
         if self._levels is not None:
-            self._levels.set(key, terms, now_s)
+            self._levels.set(key, retention, now_s)
         return True
 
     def expire(self, now_s: float) -> None:
@@ -307,13 +307,10 @@ def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: 
     now_s = codec.now_ns() / 1e9
     for header, slot in good:
         # A lowered chunk that was used later is normal again.
-        if header.terms is not NO_TERMS and not (_is_lowered(header.terms) and uses[slot] > header.stored_ns):
-            index.rank(header.key, header.terms, now_s)
+        asked = header.retention
+        if asked is not NO_RETENTION and not (asked.level < NORMAL and uses[slot] > header.stored_ns):
+            index.rank(header.key, asked, now_s)
     return bad
-
-
-def _is_lowered(terms: Terms) -> bool:
-    return terms.priority is not None and terms.priority < NORMAL
 
 
 def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) -> Iterator[tuple[int, list[bytes]]]:
@@ -407,64 +404,60 @@ class Levels:
     def __init__(self, table: ChunkTable, policy: RunsPolicy) -> None:
         self.shares = Shares(policy)
         self._table = table
-        self._levels: dict[OffloadKey, int] = {}
-        # By chunk, the end of its level in seconds since 1970, if it has one; and all ends that there were, the earliest first.
-        self._ends: dict[OffloadKey, int] = {}
-        self._heap: list[tuple[int, OffloadKey]] = []
-        self._num_leased = self._num_raised = 0
+        self._retained: dict[OffloadKey, Retention] = {}
+        self._ends = Ends[OffloadKey]()
+        capacity = table.capacity
+        self._budgets = Budgets(
+            {
+                Budget.PINNED: capacity // LEASED_PART,
+                Budget.RAISED: capacity // RAISED_PART,
+                Budget.LOWERED: capacity,
+            }
+        )
 
     def __len__(self) -> int:
-        return len(self._levels)
+        return len(self._retained)
 
-    def set(self, key: OffloadKey, terms: Terms, now_s: float) -> None:
-        """Give a chunk that is ready the level that follows from its terms now."""
+    def set(self, key: OffloadKey, retention: Retention, now_s: float) -> None:
+        """Give a chunk that is ready the level that is asked for it, unless its time is over or its budget spent."""
         self.forget([key])
-        level = self._level_of(terms, now_s)
-        if level != NORMAL:
-            self._levels[key] = level
-            self._count(level, 1)
-        if level > NORMAL:
-            self._ends[key] = terms.lease_ends_s
-            heappush(self._heap, (terms.lease_ends_s, key))
-            if len(self._heap) > 2 * len(self._ends) + 64:
-                self._heap = sorted((ends, key) for key, ends in self._ends.items())
-        self._rank([key], level)
+        level = retention.level_at(now_s)
+        if level != NORMAL and self._budgets.room(*_payer(retention)):
+            self._retained[key] = retention
+            self._budgets.take(*_payer(retention), 1)
+            if level > NORMAL:
+                self._ends.set(key, retention.ends_s)
+        self._rank([key])
 
     def expire(self, now_s: float) -> None:
         """Make chunks normal whose time is over. To be called before others are evicted."""
-        while self._heap and self._heap[0][0] <= now_s:
-            ends, key = heappop(self._heap)
-            if self._ends.get(key) == ends:
-                self.forget([key])
-                self._rank([key], NORMAL)
+        self._bring_back(self._ends.take_ended(now_s))
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
         """Make lowered chunks normal that are used."""
-        lowered = [key for key in keys if self._levels.get(key, NORMAL) < NORMAL]
-        if lowered:
-            self.forget(lowered)
-            self._rank(lowered, NORMAL)
+        self._bring_back([key for key in keys if self._level_of(key) < NORMAL])
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget the levels of chunks, because they are gone or get others."""
+        """Forget what is asked for chunks, because they are gone or something else is asked."""
         for key in keys:
-            level = self._levels.pop(key, NORMAL)
-            self._ends.pop(key, None)
-            self._count(level, -1)
+            retention = self._retained.pop(key, None)
+            if retention is not None:
+                self._ends.forget(key)
+                self._budgets.take(*_payer(retention), -1)
 
-    def _level_of(self, terms: Terms, now_s: float) -> int:
-        if terms.priority is not None and terms.priority < NORMAL:
-            return terms.priority
-        if terms.lease_ends_s <= now_s:
-            return NORMAL
-        if terms.priority is None:
-            return HELD if self._num_leased < self._table.capacity // LEASED_PART else NORMAL
-        return terms.priority if self._num_raised < self._table.capacity // RAISED_PART else NORMAL
+    def _bring_back(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            self.forget(keys)
+            self._rank(keys)
 
-    def _count(self, level: int, change: int) -> None:
-        self._num_leased += change * (level == HELD)
-        self._num_raised += change * (NORMAL < level < HELD)
+    def _level_of(self, key: OffloadKey) -> int:
+        return self._retained.get(key, NO_RETENTION).level
 
-    def _rank(self, keys: Iterable[OffloadKey], level: int) -> None:
+    def _rank(self, keys: Sequence[OffloadKey]) -> None:
+        """Give chunks the level that the first of them has."""
         slots = [slot for key in keys if (slot := self._table.find(key)) != NO_SLOT]
-        self.shares.rank(slots, level)
+        self.shares.rank(slots, self._level_of(keys[0]))
+
+
+def _payer(retention: Retention) -> tuple[bytes | None, Budget]:
+    return None if retention.tenant == NO_TENANT else retention.tenant, Budget.of(retention.level)

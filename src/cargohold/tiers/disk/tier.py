@@ -15,9 +15,10 @@ import numpy as np
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
+from cargohold.cache.retention import NO_RETENTION, Retention
 from cargohold.errors import ConfigError, SparingLog, TierError
 from cargohold.option_values import format_count
-from cargohold.tiers.chunk_format import NO_NOTE, NO_TERMS, ChunkCodec, Claim, Details, Note, Terms, unpack_header
+from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note, unpack_header
 from cargohold.tiers.config import DiskOptions
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
@@ -101,9 +102,9 @@ class DiskTier(Tier):
             slot = self._reserve(state, key, parent)
             if isinstance(slot, StoreOutcome):
                 return slot
-            terms = self._codec.terms_of(note.claim)
+            asked = self._codec.asked_now(note.retention)
             try:
-                self._write(state, slot, key, payload, parent, terms, note.details)
+                self._write(state, slot, key, payload, parent, asked, note.details)
             except BaseException as error:
                 with self._lock:
                     state.index.forfeit(slot)
@@ -112,8 +113,8 @@ class DiskTier(Tier):
                 raise
             with self._lock:
                 state.index.commit(slot)
-                if terms is not NO_TERMS:
-                    state.index.rank(key, terms, self._now_s())
+                if asked is not NO_RETENTION:
+                    state.index.rank(key, asked, self._now_s())
         return StoreOutcome.STORED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
@@ -146,28 +147,28 @@ class DiskTier(Tier):
         with self._errors():
             self._discard(self._state, keys)
 
-    def rank(self, keys: Sequence[OffloadKey], claims: Sequence[Claim]) -> None:
-        """Let claims count from now on, and write them into the headers, for the next start."""
+    def rank(self, keys: Sequence[OffloadKey], retentions: Sequence[Retention]) -> None:
+        """Let what hints ask count from now on, and write it into the headers, for the next start."""
         state = self._state
         with self._errors():
-            for key, claim in zip(keys, claims, strict=True):
-                terms = self._codec.terms_of(claim)
+            for key, retention in zip(keys, retentions, strict=True):
+                asked = self._codec.asked_now(retention)
                 with self._lock:
-                    slot = state.index.pin(key) if state.index.rank(key, terms, self._now_s()) else None
+                    slot = state.index.pin(key) if state.index.rank(key, asked, self._now_s()) else None
                 if slot is None:
                     continue
                 try:
-                    self._write_terms(state, slot, key, terms)
+                    self._write_retention(state, slot, key, asked)
                 finally:
                     with self._lock:
                         state.index.unpin(slot)
 
-    def _write_terms(self, state: _State, slot: int, key: OffloadKey, terms: Terms) -> None:
-        """Write other terms into the header of a pinned slot, unless it is not its chunk's any more."""
+    def _write_retention(self, state: _State, slot: int, key: OffloadKey, asked: Retention) -> None:
+        """Write another retention into the header of a pinned slot, unless it is not its chunk's any more."""
         segment, at = state.shard.segment_of(slot)
         header = unpack_header(segment.read_header(at))
-        if header is not None and header.key == key and header.terms != terms:
-            segment.write_header(at, self._codec.with_terms(header, terms))
+        if header is not None and header.key == key and header.retention != asked:
+            segment.write_header(at, self._codec.with_retention(header, asked))
 
     def _now_s(self) -> float:
         return self._codec.now_ns() / 1e9
@@ -342,12 +343,12 @@ class DiskTier(Tier):
         key: OffloadKey,
         payload: memoryview,
         parent: OffloadKey | None,
-        terms: Terms,
+        asked: Retention,
         known: Details,
     ) -> None:
         segment, at = state.shard.segment_of(slot)
         segment.write_header(at)  # from now on the slot is empty
-        header, body = self._codec.encode(key, payload, parent, terms)
+        header, body = self._codec.encode(key, payload, parent, asked)
         segment.write_payload(at, body)
         details = self._codec.encode_details(key, known)
         if details:  # without them, those of an earlier chunk stay, but count for that chunk only

@@ -65,7 +65,7 @@ def plan(segments: Sequence[Segment], num_bytes: int) -> Plan:
             header = headers[place] = unpack_header(data)
             if header is not None:
                 used = int(times[slot]) if slot < len(times) else 0
-                used_ns[place] = max(header.stored_ns, used, header.terms.lease_ends_s * 10**9)
+                used_ns[place] = max(header.stored_ns, used, int(header.retention.until_s) * 10**9)
     slot_bytes = segments[0].slot_bytes if segments else 1
     doomed = list(least_worth_first(headers, used_ns))[: -(-num_bytes // slot_bytes)]
     return Plan(doomed, len(headers) - len(doomed), len(doomed) * slot_bytes, unused)

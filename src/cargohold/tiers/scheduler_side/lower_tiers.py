@@ -35,7 +35,7 @@ from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, Ti
 from cargohold.tiers.scheduler_side.writing import Writes
 
 RANKED_AT_ONCE = 256
-"""Number of chunks whose new claims tiers are told in one step."""
+"""Number of chunks whose new retentions tiers are told in one step."""
 SETTLE_S = 5.0
 """Seconds that an idle engine steps on so that the chunks stored last are written down. The others wait for later steps."""
 PROGRESS_S = 3.0

@@ -49,7 +49,7 @@ class TierCommand:
         slots: for loads and stores, their slots in host memory, parallel to ``keys``.
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
         timeout_s: the job is given up after this time.
-        notes: for stores and new claims, what else is known of each chunk, parallel to ``keys``; empty if that is nothing.
+        notes: for stores and new retentions, what else is known of each chunk, parallel to ``keys``; empty if that is nothing.
     """
 
     job_id: int
@@ -179,7 +179,9 @@ class TaskTable:
         if task.kind is JobKind.STORE:
             parents, notes = self.names(task.parents), self._notes(task.keys)
         elif task.kind is JobKind.RANK:
-            notes = tuple(Note(claim=note.claim) for note in self.notes_of(task.keys)) or (NO_NOTE,) * len(task.keys)
+            notes = tuple(Note(retention=note.retention) for note in self.notes_of(task.keys)) or (NO_NOTE,) * len(
+                task.keys
+            )
         names = self.names(task.keys)
         return TierCommand(job_id, task.tier, task.kind, names, tuple(task.slots), parents, timeout_s, notes)
 

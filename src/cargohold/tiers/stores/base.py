@@ -42,7 +42,7 @@ class SharedTier(Tier):
         """Write a chunk, with what is known of it, unless it is there already."""
         if self.probe([key])[0]:
             return StoreOutcome.PRESENT
-        header, body = self._codec.encode(key, payload, parent, self._codec.terms_of(note.claim))
+        header, body = self._codec.encode(key, payload, parent, self._codec.asked_now(note.retention))
         details = self._codec.encode_details(key, note.details)
         end = HEADER_BYTES + len(body)
         value = bytearray(end + len(details))

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from cargohold.cache import OffloadKey
 from cargohold.cache.manager import offload_key
-from cargohold.cache.shares import HELD, NORMAL
+from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL, Budget
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.config import HINTS_OFF, HINTS_RETAIN, HintConfig
-from cargohold.connector.guests.hints import Budget, Grant
+from cargohold.connector.guests.hints import Grant
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.request import SchedulerStep, StepOutput
@@ -20,7 +20,6 @@ from cargohold.lab.simulation.fault_wrappers import FaultyManager
 from cargohold.lab.simulation.replica import STEP_S, Oracle, Replica
 from cargohold.lab.simulation.tiers import ListedMedium
 from cargohold.protocol import Hint, HintKind, HintOutcome, HintStatus, RequestView
-from cargohold.tiers.chunk_format import NO_CLAIM
 from cargohold.tiers.scheduler_side import TieringManager
 
 _DEFAULTS: Final = HintConfig()
@@ -100,24 +99,20 @@ class HintOracle(Oracle):
         for medium in self._media():
             side = sides.get(id(medium.manager))
             if side is not None and medium.is_certain and medium.tier.ranks and not self._is_excused():
-                self._check_claims(side, medium)
+                self._check_retentions(side, medium)
 
-    def _check_claims(self, side: OffloadingScheduler, medium: ListedMedium) -> None:
+    def _check_retentions(self, side: OffloadingScheduler, medium: ListedMedium) -> None:
         now = self._engine.clock()
         covered = [key for grant in side.hints.grants for key in grant.keys]
         for key in medium.find(covered):
-            told = medium.claimed(key)
+            told, asked = medium.retention(key), side.hints.retention_of(key)
             if told is None:
                 continue
-            (claim, ends), asked = told, side.hints.claim_of(key)
-            is_live = ends > now
-            what = f"{side.name}: of chunk {key.hex()[:8]}, the disk was told {claim}, and hints ask {asked}"
-            if asked == NO_CLAIM:
-                self.require(ends <= now + _LATE_S and (claim.priority or NORMAL) >= NORMAL, what)
-            elif asked.priority is not None and asked.priority < NORMAL:
-                self.require(claim.priority == asked.priority, what)
-            elif asked.lasts_s > 0:
-                self.require(is_live and claim.priority == asked.priority, what)
+            what = f"{side.name}: of chunk {key.hex()[:8]}, the disk was told {told}, and hints ask {asked}"
+            if asked == NO_RETENTION:
+                self.require(told.level_at(now + _LATE_S) == NORMAL, what)
+            elif asked.level_at(0.0) != NORMAL:
+                self.require(told.level_at(now) == asked.level, what)
 
     def _check_budgets(self, side: OffloadingScheduler, config: HintConfig) -> None:
         """Add up what grants cover: a budget is a part of the tier, of which a tenant with a name has half, rounded up."""
