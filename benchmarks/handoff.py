@@ -21,7 +21,7 @@ from typing import Any
 
 from cargohold import LLM, OffloadConfig, SamplingParams, SharedTierConfig
 from cargohold.cli.demo import require_offloading
-from cargohold.connector.kernel.requests import HANDOFF
+from cargohold.connector.guests.handoff import HANDOFF
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 16

@@ -23,7 +23,7 @@ from cargohold.protocol import ConnectorMetadata, KVConnectorSchedulerOutput, Re
 from cargohold.tiers.scheduler_side import TierOptions
 
 SOURCES = Path(cargohold.__file__).parent
-NOT_THE_CONNECTOR = (SOURCES / "engine", SOURCES / "testing")
+NOT_THE_CONNECTOR = (SOURCES / "engine", SOURCES / "lab")
 Tier: TypeAlias = SimulatedOffloading | SimulatedTiering
 NUM_BLOCKS = 200
 PROMPT = list(range(257))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.kernel.requests import HANDOFF
+from cargohold.connector.guests.handoff import HANDOFF
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.engine.core.request import SchedulerStep, StepOutput

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from cargohold.cache.manager import offload_key
-from cargohold.connector.kernel.requests import HANDOFF
+from cargohold.connector.guests.handoff import HANDOFF
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.lab.simulation.connectors import forget_engine, live_sides, num_stuck_jobs

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.connector.kernel.requests import HANDOFF
+from cargohold.connector.guests.handoff import HANDOFF
 from tests.vllm.common import EAGER, LAZY, RESTARTED, make_prompts
 
 PRODUCER, CONSUMER = {"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}

@@ -28,7 +28,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, split_key
-from cargohold.connector.kernel.guest import Guest, StoredPart
+from cargohold.connector.kernel.guest import Guest, Part
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.protocol import (
@@ -322,7 +322,7 @@ class TierEvents(Guest):
         if self._blocks is not None:
             self._blocks.note_ended(state, block_ids)
 
-    def store_begins(self, store: Store, parts: Sequence[StoredPart]) -> None:
+    def store_begins(self, store: Store, parts: Sequence[Part]) -> None:
         """Remember the contents of chunks whose store begins."""
         for part in parts:
             if self.is_published(part.state.request):
@@ -346,7 +346,7 @@ class TierEvents(Guest):
 
     # --- contents that others bring -----------------------------------------------------------------------------------
 
-    def _note_store(self, part: StoredPart) -> None:
+    def _note_store(self, part: Part) -> None:
         keys, at = part.state.keys[part.group], part.first_chunk
         self._make_room(len(part.keys))
         for key in part.keys:

@@ -6,9 +6,9 @@ the facts that it wants to hear, keeps its own record of requests, and can be le
 ::
 
     facts       request_new | request_placed | request_asked | request_admitted | request_ended
-                load_ended     store_begins | store_ended
+                load_ended     chunks_offered | store_begins | store_ended | unstored_let_go
                 step_begins | step_ends     reset     worker_reported
-    questions   worth | may_store
+    questions   worth | may_store | offer_again | told_at_end
 
 Guests are told in the order of the list that the kernel is given: each finds done what those before it do for the same fact.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, Final, TypeVar, cast
@@ -95,8 +96,8 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPart:
-    """The chunks of one request in one group that a store copies.
+class Part:
+    """Chunks of one request in one group that are offered to host memory, or that a store copies.
 
     Attributes:
         state: the request.
@@ -109,6 +110,15 @@ class StoredPart:
     group: int
     keys: Sequence[OffloadKey]
     first_chunk: int
+
+    def parents(self) -> dict[OffloadKey, OffloadKey | None]:
+        """Return the chunk before each of them in its prefix, or ``None``."""
+        of_group, at = self.state.keys[self.group].keys, self.first_chunk
+        found: dict[OffloadKey, OffloadKey | None] = {}
+        for key in self.keys:
+            at = of_group.index(key, at)
+            found[key] = of_group[at - 1] if at else None
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,7 @@ class Guest:
     # --- facts --------------------------------------------------------------------------------------------------------
 
     def request_new(self, state: RequestState) -> None:
-        """Learn of a request. Raise ``RequestError`` to refuse it for its parameters."""
+        """Learn of a request; ``state.is_awaited`` may be set now. Raise ``RequestError`` to refuse it for its parameters."""
 
     def request_placed(self, state: RequestState, block_ids: BlockIds) -> None:
         """Learn which blocks a request has got, before it is in a step. Another connector may fill them."""
@@ -161,11 +171,17 @@ class Guest:
     def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
         """Learn that a load has ended that began at ``since``; ``None`` if nobody waited for it any more."""
 
-    def store_begins(self, store: Store, parts: Sequence[StoredPart]) -> None:
+    def chunks_offered(self, parts: Sequence[Part]) -> None:
+        """Learn that chunks which somebody waits for are offered to host memory next; some may be there."""
+
+    def store_begins(self, store: Store, parts: Sequence[Part]) -> None:
         """Learn that a store begins, and of which requests its chunks are; of none if it saves what is about to be evicted."""
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """Learn that a store has ended that began at ``since``; ``None`` if nobody waited for it any more."""
+
+    def unstored_let_go(self, state: RequestState) -> None:
+        """Learn that nothing is held any more for those chunks of an ended request that were not stored."""
 
     def step_begins(self, step: StepView) -> None:
         """Learn of a step, before its stores are planned."""
@@ -192,6 +208,14 @@ class Guest:
         """Whether a device block may be stored that holds this chunk, and that no request holds any more. All must say yes."""
         return True
 
+    def offer_again(self, part: Part) -> AbstractSet[OffloadKey]:
+        """Which of these chunks are to be offered again: somebody waits for them, and they have found no place."""
+        return frozenset()
+
+    def told_at_end(self, state: RequestState) -> Mapping[str, Any] | None:
+        """What the client of a request that has ended is told, as ``kv_transfer_params``. Told to all guests before."""
+        return None
+
 
 def _told(method: Method) -> Method:
     """Return a method that tells the guests which override it."""
@@ -209,7 +233,7 @@ def _told(method: Method) -> Method:
     return cast("Method", update_wrapper(tell, method))
 
 
-QUESTIONS: Final = ("worth", "may_store")
+QUESTIONS: Final = ("worth", "may_store", "offer_again", "told_at_end")
 """The names of all questions."""
 FACTS: Final = tuple(name for name, value in vars(Guest).items() if callable(value) and name not in QUESTIONS)
 """The names of all facts."""
@@ -256,6 +280,17 @@ class Guests(Guest):
         hearers = self.hearers["may_store"]
         return all(self.call(guest, ask, (key, block_id)) is not False for guest, ask in hearers)
 
+    def offer_again(self, part: Part) -> AbstractSet[OffloadKey]:
+        """Ask all guests. What one of them wants offered again is."""
+        answers = [self.call(guest, ask, (part,)) for guest, ask in self.hearers["offer_again"]]
+        return frozenset[OffloadKey]().union(*filter(None, answers))
+
+    def told_at_end(self, state: RequestState) -> Mapping[str, Any] | None:
+        """Ask all guests; put their answers together."""
+        answers = [self.call(guest, ask, (state,)) for guest, ask in self.hearers["told_at_end"]]
+        told = {key: value for answer in answers if answer for key, value in answer.items()}
+        return told or None
+
     def has(self, guest: Guest) -> bool:
         """Whether it is one of them, and was not turned off."""
         return guest in self._guests
@@ -299,6 +334,8 @@ class Guests(Guest):
     request_admitted = _told(Guest.request_admitted)
     request_ended = _told(Guest.request_ended)
     load_ended = _told(Guest.load_ended)
+    chunks_offered = _told(Guest.chunks_offered)
+    unstored_let_go = _told(Guest.unstored_let_go)
     store_begins = _told(Guest.store_begins)
     store_ended = _told(Guest.store_ended)
     step_begins = _told(Guest.step_begins)

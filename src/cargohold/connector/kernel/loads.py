@@ -50,6 +50,9 @@ class TierLookup:
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
         prefetcher: fetches chunks from lower tiers first; ``None`` if there are no lower tiers.
         on_ask: told of a request's chunks before lower tiers are asked for them; ``None`` if nobody listens.
+
+    Attributes:
+        num_announced: tells how many leading tokens of a request will come to lower tiers if they are not there yet.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class TierLookup:
         self._manager = manager
         self._prefetcher = prefetcher
         self._on_ask = on_ask
+        self.num_announced: Callable[[RequestState], int] = lambda _: 0
         self._jobs = jobs
         self._shares_loads = shares_loads
         self._shares_load_ends = shares_load_ends
@@ -104,7 +108,7 @@ class TierLookup:
             state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
         if state.waiting is not None and state.waiting.num_announced:
             # The first request of an engine waits before a worker has said what the engine's namespace is.
-            state.waiting.num_announced = self._num_announced(state)
+            state.waiting.num_announced = self.num_announced(state)
         return self._prefetcher.must_wait(state.waiting, wanted)
 
     def _begins_to_wait(self, state: RequestState, wanted: Wanted, num_tokens: int) -> bool:
@@ -116,25 +120,13 @@ class TierLookup:
             return prefetcher.begins_again(state.waiting, wanted, num_tokens)
         if wanted.limit_tokens - num_tokens < state.chunk_tokens:
             return False
-        found = num_tokens, self._num_announced(state)
+        found = num_tokens, self.num_announced(state)
         if self._on_ask is None:
             state.waiting = prefetcher.begin(wanted, state.notes, *found)
         else:
             on_ask = partial(self._on_ask, state.request, state.keys)
             state.waiting = prefetcher.begin(wanted, state.notes, *found, on_ask)
         return state.waiting.must_wait
-
-    def _num_announced(self, state: RequestState) -> int:
-        """Return how many leading tokens another engine has announced that this one can use; note it if that is none."""
-        handoff = state.params.handoff
-        if handoff is None or self._prefetcher is None:
-            return 0
-        difference = handoff.difference(self._prefetcher.namespace)
-        if difference:
-            state.notes.append(
-                f"what was announced was computed by an engine that differs in its {difference}, so it cannot be used here"
-            )
-        return 0 if difference else handoff.num_tokens
 
     def why_no_more(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager, StoreOffer
+from cargohold.connector.kernel.guest import Part
 from cargohold.connector.kernel.loads import BlocksToStore, blocks_to_store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.protocol import AttentionKind
@@ -77,6 +78,10 @@ class Offer:
     def group(self) -> int:
         """Index of the group."""
         return self.of.group
+
+    def part(self, keys: Sequence[OffloadKey]) -> Part:
+        """Return some of these chunks in the form in which guests are told of them."""
+        return Part(self.state, self.group, keys, self.first)
 
     def for_manager(self, level: int) -> StoreOffer:
         """Return the offer in the form that managers take, at a level."""

@@ -12,7 +12,6 @@ from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import BlockHolder, JobTable
 from cargohold.errors import SparingLog
 from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext
-from cargohold.tiers.scheduler_side import Promises
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ class Shared:
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
         context: the engine's block pool; ``None`` if the engine gives none.
-        promises: chunks promised to other engines; ``None`` if there are no lower tiers.
         stats: counters since they were last taken.
         failures: log of transfers that failed.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
@@ -49,7 +47,6 @@ class Shared:
     keeps_partial_loads: bool = True
     prefix_caching: bool = True
     context: SchedulerContext | None = None
-    promises: Promises | None = None
     stats: Counter[str] = field(default_factory=Counter)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)

@@ -21,7 +21,7 @@ from typing import Final, Protocol, TypeAlias
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, StoreHandle
-from cargohold.connector.kernel.guest import StoredPart
+from cargohold.connector.kernel.guest import Part
 from cargohold.connector.kernel.jobs import Store, StoreJob
 from cargohold.connector.kernel.loads import rows_to_store
 from cargohold.connector.kernel.offers import Chooser, Offer, Unstored
@@ -29,7 +29,6 @@ from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
 from cargohold.tiers.scheduler_side.promises import Deadline, Patience
-from cargohold.tiers.scheduler_side.tier_state import parents_in
 
 _SEVERAL: Final = 4
 _FEW_PART: Final = 2
@@ -52,7 +51,7 @@ class Leftover:
         tables: its block tables when it ended.
         contents: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
         starts: per group, the number of the block that the first entry of ``contents`` is about.
-        held: blocks that are held because a lease covers their KV, or another engine was promised it.
+        held: blocks that are held because their KV must not be lost.
         held_until: until when they are held.
     """
 
@@ -235,8 +234,7 @@ class EagerStores:
     request.
 
     A request may end before all of its chunks are stored, and its blocks may be reused at once. Those of chunks that must not
-    be lost, because a lease covers them or another engine was promised them, are held until they are stored; for no longer than
-    ``Patience`` has it, and no more than stores may hold.
+    be lost are held until they are stored; for no longer than ``Patience`` has it, and no more than stores may hold.
 
     Args:
         shared: the state that the connector's parts share.
@@ -285,7 +283,7 @@ class EagerStores:
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
     ) -> None:
         """Offer from the first chunk on that the device has and the tier lacks, or else behind the hit."""
-        if state.params.do_remote_decode:
+        if state.is_awaited:
             return
         state.hit_tokens = num_hit_tokens
         firsts = []
@@ -303,7 +301,7 @@ class EagerStores:
             state.max_computed_tokens += num_tokens
             if state.max_computed_tokens >= state.due_tokens:  # few, while generating
                 due.append(at)
-                is_urgent |= state.is_handed_off or state.due_tokens <= state.request.num_prompt_tokens
+                is_urgent |= state.is_awaited or state.due_tokens <= state.request.num_prompt_tokens
         if due and not is_urgent and self._may_wait(len(step.num_scheduled_tokens), len(due)):
             self._num_waited += 1
             return self.plan_for(())
@@ -342,17 +340,14 @@ class EagerStores:
                 for group, keys in enumerate(state.keys):
                     first, end = state.next_chunk[group], min(num_tokens // keys.chunk_tokens, len(keys.keys))
                     if first < end:
-                        # Another engine waits for all of a prompt that it decodes, and this one may end with this step.
-                        is_urgent = state.params.do_remote_decode
-                        unstored.append(Unstored(state, group, tables[group], first, end, is_urgent))
+                        # What somebody waits for may end with this step.
+                        unstored.append(Unstored(state, group, tables[group], first, end, state.is_awaited))
         if unstored:
             yield from self._store(self._chooser.choose(unstored, self._shared.num_storable_chunks()))
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Release the store's blocks; let its chunks be found if they were copied."""
         end_store(self._shared, store, outcome)
-        if outcome is not TransferOutcome.DONE and self._shared.promises is not None:
-            self._shared.promises.give_up(store.keys)
         self._shared.holder.release(store.block_ids)
         if store.is_spoiled:  # only now that it has given up its slots can its chunks be stored again
             for request_id in store.request_ids & self._requests.keys():
@@ -364,9 +359,10 @@ class EagerStores:
         leftover = None
         if context is not None and any(block_ids) and num_tokens >= state.due_tokens:
             leftover = self._leftovers.add(state, block_ids, num_tokens, context)
-        must_keep = leftover is not None and (self._shared.guests.worth(state).must_keep or self._are_few(leftover))
-        if state.is_handed_off or must_keep:
-            self._hold(state, leftover)
+        if leftover is None:
+            self._shared.guests.unstored_let_go(state)
+        elif self._must_keep(state) or self._are_few(leftover):
+            self._hold(leftover)
         while (surplus := self._leftovers.pop_surplus()) is not None:
             self._let_go(surplus)
 
@@ -378,32 +374,25 @@ class EagerStores:
         num_blocks = len(leftover.known_blocks()) + self._leftovers.num_held
         return num_blocks <= self._shared.max_store_blocks // _FEW_PART
 
-    def _hold(self, state: RequestState, leftover: Leftover | None) -> None:
-        """Hold the blocks of chunks that are not stored yet, until they are; or give up what was promised of them."""
-        shared = self._shared
-        blocks = () if leftover is None else leftover.known_blocks()
-        if leftover is None or len(blocks) + self._leftovers.num_held > shared.max_store_blocks:
-            if shared.guests.worth(state).must_keep:
-                state.notes.append(
-                    "stores may hold too few blocks to keep what was not stored at its end for its lease"
-                )
-            self._break_promise(state)
+    def _must_keep(self, state: RequestState) -> bool:
+        return state.is_awaited or self._shared.guests.worth(state).must_keep
+
+    def _hold(self, leftover: Leftover) -> None:
+        """Hold the blocks of chunks that are not stored yet, until they are, if stores may hold so many."""
+        shared, blocks = self._shared, leftover.known_blocks()
+        if len(blocks) + self._leftovers.num_held > shared.max_store_blocks:
+            if self._must_keep(leftover.state):
+                leftover.state.notes.append("stores may hold too few blocks to keep what was not stored at its end")
+            shared.guests.unstored_let_go(leftover.state)
             return
         shared.holder.hold(blocks)
         leftover.held, leftover.held_until = blocks, self._patience.deadline()
 
     def _let_go(self, leftover: Leftover) -> None:
-        """Release what is held for a request that has ended; what was not stored by now is not promised any more."""
+        """Release what is held for a request that has ended."""
         held, leftover.held, leftover.held_until = leftover.held, (), None
         self._shared.holder.release(held)
-        if leftover.state.is_handed_off:
-            self._break_promise(leftover.state)
-
-    def _break_promise(self, state: RequestState) -> None:
-        state.is_handed_off = False
-        unstored = zip(state.keys, state.next_chunk, strict=True)
-        if self._shared.promises is not None:
-            self._shared.promises.give_up(key for keys, at in unstored for key in keys.keys[at:])
+        self._shared.guests.unstored_let_go(leftover.state)
 
     def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
         """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""
@@ -435,7 +424,8 @@ class EagerStores:
         if not offered:
             return
         shared = self._shared
-        self._promise(offered)
+        if awaited := [offer.part(offer.keys) for offer in offered if offer.state.is_awaited]:
+            shared.guests.chunks_offered(awaited)
         handle = shared.manager.prepare_stores(
             [offer.for_manager(shared.guests.worth(offer.state).level) for offer in offered if offer.keys]
         )
@@ -453,28 +443,21 @@ class EagerStores:
         shared.guests.store_begins(store, parts)
         yield start_store(shared, store, rows)
 
-    def _promise(self, offered: Sequence[Offer]) -> None:
-        """Promise the chunks of requests that another engine decodes: those that are there are not evicted from now on."""
-        for offer in offered:
-            if offer.state.is_handed_off and self._shared.promises is not None:
-                self._shared.promises.make(offer.keys, parents_in(offer.of.keys.keys[: offer.of.end]))
-
-    def _without_slot(self, offer: Offer, handle: StoreHandle) -> AbstractSet[OffloadKey]:
-        """Return the promised chunks that found no slot, and make room for them: they are offered again in the next step."""
-        promises, shared = self._shared.promises, self._shared
-        if promises is None or not offer.state.is_handed_off:
+    def _offered_again(self, offer: Offer, handle: StoreHandle) -> AbstractSet[OffloadKey]:
+        """Return the chunks that found no slot, and are offered again because somebody waits for them."""
+        shared = self._shared
+        if not offer.state.is_awaited:
             return frozenset()
         there = frozenset(handle.keys).union(*[store.keys for store in shared.jobs.stores()])
-        rest = [key for key in offer.keys if key in promises and key not in there]
-        without = {key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY}
-        promises.make_room(len(without))
-        return without
+        rest = [key for key in offer.keys if key not in there]
+        without = [key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY]
+        return shared.guests.offer_again(offer.part(without)) if without else frozenset()
 
     def _note_offered(self, offered: Sequence[Offer], handle: StoreHandle) -> None:
         """Let each request go on behind what was offered, or from the first chunk that is to be offered still, or again."""
         deferred = frozenset(handle.deferred)
         for offer in offered:
-            next_chunk = offer.next_chunk(deferred | self._without_slot(offer, handle))
+            next_chunk = offer.next_chunk(deferred | self._offered_again(offer, handle))
             self._shared.stats["stores_deferred"] += next_chunk < offer.of.end
             offer.state.note_offered(offer.group, next_chunk)
 
@@ -489,9 +472,9 @@ class EagerStores:
             starts = [start_of[key] for key in handle.keys]
         return rows_to_store(block_ids, starts, handle.slots, per_chunk)
 
-    def _note_taken(self, offered: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> list[StoredPart]:
+    def _note_taken(self, offered: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> list[Part]:
         """Count the chunks that the manager takes; return of which requests they are."""
-        parts: list[StoredPart] = []
+        parts: list[Part] = []
         num_again = 0
         takes_all = len(taken) == sum([len(offer.keys) for offer in offered])
         for offer in offered:
@@ -499,7 +482,7 @@ class EagerStores:
                 continue
             num_again += offer.num_again(taken)
             stored = offer.keys if takes_all else [key for key in offer.keys if key in taken]
-            parts.append(StoredPart(offer.state, offer.group, stored, offer.first))
+            parts.append(offer.part(stored))
         num_computed = len(taken) - num_again
         self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
         self._shared.stats["stored_again_chunks"] += num_again

@@ -163,15 +163,15 @@ class LazyStores:
         self._requests = requests
         self._lookahead = lookahead
         self._scout: FreeQueueScout | None = None
-        # Stores what other engines were promised, as it is computed.
-        self._promised = EagerStores(shared, requests)
+        # Stores what somebody waits for, as it is computed.
+        self._awaited = EagerStores(shared, requests)
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
         """Do nothing: blocks are looked at when they come near eviction."""
 
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
-        """Return those of the chunks that are being stored, or that another engine was promised."""
-        return self._promised.coming(keys)
+        """Return those of the chunks that are being stored, or that somebody waits for."""
+        return self._awaited.coming(keys)
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -179,13 +179,13 @@ class LazyStores:
         """Store nothing: what the device has and the tier lacks is found when it comes near eviction."""
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
-        """Yield the stores of chunks that another engine is promised, and that of the blocks that would be evicted next.
+        """Yield the stores of chunks that somebody waits for, and that of the blocks that would be evicted next.
 
         Blocks are not free while they are copied. So many stay free as running requests need in the next step. If they found
         none, some would be preempted, and all of their tokens computed again.
         """
-        shares = [share for share in step.scheduled if self._requests[share.request_id].is_handed_off]
-        yield from self._promised.plan_for(shares)
+        shares = [share for share in step.scheduled if self._requests[share.request_id].is_awaited]
+        yield from self._awaited.plan_for(shares)
         context = self._context()
         if self._scout is None:
             self._scout = FreeQueueScout(context, self._needs_no_copy, self._lookahead)
@@ -200,7 +200,7 @@ class LazyStores:
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """End a store: put its blocks back at the head of the free queue, where they were. Saved ones can go without loss."""
         if store.request_ids:
-            self._promised.end(store, outcome)
+            self._awaited.end(store, outcome)
             return
         end_store(self._shared, store, outcome)
         context = self._context()
@@ -211,19 +211,19 @@ class LazyStores:
                 self._scout.note_saved(block)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Remember what another engine was promised; all other blocks are found when they come near eviction."""
-        if state.is_handed_off:
-            self._promised.end_request(state, block_ids)
+        """Remember what somebody waits for; all other blocks are found when they come near eviction."""
+        if state.is_awaited:
+            self._awaited.end_request(state, block_ids)
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether promised chunks are still to be stored. Nothing is evicted while no request runs."""
-        return self._promised.has_pending_work
+        """Whether chunks that somebody waits for are still to be stored. Nothing is evicted while no request runs."""
+        return self._awaited.has_pending_work
 
     @property
     def held_blocks(self) -> Sequence[int]:
-        """Blocks of ended requests that are held because another engine was promised their KV."""
-        return self._promised.held_blocks
+        """Blocks of ended requests that are held because somebody waits for their KV."""
+        return self._awaited.held_blocks
 
     def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.

@@ -13,6 +13,7 @@ from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.cache.retention import Budget
 from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.guests.events import tier_events
+from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.meters import Meters
 from cargohold.connector.kernel.guest import Admission, Guests, GuestView, own_guests
@@ -28,7 +29,7 @@ from cargohold.connector.kernel.jobs import (
     TouchHolder,
 )
 from cargohold.connector.kernel.loads import Loads, TierLookup
-from cargohold.connector.kernel.requests import NEVER, Handoff, RequestState
+from cargohold.connector.kernel.requests import NEVER, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.errors import ContractError
@@ -99,7 +100,6 @@ class OffloadingScheduler(KVConnectorScheduler):
             environment.prefix_caching,
         )
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
-        self._shared.promises = None if lower is None else lower.promises
         self._requests: dict[str, RequestState] = {}
         # Those who were told what they can load, since the last step.
         self._told: list[RequestState] = []
@@ -107,9 +107,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._stores = make_stores(self._shared, self._requests)
         self._meters = Meters(self._shared, environment, lower)
         self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
+        handoff = HandingOff(lower)
         # In the order in which they are told.
         own = own_guests(config.guests, GuestView(environment.layout, environment.clock, manager.lookup))
-        guests = Guests([*([] if self._events is None else [self._events]), self._meters, hints, *own])
+        guests = Guests([*([] if self._events is None else [self._events]), self._meters, handoff, hints, *own])
         self._guests = self._shared.guests = guests
         self._lower = lower
         self._prefetcher = None
@@ -130,6 +131,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             prefetcher=self._prefetcher,
             on_ask=None if self._events is None else self._events.note_wanted,
         )
+        self._lookup.num_announced = lambda state: guests.call(handoff, handoff.num_announced, (state,)) or 0
         lower_names = () if lower is None else [tier.name for tier in lower.tiers]
         self._loads = Loads(self._shared, self._requests, lower_names)
         hints.coming = self._stores.coming
@@ -170,7 +172,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     @property
     def held_blocks(self) -> Sequence[int]:
-        """Blocks of ended requests that are held for what was promised to another engine: for inspection."""
+        """Blocks of ended requests that are held until their KV is stored: for inspection."""
         return self._stores.held_blocks
 
     @property
@@ -192,8 +194,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         state = RequestState.create(
             request, shared.layout, config.blocks_per_chunk, store_generated=config.store_generated
         )
-        promises = shared.promises
-        state.is_handed_off = state.params.do_remote_decode and promises is not None and promises.is_possible
         self._guests.request_new(state)
         self._requests[request.request_id] = state
 
@@ -209,7 +209,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
 
-        Returns the announcement for the engine that goes on with the decoding, if the request asked for that.
+        Returns what guests tell the client, too.
         """
         keeps_blocks = self._needs_request(request.request_id)
         if keeps_blocks:
@@ -219,31 +219,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.lookup, state.has_ended = None, True
         self._stores.end_request(state, block_ids)
         self._guests.request_ended(state, block_ids)
-        return keeps_blocks, self._announcement(state) if state.params.do_remote_decode else None
-
-    def _announcement(self, state: RequestState) -> Mapping[str, Any] | None:
-        """Return what another engine is told of a request that has ended; ``None`` if none could find it."""
-        promises = self._shared.promises
-        if self._lower is None or promises is None or not promises.is_possible:
-            state.notes.append("nothing is handed off to another engine: no tier is shared with any")
-            return None
-        state.extend_keys()
-        handoff = Handoff.announce(state.keys, state.request.num_tokens, promises, self._lower.namespace)
-        if promises.obstacle:
-            state.notes.append(f"nothing is handed off to another engine: {promises.obstacle}")
-        else:
-            told = f"handed off {handoff.num_tokens} tokens, of which another engine can read {handoff.num_readable_tokens} now"
-            state.notes.append(told + self._why_no_more_promised(state, handoff.num_tokens))
-        return handoff.params()
-
-    def _why_no_more_promised(self, state: RequestState, num_tokens: int) -> str:
-        """Return why no more leading tokens of a request are handed off, as the end of a sentence; empty if none are left."""
-        assert self._shared.promises is not None
-        for keys in state.keys:
-            at = num_tokens // keys.chunk_tokens
-            if at < len(keys.keys) and (why := self._shared.promises.why_not(keys.keys[at])):
-                return f"; no more, because of the chunk from token {at * keys.chunk_tokens} on: {why}"
-        return ""
+        return keeps_blocks, self._guests.told_at_end(state)
 
     def explain(self, request_id: str) -> CacheReport:
         """Return what was decided for the request, and why; forget the request."""

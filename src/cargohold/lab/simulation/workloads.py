@@ -17,7 +17,7 @@ from cargohold.connector.config import (
     HintConfig,
     TenantQuota,
 )
-from cargohold.connector.kernel.requests import HANDOFF
+from cargohold.connector.guests.handoff import HANDOFF
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.lab.simulation.fingerprints import GroupPlan, tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE, root_of_salt

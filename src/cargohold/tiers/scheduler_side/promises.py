@@ -199,6 +199,11 @@ class Promises:
         """Break promises. What waits to be written is written all the same if host memory still has it then."""
         self.num_broken += self._forget(keys)
 
+    def give_up_all(self) -> None:
+        """Break all promises."""
+        self.give_up(list(self._made))
+        self._kept.clear()
+
     def _forget(self, keys: Iterable[OffloadKey]) -> int:
         """Forget promises; return how many there were."""
         promises = [promise for key in keys if (promise := self._made.pop(key, None)) is not None]
@@ -217,8 +222,7 @@ class Promises:
 
     def note_reset(self) -> None:
         """Forget all promises: from now on chunks have names that no other engine knows."""
-        self.give_up(list(self._made))
-        self._kept.clear()
+        self.give_up_all()
         self._are_names_private = True
 
     def states(self, keys: Sequence[OffloadKey]) -> bytes:
