@@ -15,7 +15,7 @@ from cargohold.cache import make_manager
 from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment, TurnEnd
 
 BLOCK_TOKENS = 16
 
@@ -31,6 +31,7 @@ class Request:
     adapter: None = None
     salt: None = None
     tenant: None = None
+    turn_end = TurnEnd.UNKNOWN
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()

@@ -45,7 +45,7 @@ from cargohold.engine.ranks import ExecutorKind, make_executor
 from cargohold.errors import ConfigError, RequestError
 from cargohold.option_values import format_bytes, format_count
 from cargohold.process import memory_limit_bytes
-from cargohold.protocol import Hint, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
+from cargohold.protocol import Hint, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment, ToolTokens
 
 if TYPE_CHECKING:
     from cargohold.engine.model.hf_runner import HFModelRunner
@@ -226,8 +226,9 @@ def build_engine(plan: EnginePlan, factory: KVConnectorFactory) -> LLMEngine:
                 replay_endpoint=plan.config.kv_events_replay_endpoint,
             )
             on_failure.callback(publisher.close)
-        scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock)
         tokenizer = Tokenizer.load(plan.info)
+        end_of_answer = ToolTokens({}).end_of if tokenizer is None else tokenizer.end_of_answer
+        scheduler = Scheduler(plan.scheduler, plan.layout, connector, clock, end_of_answer=end_of_answer)
         runners = HFRunners(plan.info, plan.layout, plan.config.device)
         executor = make_executor(plan.executor, RankSpec(runners, factory, plan.layout), connector)
         on_failure.pop_all()

@@ -12,7 +12,7 @@ from cargohold.blocks import NOT_YET, READY, extend_hashes, root_hash
 from cargohold.cache import ForwardingManager, OffloadManager, make_manager
 from cargohold.cache.manager import offload_key
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
-from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment, TurnEnd
 
 BLOCK_TOKENS = 4
 KINDS = {
@@ -37,6 +37,7 @@ class Asked:
         extend_hashes(self.block_hashes, self.all_token_ids, BLOCK_TOKENS, root_hash())
 
     tenant = None
+    turn_end = TurnEnd.UNKNOWN
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()

@@ -35,6 +35,7 @@ from cargohold.protocol import (
     Stats,
     StepView,
     TierContents,
+    TurnEnd,
     add_stats,
 )
 
@@ -72,6 +73,7 @@ class Request:
     salt = None
 
     tenant = None
+    turn_end = TurnEnd.UNKNOWN
 
     def extra_keys(self, start: int, end: int) -> tuple[()]:
         return ()

@@ -27,12 +27,14 @@ from cargohold.protocol import (
     NullConnectorScheduler,
     SchedulerEnvironment,
     TransferOutcome,
+    TurnEnd,
 )
 from cargohold.transfer import CopyResult
 from cargohold.transfer.cpu import CpuTransferWorker
 from tests.connector.common import finish, serve_and_lose
 from tests.llms import in_engine
 from tests.models import VOCAB_SIZE
+from tests.serve.scripted_model import save_scripted_model
 
 BLOCK_TOKENS = 4
 
@@ -190,6 +192,7 @@ def test_a_trace_has_neither_tokens_nor_hashes(
             "reused_blocks",
             "hash_ids",
             "output_hash_ids",
+            "stop",
         }
         assert (trace["input_length"], trace["output_length"]) == (5, 5)
         assert (len(trace["hash_ids"]), len(trace["output_hash_ids"])) == (1, 1)
@@ -248,6 +251,38 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     assert all(output.finish_reason == "length" for output in outputs)
     assert sum("No space left" in record.message for record in caplog.records) == 1
     assert len(recorded(tmp_path / "trace")) == 1
+
+
+def test_a_trace_says_how_each_turn_ended(
+    tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    llm = make_llm(tiny_model("llama"), record=tmp_path / "trace", block_tokens=BLOCK_TOKENS)
+    prompt = [11, 12, 13, 14, 15]
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=5))
+    llm.generate(
+        [prompt], SamplingParams(stop_token_ids=output.token_ids)
+    )  # the model has no tokenizer to tell calls by
+
+    def begin_and_abort(engine: LLMEngine) -> None:
+        request_id = engine.add_request(prompt)
+        engine.step()
+        engine.abort(request_id)
+
+    in_engine(llm, begin_and_abort)
+    settle(llm)
+    ends = [request.turn_end for request in recorded(tmp_path / "trace")]
+    assert ends == [TurnEnd.LENGTH, TurnEnd.UNKNOWN, TurnEnd.ABORT]
+
+
+def test_calls_of_tools_are_told_from_answers_by_text_where_a_model_has_no_token_for_them(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    scripts = {"look": ("<tool", "_call>{}"), "talk": ("At noon.",), "json": ('{"at": 12}',)}
+    model = save_scripted_model(tmp_path / "model", scripts)
+    llm = make_llm(model, record=tmp_path / "trace", block_tokens=BLOCK_TOKENS)
+    llm.generate([f"High water, please<|{name}|>" for name in scripts], SamplingParams(max_tokens=20))
+    ends = {request.turn_end for request in recorded(tmp_path / "trace")}
+    assert ends == {TurnEnd.ANSWER, TurnEnd.UNKNOWN, TurnEnd.TOOL_CALL}
 
 
 def test_an_aborted_request_that_never_ran_leaves_no_line(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from cargohold.lab.replay.replaying import replay
 from cargohold.lab.replay.traces import read_trace
 from cargohold.lab.replay.workload import load_workload
-from tests.vllm.common import EAGER
+from tests.vllm.common import EAGER, make_prompts
 from tests.vllm.engine import Engine
 from tests.vllm.models import VOCAB_SIZE
 
@@ -45,3 +47,21 @@ def test_the_replay_of_a_recorded_trace_agrees(
     assert workload.num_requests == 36
     assert workload.num_reused_blocks == everything.num_prefix_hits > 0
     assert everything.num_hit_tokens == num_reused
+
+
+def test_a_trace_says_how_each_turn_ended(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(vllm_model("llama"), model)
+    path = tmp_path / "trace.jsonl"
+    (prompt,) = make_prompts(1, 40)
+    plain = start(str(model))
+    (answer,) = plain.ask([prompt], max_tokens=4)
+    call = {"id": answer.tokens[1], "content": "<tool_call>"}
+    (model / "tokenizer.json").write_text(json.dumps({"added_tokens": [call]}))
+    engine = start(str(model), EAGER | {"record": str(path)})
+    engine.ask([prompt], max_tokens=4)
+    engine.ask_for([{"prompt_token_ids": prompt}], 4, stop_token_ids=[answer.tokens[0]])
+    engine.ask_for([{"prompt_token_ids": prompt}], 4, stop_token_ids=[answer.tokens[1]])
+    assert [request.turn_end.value for request in read_trace([path])] == ["length", "answer", "tool_call"]

@@ -14,7 +14,7 @@ from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockView, NotedTables
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.lab.simulation import simulated_layout
-from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView
+from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd
 
 LAYOUT = simulated_layout(20)
 
@@ -79,6 +79,44 @@ def test_where_a_prompt_comes_from_is_counted_once_however_often_it_is_admitted(
 def test_a_key_that_other_connectors_answer_is_left_to_them() -> None:
     side = side_over(0)
     assert side.request_finished(asked(side, 8), ([],)) == (False, {"own": 1})
+
+
+ENDS = [
+    ("FINISHED_STOPPED", [1, 2], {}, "answer"),
+    ("FINISHED_STOPPED", [1, 7], {}, "tool_call"),
+    ("FINISHED_LENGTH_CAPPED", [1, 7], {}, "length"),
+    ("FINISHED_ABORTED", [1], {}, "abort"),
+    ("FINISHED_ERROR", [1], {}, "error"),
+    ("FINISHED_OF_A_LATER_VERSION", [1], {}, "unknown"),
+    # A stop string is found in front of the engine, which then sees an abort.
+    ("FINISHED_ABORTED", [1], {"stop": ["###"]}, "unknown"),
+    # A call that a grammar forces is plain JSON.
+    ("FINISHED_STOPPED", [1], {"structured_outputs": object()}, "unknown"),
+    ("FINISHED_STOPPED", [7], {"structured_outputs": object()}, "tool_call"),
+]
+
+
+@pytest.mark.parametrize(("status", "answer", "sampling", "end"), ENDS)
+def test_connectors_hear_how_a_turn_ended_as_far_as_vllm_knows(
+    status: str, answer: list[int], sampling: dict[str, object], end: str
+) -> None:
+    side = side_over(0, tool_tokens=ToolTokens({7: "<tool_call>"}))
+    request = asked(side, 8)
+    assert side._requests["r"].turn_end is TurnEnd.UNKNOWN
+    seen = side._requests["r"]
+    request.all_token_ids += answer
+    request.status, request.sampling_params = SimpleNamespace(name=status), SimpleNamespace(**sampling)
+    side.request_finished(request, ([],))
+    assert seen.turn_end is TurnEnd(end)
+
+
+def test_a_model_without_tokens_for_calls_leaves_it_open() -> None:
+    side = side_over(0)
+    request = asked(side, 8)
+    seen = side._requests["r"]
+    request.status = SimpleNamespace(name="FINISHED_STOPPED")
+    side.request_finished(request, ([],))
+    assert seen.turn_end is TurnEnd.UNKNOWN
 
 
 @pytest.mark.parametrize(("num_hashed_tokens", "is_whole"), [(8, True), (4, True), (6, False), (None, True)])

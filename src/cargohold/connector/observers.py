@@ -45,6 +45,7 @@ from cargohold.protocol import (
     RequestView,
     SchedulerEnvironment,
     TransferOutcome,
+    TurnEnd,
     WorkerEnvironment,
 )
 
@@ -225,6 +226,7 @@ class RecordingScheduler(ForwardingScheduler):
         # The last token was generated, but its KV was not computed.
         num_blocks = max(num_prompt_blocks, (request.num_tokens - 1) // self._block_tokens)
         ids = self._file.ids(request.block_hashes[:num_blocks])
+        end = request.turn_end
         return {
             "timestamp_ms": admitted_ms,
             "input_length": request.num_prompt_tokens,
@@ -234,6 +236,7 @@ class RecordingScheduler(ForwardingScheduler):
             "reused_blocks": seen.reused_tokens // self._block_tokens,
             "hash_ids": ids[:num_prompt_blocks],
             "output_hash_ids": ids[num_prompt_blocks:],
+            **({} if end is TurnEnd.UNKNOWN else {"stop": end.value}),
         }
 
 

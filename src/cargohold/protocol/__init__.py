@@ -89,6 +89,7 @@ from cargohold.protocol.stats import (
     level_changes,
     times_part,
 )
+from cargohold.protocol.turns import ToolTokens, TurnEnd, added_tokens, end_of_text
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
@@ -160,14 +161,18 @@ __all__ = [
     "TenantUse",
     "TierContents",
     "Times",
+    "ToolTokens",
     "TransferOutcome",
+    "TurnEnd",
     "UndeliveredMetadata",
     "WorkerConnectorGuard",
     "WorkerEnvironment",
     "WorkerMetadata",
     "add_stats",
+    "added_tokens",
     "answers_to",
     "best_outcome",
+    "end_of_text",
     "hints_in",
     "is_level",
     "labelled",

@@ -142,7 +142,7 @@ class KVConnectorScheduler(ABC):
         return None
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """Learn that a request ended or was aborted. Called once, before its blocks are freed.
+        """Learn that a request ended, and how: ``request.turn_end``. Called once, before its blocks are freed.
 
         Returns:
             Whether to keep the blocks until the workers report the request id in ``finished_sending``, and the parameters

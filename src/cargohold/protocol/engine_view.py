@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from cargohold.protocol.turns import TurnEnd
+
 BlockIds: TypeAlias = tuple[Sequence[int], ...]
 """One block table per KV-cache group: ``block_ids[group][i]`` holds tokens ``[i * block_tokens, (i + 1) * block_tokens)``.
 
@@ -255,6 +257,11 @@ class RequestView(Protocol):
     @property
     def tenant(self) -> str | None:
         """Whose request it is, for quotas and hints: the name that a server gives, or else the salt, or ``None``."""
+        ...
+
+    @property
+    def turn_end(self) -> TurnEnd:
+        """How it ended, from ``request_finished`` on; ``UNKNOWN`` before, and where the engine cannot tell."""
         ...
 
 

@@ -22,6 +22,7 @@ from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final, Self
 
 from cargohold.protocol.engine_view import Adapter, ExtraKey
+from cargohold.protocol.turns import TurnEnd
 
 NORMAL_PRIORITY: Final = 50
 """The priority of chunks without hints."""
@@ -428,3 +429,8 @@ class Prefix:
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """None: a client gives them with requests."""
         return None
+
+    @property
+    def turn_end(self) -> TurnEnd:
+        """Unknown: there is no turn."""
+        return TurnEnd.UNKNOWN

@@ -26,6 +26,7 @@ from cargohold.protocol import (
     ExtraKey,
     HintOutcome,
     KVConnectorOutput,
+    TurnEnd,
 )
 
 
@@ -199,7 +200,7 @@ class Request:
         tenant: whose request it is, for quotas and hints; by default the salt.
         trace_headers: the trace that the request belongs to, as HTTP headers say it; ``None`` if it belongs to none.
         hint_outcomes: the answers to its hints.
-        finish_reason, error: why the request ended.
+        finish_reason, turn_end, error: why the request ended, and how the turn did.
     """
 
     request_id: str
@@ -227,6 +228,7 @@ class Request:
     trace_headers: Mapping[str, str] | None = None
     hint_outcomes: tuple[HintOutcome, ...] = ()
     finish_reason: FinishReason | None = None
+    turn_end: TurnEnd = TurnEnd.UNKNOWN
     error: str | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     _root_hash: bytes = field(init=False, repr=False)

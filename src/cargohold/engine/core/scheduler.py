@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -25,6 +25,7 @@ from cargohold.protocol import (
     KVConnectorScheduler,
     KVEvent,
     Prefix,
+    TurnEnd,
     answers_to,
 )
 
@@ -102,6 +103,7 @@ class Scheduler:
         connector: scheduler side of the KV connector.
         clock: monotonic time in seconds.
         with_context: whether the connector is given a view of the block pool; without, it reports locks instead.
+        end_of_answer: tells how an answer ended that the model itself ended, by its tokens.
     """
 
     def __init__(
@@ -112,9 +114,11 @@ class Scheduler:
         clock: Clock,
         *,
         with_context: bool = True,
+        end_of_answer: Callable[[Sequence[int]], TurnEnd] = lambda _: TurnEnd.UNKNOWN,
     ) -> None:
         self._config = config
         self._clock = clock
+        self._end_of_answer = end_of_answer
         self.kv = KVCacheManager(
             layout,
             prefix_caching=config.prefix_caching,
@@ -167,6 +171,7 @@ class Scheduler:
             return None
         self._roster.end(request)
         request.finish_reason, request.error = reason, error
+        request.turn_end = self._turn_end(request, reason)
         request.times.finished = self._clock()
         request.times.end_loading(request.times.finished)
         keeps_blocks, params = self.connector.request_finished(request, self.kv.block_ids(request))
@@ -175,6 +180,11 @@ class Scheduler:
             self._roster.transfers.start_send(request)
         self._roster.free_unless_in_use(request)
         return RequestUpdate(request, kv_transfer_params=params, cache_report=report)
+
+    def _turn_end(self, request: Request, reason: FinishReason) -> TurnEnd:
+        if reason is FinishReason.STOP:
+            return self._end_of_answer(request.output_token_ids)
+        return TurnEnd.named(reason.value)
 
     @property
     def num_deferred_lookups(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cargohold.engine.model.info import ModelInfo
 from cargohold.engine.model.text_bounds import TextBounds
 from cargohold.errors import PromptTooLongError, RequestError, one_line
+from cargohold.protocol import ToolTokens, TurnEnd, end_of_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -120,6 +121,7 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = inner.split_special_tokens
         self._bounds = TextBounds.of(backend)
+        self._tool_tokens = ToolTokens({token_id: str(token) for token_id, token in inner.added_tokens_decoder.items()})
 
     @classmethod
     def load(cls, info: ModelInfo) -> Tokenizer | None:
@@ -144,6 +146,11 @@ class Tokenizer:
         """Ids of the special tokens whose text is one of ``texts``. Decoded text leaves them out."""
         tokens = self._inner.added_tokens_decoder.items() if texts else ()
         return frozenset(token_id for token_id, token in tokens if token.special and str(token) in texts)
+
+    def end_of_answer(self, token_ids: Sequence[int]) -> TurnEnd:
+        """How an answer ended that the model itself has ended. Models without a token for calls of tools write them as text."""
+        end = self._tool_tokens.end_of(token_ids)
+        return end_of_text(self.decode(token_ids)) if end is TurnEnd.UNKNOWN else end
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a text, with special tokens as the model expects.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol, overload
+from typing import Any, Final, Protocol, overload
 
 from cargohold.errors import NullBlockError, StaleCursorError
 from cargohold.integrations.vllm import compat
@@ -19,6 +19,8 @@ from cargohold.protocol import (
     KVCacheLayout,
     Prefix,
     RequestView,
+    ToolTokens,
+    TurnEnd,
 )
 
 _GROUP_BYTES = 4
@@ -284,13 +286,15 @@ class SeenRequest:
     Attributes:
         own: vLLM's request object.
         request_id: its id.
+        turn_end: how it ended.
     """
 
-    __slots__ = ("own", "request_id")
+    __slots__ = ("own", "request_id", "turn_end")
 
     def __init__(self, own: Any) -> None:
         self.own = own
         self.request_id: str = own.request_id
+        self.turn_end = TurnEnd.UNKNOWN
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -353,6 +357,33 @@ class SeenRequest:
         """What the client asks of the connectors."""
         params: Mapping[str, Any] | None = self.own.kv_transfer_params
         return params
+
+
+_ENDS: Final = {
+    "FINISHED_STOPPED": TurnEnd.ANSWER,
+    "FINISHED_LENGTH_CAPPED": TurnEnd.LENGTH,
+    "FINISHED_IGNORED": TurnEnd.LENGTH,  # its prompt is too long
+    "FINISHED_REPETITION": TurnEnd.LENGTH,
+    "FINISHED_ABORTED": TurnEnd.ABORT,
+    "FINISHED_ERROR": TurnEnd.ERROR,
+}
+
+
+def turn_end_of(own: Any, tool_tokens: ToolTokens) -> TurnEnd:
+    """How one of vLLM's requests ended, as far as its scheduler can know.
+
+    A stop string is found by the process in front, which then aborts the request. Calls of tools that a grammar forces are
+    plain JSON, without the model's own token.
+    """
+    sampling = getattr(own, "sampling_params", None)
+    end = _ENDS.get(getattr(own.status, "name", ""), TurnEnd.UNKNOWN)
+    if end is TurnEnd.ABORT and getattr(sampling, "stop", None):
+        return TurnEnd.UNKNOWN
+    if end is not TurnEnd.ANSWER:
+        return end
+    end = tool_tokens.end_of(own.all_token_ids[own.num_prompt_tokens :])
+    is_forced = getattr(sampling, "structured_outputs", None) is not None
+    return TurnEnd.UNKNOWN if is_forced and end is TurnEnd.ANSWER else end
 
 
 # --- vLLM's scheduler output as the step of the contract --------------------------------------------------------------

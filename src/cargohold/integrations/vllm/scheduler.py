@@ -15,7 +15,15 @@ from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
-from cargohold.integrations.vllm.engine_view import BlockTables, NotedTables, PoolContext, SeenRequest, Step, block_ids
+from cargohold.integrations.vllm.engine_view import (
+    BlockTables,
+    NotedTables,
+    PoolContext,
+    SeenRequest,
+    Step,
+    block_ids,
+    turn_end_of,
+)
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
@@ -33,6 +41,7 @@ from cargohold.protocol import (
     OutputAggregator,
     Patience,
     Stats,
+    ToolTokens,
     add_stats,
     hints_in,
     level_changes,
@@ -76,6 +85,7 @@ class SideOptions:
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
         loads: whether anything is loaded; see ``layout.may_load``.
         by_priority: whether vLLM admits requests by priority (``--scheduling-policy``), and not as they come.
+        tool_tokens: the tokens with which the model calls tools.
         marks_load_ends: whether to mark the end of a load for vLLM's prefix cache, which would not keep the windows and states
             there otherwise.
     """
@@ -86,6 +96,7 @@ class SideOptions:
     loads: bool = True
     by_priority: bool = False
     marks_load_ends: bool = False
+    tool_tokens: ToolTokens = ToolTokens({})  # noqa: RUF009  # it is never changed
 
 
 class SchedulerSide:
@@ -122,6 +133,7 @@ class SchedulerSide:
         self._loads = options.loads
         self._by_priority = options.by_priority
         self._marks_load_ends = options.marks_load_ends
+        self._tool_tokens = options.tool_tokens
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
@@ -223,6 +235,7 @@ class SchedulerSide:
         seen = self._requests.pop(request_id, None)
         if seen is None:
             return False, dict(self._told.take(request, CacheReport(), ())) or None
+        seen.turn_end = turn_end_of(request, self._tool_tokens)
         keeps_blocks, params = self.guard.request_finished(seen, tables)
         report = self.guard.explain(request_id)
         if keeps_blocks:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Final
 
 from cargohold.connector.factory import never_found
+from cargohold.errors import ConfigError, one_line
 from cargohold.integrations.vllm.layout import may_load, replicas, shares_loads
 from cargohold.integrations.vllm.settings import Settings
-from cargohold.protocol import KVCacheLayout
+from cargohold.protocol import KVCacheLayout, ToolTokens, added_tokens
+from cargohold.tiers.namespace import find_files
+
+logger = logging.getLogger(__name__)
 
 _SUDDEN_END: Final = (
     "with --shutdown-timeout 0, its default, `vllm serve` kills its engine when it is stopped, and what is being written to a "
@@ -51,3 +56,16 @@ def remarks(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Itera
     _, reason = replicas(vllm_config, kv_cache_config)
     if reason:
         yield f"latent KV is the same on all workers, and is kept once for each: {reason}"
+
+
+def tool_tokens(model_config: Any) -> ToolTokens:
+    """The tokens with which the model calls tools, from the local files of its tokenizer; none if they do not say."""
+    path = getattr(model_config, "tokenizer", None)
+    if not path:
+        return ToolTokens({})
+    try:
+        revision = getattr(model_config, "tokenizer_revision", None)
+        return ToolTokens(added_tokens(find_files(str(path), revision, "tokenizer")))
+    except (ConfigError, OSError, ValueError) as error:
+        logger.info("which turns end with a call of a tool is not known: %s", one_line(error))
+        return ToolTokens({})

@@ -35,6 +35,7 @@ from cargohold.protocol import (
     SchedulerContext,
     SchedulerEnvironment,
     StepView,
+    TurnEnd,
     WorkerEnvironment,
 )
 
@@ -101,6 +102,11 @@ class EarlyView:
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """What the client asks of the connectors."""
         return self._request.kv_transfer_params
+
+    @property
+    def turn_end(self) -> TurnEnd:
+        """How it ended."""
+        return self._request.turn_end
 
 
 class EarlyViews:

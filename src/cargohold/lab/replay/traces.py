@@ -27,12 +27,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol, TypeAlias
+from typing import Any, BinaryIO, Final, Protocol, TypeAlias
 
 import msgspec
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.errors import CargoholdError, ConfigError, TraceError, one_line
+from cargohold.protocol import TurnEnd
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of the decoder for lines that are not JSON, not text, or nested too deeply."""
@@ -52,6 +53,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         block_tokens: tokens per block.
         step_tokens: most tokens of a prompt that the recording engine computed in a step.
         reused_blocks: leading blocks that the recording engine reused when this request ran.
+        stop: how the turn ended, in a word that ``TurnEnd.named`` knows; logs may have something else under this name.
     """
 
     hash_ids: list[int]
@@ -64,11 +66,17 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     block_tokens: int | None = None
     step_tokens: int | None = None
     reused_blocks: int | None = None
+    stop: Any = None
 
     @property
     def arrival_ms(self) -> float | None:
         """Time of arrival in milliseconds, whichever name the trace has for it."""
         return self.timestamp if self.timestamp_ms is None else self.timestamp_ms
+
+    @property
+    def turn_end(self) -> TurnEnd:
+        """How the turn ended, as far as the trace says."""
+        return TurnEnd.named(self.stop)
 
 
 MAX_TOKENS: Final = 2**31 - 1
@@ -172,6 +180,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int | None = None
     reused_blocks: int | None = None
     session_id: int | str | None = None
+    stop: Any = None
 
 
 class TextTokenizer(Protocol):
@@ -248,6 +257,7 @@ class RequestLogDecoder:
             block_tokens=self.block_tokens,
             step_tokens=logged.step_tokens,
             reused_blocks=logged.reused_blocks,
+            stop=logged.stop,
         )
         check_numbers(request, line)
         return request
