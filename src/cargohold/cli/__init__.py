@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
+
+VLLM_FLAGS: Final = "vllm-flags"
 
 
 def main() -> int:
@@ -24,6 +26,10 @@ def main() -> int:
 
 
 def _run() -> int:
+    if sys.argv[1:2] == [VLLM_FLAGS]:  # needs nothing of what the others need
+        from cargohold.cli import vllm_flags  # noqa: PLC0415  # slow to import
+
+        return vllm_flags.main(sys.argv[2:])
     if missing := [name for name in ("packaging", "rich", "typer") if find_spec(name) is None]:
         sys.stderr.write(f"cargohold: its commands need {' and '.join(missing)}: pip install 'cargohold[cli]'\n")
         return 2

@@ -29,6 +29,7 @@ from rich.text import Text
 from cargohold import __version__
 from cargohold.cache import OffloadKey
 from cargohold.cache.manager import offload_key
+from cargohold.cli import VLLM_FLAGS, vllm_flags
 from cargohold.cli.app import Answers, app, errors
 from cargohold.errors import CargoholdError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
@@ -101,6 +102,14 @@ def doctor(
         # Texts: names of extras are in brackets, which would be taken for markup.
         table.add_row(finding.area, Text(finding.level.value, styles[finding.level]), Text(found))
     out.print_table(table)
+
+
+@app.command(
+    VLLM_FLAGS, add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def vllm_flags_beside_others(context: typer.Context) -> None:
+    """Print the options that switch Cargohold on in vLLM, once what can be checked here has been."""
+    raise typer.Exit(vllm_flags.main(context.args))
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------

@@ -15,10 +15,8 @@ from typing import Any, Final, Self
 
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from cargohold.connector.factory import check_memory, tiers_of
 from cargohold.errors import option_path
 from cargohold.integrations.vllm.settings import Settings
-from cargohold.tiers import check_place_here
 
 NAME: Final = "CargoholdConnector"
 _TRANSFER: Final = "kv-transfer-config"
@@ -93,17 +91,7 @@ def check(command: Command) -> None:
             settings = Settings.parse(options)
             settings.require_packages()
             if command.runs_here:
-                with option_path("kv_connector_extra_config."):
-                    _check_here(settings)
-
-
-def _check_here(settings: Settings) -> None:
-    """Refuse what this machine has not, and files that cannot be written."""
-    settings.factory()
-    check_memory(settings.offload, warns=False)  # the first worker warns, once the weights are loaded
-    for path, tier, _ in tiers_of(settings.offload):
-        with option_path(path):
-            check_place_here(tier)
+                settings.check_here(warns=False)  # the first worker warns, once the weights are loaded
 
 
 def of_this_process() -> Command | None:

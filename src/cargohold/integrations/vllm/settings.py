@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self, TypeGuard
 
-from cargohold.connector.factory import Offload, check_apart, connector_factory, tiers_of
+from cargohold.connector.factory import Offload, check_apart, check_memory, connector_factory, tiers_of
 from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.offloading import OffloadConfig
@@ -15,7 +15,7 @@ from cargohold.connector.options import parse_dataclass, parse_offload
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import is_positive_number
 from cargohold.protocol import KVConnectorFactory
-from cargohold.tiers import TierConfig, require_packages
+from cargohold.tiers import TierConfig, check_place_here, require_packages
 
 DISABLE: Final = "disable"
 REFUSE: Final = "refuse"
@@ -113,6 +113,22 @@ class Settings:
         for path, tier, _ in tiers_of(self.offload):
             with option_path(f"kv_connector_extra_config.{path}"):
                 require_packages(tier)
+
+    def check_here(self, *, warns: bool) -> None:
+        """Refuse what this machine has not, and files that cannot be written, without changing anything.
+
+        Args:
+            warns: whether to log a warning about host memory that is in use at the moment.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        with option_path("kv_connector_extra_config."):
+            self.factory()
+            check_memory(self.offload, warns=warns)
+            for path, tier, _ in tiers_of(self.offload):
+                with option_path(path):
+                    check_place_here(tier)
 
     def factory(self) -> KVConnectorFactory:
         """The factory that makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""
