@@ -73,6 +73,7 @@ check: $(VENV)/.dev $(VENV)/.pins ## Formatting, lint, types, import contracts, 
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/options.py --check
 
 docs: $(VENV)/.docs ## Build the documentation in build/site, offline, with all links checked
 	$(BIN)/python tools/diagrams.py --check

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
+from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.cli.demo import require_offloading
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 16
 ANSWER_TOKENS = 16
-CONNECTORS: dict[str, OffloadConfig | LazyOffloadConfig] = {
+CONNECTORS: dict[str, OffloadConfig] = {
     "eager": OffloadConfig(host_bytes="2GiB"),
-    "lazy": LazyOffloadConfig(host_bytes="2GiB"),
+    "lazy": OffloadConfig(mode="lazy", host_bytes="2GiB"),
 }
 
 
@@ -47,9 +47,7 @@ def _visits(talks: int, context: int, turns: int) -> list[list[int]]:
     return [text[: context + 32 * turn] for turn in range(turns) for text in texts]
 
 
-def _measure(
-    visits: Sequence[list[int]], num_blocks: int, offload: OffloadConfig | LazyOffloadConfig
-) -> dict[str, Any]:
+def _measure(visits: Sequence[list[int]], num_blocks: int, offload: OffloadConfig) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     with LLM(MODEL, num_device_blocks=num_blocks, block_tokens=BLOCK_TOKENS, offload=offload) as llm:
         outputs = []

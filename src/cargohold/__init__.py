@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cargohold.connector.offloading import HintConfig, OffloadConfig, TenantQuota
-    from cargohold.connector.offloading.lazy import LazyOffloadConfig
     from cargohold.engine.core.request import SamplingParams
     from cargohold.engine.outputs import EngineStatus, RequestMetrics, RequestOutput
     from cargohold.errors import (
@@ -48,7 +47,6 @@ __all__ = [
     "HintConfig",
     "HintEvent",
     "HintOutcome",
-    "LazyOffloadConfig",
     "ModelError",
     "ModelNotFoundError",
     "OffloadConfig",
@@ -63,7 +61,6 @@ __all__ = [
 ]
 
 _NAMES = {
-    "cargohold.connector.offloading.lazy": ("LazyOffloadConfig",),
     "cargohold.connector.offloading": ("HintConfig", "OffloadConfig", "TenantQuota"),
     "cargohold.engine.outputs": ("EngineStatus", "RequestMetrics", "RequestOutput"),
     "cargohold.engine.core.request": ("SamplingParams",),

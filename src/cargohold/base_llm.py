@@ -29,7 +29,6 @@ from cargohold.connector.factory import (
 )
 from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.core.scheduler import Scheduler
@@ -242,8 +241,8 @@ def _check_offload(offload: object) -> None:
             _check_offload(child)
         return
     is_factory = hasattr(offload, "make_scheduler_side") and not isinstance(offload, type)
-    if offload is not None and not is_factory and not isinstance(offload, OffloadConfig | LazyOffloadConfig):
-        expected = "an OffloadConfig, a LazyOffloadConfig, the factory of a connector, or a list of these"
+    if offload is not None and not is_factory and not isinstance(offload, OffloadConfig):
+        expected = "an OffloadConfig, the factory of a connector, or a list of these"
         raise ConfigError("offload", offload, f"it must be {expected}")
 
 

@@ -42,8 +42,8 @@ class LLM(BaseLLM):
 
     Args:
         model: a directory, a GGUF file, a Hugging Face hub id, or ``smollm2``.
-        offload: keep KV that the device pool has no room for: an ``OffloadConfig``, a ``LazyOffloadConfig``, the factory of
-            any connector of the contract, or a list of these, most preferred first. ``None`` keeps nothing.
+        offload: keep KV that the device pool has no room for: an ``OffloadConfig``, the factory of any connector of
+            the contract, or a list of these, most preferred first. ``None`` keeps nothing.
         record: write the block trace of all requests to this new file, for ``cargohold replay``: hashes only.
         traces: make OpenTelemetry spans of what the connector does for each request; needs the extra ``otel``.
         options: fields of ``EngineConfig``.

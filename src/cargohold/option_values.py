@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from importlib import import_module
 from os import PathLike
@@ -157,6 +158,17 @@ def made_by(key: str, name: str, kind: type, *args: Any, **options: Any) -> Any:
             key, name, f"it made a {type(made).__name__}, and must make a {kind.__module__}.{kind.__name__}"
         )
     return made
+
+
+@contextmanager
+def somebody_elses(key: str, name: str) -> Iterator[None]:
+    """Turn whatever somebody else's code raises inside the ``with`` into a ``ConfigError``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # it may raise anything
+        raise ConfigError(key, name, f"it refuses its options ({type(error).__name__}: {one_line(error)})") from error
 
 
 def search_current_directory() -> None:

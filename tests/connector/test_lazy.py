@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold import ConfigError, LazyOffloadConfig
+from cargohold import ConfigError, OffloadConfig
 from cargohold.blocks import BlockPool
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.connector.kernel.jobs import OffloadingMetadata
@@ -204,7 +204,7 @@ def test_without_a_view_of_the_pool_it_turns_itself_off() -> None:
 )
 def test_impossible_options_are_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        LazyOffloadConfig(**options)
+        OffloadConfig(mode="lazy", **options)
 
 
 def test_host_memory_has_the_policy_that_the_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,13 +216,13 @@ def test_host_memory_has_the_policy_that_the_options_name(monkeypatch: pytest.Mo
             made.append(self)
 
     monkeypatch.setattr("examples.own_policy.oldest_ends.OldestEnds", Noted)
-    config = LazyOffloadConfig(host_bytes="1MiB", policy="examples.own_policy.oldest_ends:OldestEnds")
+    config = OffloadConfig(mode="lazy", host_bytes="1MiB", policy="examples.own_policy.oldest_ends:OldestEnds")
     LazyOffloadingFactory(config).make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
     assert len(made) == 1
 
 
 def test_it_needs_a_prefix_cache_to_keep_what_that_evicts() -> None:
-    factory = LazyOffloadingFactory(LazyOffloadConfig(host_bytes="1MiB"))
+    factory = LazyOffloadingFactory(OffloadConfig(mode="lazy", host_bytes="1MiB"))
     with pytest.raises(ConfigError, match="prefix_caching=False"):
         factory.make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0, prefix_caching=False))
 
@@ -230,7 +230,7 @@ def test_it_needs_a_prefix_cache_to_keep_what_that_evicts() -> None:
 def test_blocks_that_another_connector_has_loaded_are_announced_when_stored() -> None:
     """Also if their request was preempted before any step."""
     kv = KVCacheManager(simulated_layout(9))
-    side = LazyOffloadingFactory(LazyOffloadConfig(host_bytes="1KiB")).make_scheduler_side(
+    side = LazyOffloadingFactory(OffloadConfig(mode="lazy", host_bytes="1KiB")).make_scheduler_side(
         SchedulerEnvironment(kv.layout, lambda: 0.0, emits_events=True)
     )
     side.bind_scheduler_context(EngineContext(kv, WaitingQueue(QueuePolicy.FCFS)))

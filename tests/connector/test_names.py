@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, LazyOffloadConfig, OffloadConfig
+from cargohold import LLM, OffloadConfig
 from cargohold.connector.offloading import OffloadConfig as EagerConfig
-from cargohold.connector.options import NAMES_ELSEWHERE, NAMES_OF_TIERS_ELSEWHERE, parse_offload
+from cargohold.connector.options import parse_offload
 from cargohold.errors import ConfigError
 from cargohold.tiers import DiskTierConfig, SharedTierConfig
 from examples.own_connector import shelf
@@ -83,10 +83,10 @@ def test_secrets_below_a_name_from_elsewhere_are_not_shown() -> None:
 
 
 def test_no_option_of_ours_counts_as_a_name_from_elsewhere() -> None:
-    ours = {field.name for kind in (OffloadConfig, LazyOffloadConfig) for field in fields(kind)}
-    assert ours.isdisjoint(NAMES_ELSEWHERE)
-    ours = {field.name for kind in (DiskTierConfig, SharedTierConfig) for field in fields(kind)}
-    assert ours.isdisjoint(NAMES_OF_TIERS_ELSEWHERE)
+    ours = {field.name for field in fields(OffloadConfig)}
+    assert ours.isdisjoint(OffloadConfig.names_elsewhere)
+    for kind in (DiskTierConfig, SharedTierConfig):
+        assert kind.names_elsewhere and {field.name for field in fields(kind)}.isdisjoint(kind.names_elsewhere)
 
 
 def test_a_connector_of_ones_own_is_named_with_its_options() -> None:

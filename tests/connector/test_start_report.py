@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, DiskTierConfig, LazyOffloadConfig, OffloadConfig, SharedTierConfig
+from cargohold import LLM, DiskTierConfig, OffloadConfig, SharedTierConfig
 from cargohold.connector.factory import Offload, equal_parts, never_found, start_report
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheGroup, KVCacheLayout
 
@@ -54,7 +54,8 @@ def test_a_report_says_that_the_same_is_kept_once() -> None:
 
 def test_a_report_says_what_is_below_host_memory() -> None:
     layout = KVCacheLayout((FULL,), num_blocks=9, block_bytes=1024, hash_block_tokens=32)
-    offload = LazyOffloadConfig(
+    offload = OffloadConfig(
+        mode="lazy",
         host_bytes="1MiB",
         tiers=[
             DiskTierConfig(directory="/var/kv", max_bytes="200GiB"),
@@ -65,7 +66,7 @@ def test_a_report_says_what_is_below_host_memory() -> None:
     assert start_report(layout, offload, equal_parts(layout))[-4:] == [
         (
             "lazy: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
-            "filled with what the device is about to evict"
+            "filled with what the device is about to evict, evicted by lru"
         ),
         "below it: /var/kv, 200 GiB at most, evicted by lru",
         "below it: redis://h/0",
@@ -104,7 +105,7 @@ def test_what_no_prompt_can_fill_is_said() -> None:
     """Found by use: a model's blocks of 544 tokens with max_model_len 400 kept nothing, and nobody said so."""
     groups = (FULL, KVCacheGroup(1, AttentionKind.RECURRENT, 544, ("d",)))
     layout = KVCacheLayout(groups, num_blocks=9, block_bytes=1024, hash_block_tokens=32)
-    offload: list[Offload] = [OffloadConfig(host_bytes="1MiB"), LazyOffloadConfig(host_bytes="1MiB")]
+    offload: list[Offload] = [OffloadConfig(host_bytes="1MiB"), OffloadConfig(mode="lazy", host_bytes="1MiB")]
     (first, second) = never_found(offload, layout, 544)
     assert first == (
         "connectors[0]: nothing of any prompt is ever restored: a chunk of 1 block of group 1 has 544 tokens, and "

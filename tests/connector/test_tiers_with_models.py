@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, ConfigError, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
+from cargohold import LLM, ConfigError, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
@@ -271,7 +271,7 @@ def test_a_directory_that_cannot_be_is_refused_by_name(directory: str, tiny_mode
     assert caught.value.key == "tiers[0].directory"
 
 
-@pytest.mark.parametrize("kind", [OffloadConfig, LazyOffloadConfig])
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.parametrize(
     ("key", "option"),
     [
@@ -282,7 +282,7 @@ def test_a_directory_that_cannot_be_is_refused_by_name(directory: str, tiny_mode
     ],
 )
 def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # which may take minutes
-    kind: type[OffloadConfig | LazyOffloadConfig],
+    mode: str,
     key: str,
     option: dict[str, Any],
     tmp_path: Path,
@@ -290,7 +290,7 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cargohold.base_llm.make_executor", lambda *_: pytest.fail("a worker was started"))
-    config = kind(host_bytes="16MiB", tiers=[replace(disk(tmp_path), **option)])
+    config = OffloadConfig(mode=mode, host_bytes="16MiB", tiers=[replace(disk(tmp_path), **option)])
     with pytest.raises(ConfigError) as caught:
         SettledLLM(tiny_model("llama"), offload=[config], **OPTIONS)
     assert caught.value.key == f"connectors[0].tiers[0].{key}"
@@ -326,7 +326,7 @@ def test_a_small_host_over_a_large_disk(
 def test_as_one_of_several_connectors(
     tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
-    offloads: list[Any] = [offload(disk(tmp_path)), LazyOffloadConfig(host_bytes="1MiB")]
+    offloads: list[Any] = [offload(disk(tmp_path)), OffloadConfig(mode="lazy", host_bytes="1MiB")]
     with SettledLLM(tiny_model("gemma3"), offload=offloads, **OPTIONS) as first:
         expected = tokens(ask(first, prompts()))
     again = ask(make_llm(tiny_model("gemma3"), offload=offloads, **OPTIONS), prompts())
@@ -458,8 +458,13 @@ def test_below_a_lazy_connector(
     kind: str, tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     """What the device evicts goes to host memory, and from there to disk; what it never evicts goes nowhere."""
-    config = LazyOffloadConfig(
-        host_bytes="16MiB", tiers=[disk(tmp_path)], restore="always", restore_timeout_s=60.0, transfer_timeout_s=60.0
+    config = OffloadConfig(
+        mode="lazy",
+        host_bytes="16MiB",
+        tiers=[disk(tmp_path)],
+        restore="always",
+        restore_timeout_s=60.0,
+        transfer_timeout_s=60.0,
     )
     options = OPTIONS | {"num_device_blocks": 100, "max_model_len": 110}
     with SettledLLM(tiny_model(kind), **options) as plain:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
+from cargohold import LLM, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.tiers import HostMemory
@@ -19,7 +19,7 @@ from tests.models import CONFIGS, VOCAB_SIZE
 
 EAGER = OffloadConfig(host_bytes="64MiB")
 CHUNKED = OffloadConfig(host_bytes="64MiB", blocks_per_chunk=3)
-LAZY = LazyOffloadConfig(host_bytes="64MiB")
+LAZY = OffloadConfig(mode="lazy", host_bytes="64MiB")
 OFFLOADS: dict[str, Any] = {
     "eager": EAGER,
     "chunked": CHUNKED,

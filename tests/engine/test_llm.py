@@ -26,7 +26,6 @@ from cargohold import (
     ConfigError,
     DiskTierConfig,
     EngineDeadError,
-    LazyOffloadConfig,
     OffloadConfig,
     RequestError,
     RequestOutput,
@@ -148,7 +147,9 @@ def test_a_stop_string_that_is_a_special_token_stops_at_that_token(
     assert ended.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("offload", [None, OffloadConfig(host_bytes="8MiB"), LazyOffloadConfig(host_bytes="8MiB")])
+@pytest.mark.parametrize(
+    "offload", [None, OffloadConfig(host_bytes="8MiB"), OffloadConfig(mode="lazy", host_bytes="8MiB")]
+)
 def test_an_abort_in_any_state_leaves_nothing_behind(offload: Any, llama_engine: MakeEngine) -> None:
     # Room for little more than one request: some wait, run in chunks, generate, are preempted, or wait for loads.
     engine = llama_engine(offload=offload, num_device_blocks=24, max_model_len=80, max_num_batched_tokens=16)
@@ -319,9 +320,9 @@ def test_a_closed_model_says_so(llama: MakeLLM) -> None:
 
 def test_a_closed_model_leaves_no_thread_and_no_open_file(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     disk = DiskTierConfig(directory=tmp_path, max_bytes="1MiB", reserve_bytes=0)
-    offload: list[OffloadConfig | LazyOffloadConfig] = [
+    offload: list[OffloadConfig] = [
         OffloadConfig(host_bytes="1MiB", tiers=[disk]),
-        LazyOffloadConfig(host_bytes="1MiB"),
+        OffloadConfig(mode="lazy", host_bytes="1MiB"),
     ]
     left = []
     for number in range(3):
@@ -400,7 +401,7 @@ def test_memory_is_added_up_before_the_model_is_loaded(llama: MakeLLM, monkeypat
     """Found by a newcomer: each part was compared with the machine's memory alone, and the sum would have filled it."""
     monkeypatch.setattr("cargohold.base_llm.memory_limit_bytes", lambda: 10 * 1024**2)
     monkeypatch.setattr("cargohold.base_llm.build_engine", Mock(side_effect=AssertionError("the model was loaded")))
-    offload = [OffloadConfig(host_bytes="4MiB"), LazyOffloadConfig(host_bytes="5MiB")]
+    offload = [OffloadConfig(host_bytes="4MiB"), OffloadConfig(mode="lazy", host_bytes="5MiB")]
     with pytest.raises(ConfigError, match=r"host_bytes='9.0 MiB'.*device pool of .* more than the 10 MiB"):
         llama(num_device_blocks=1000, offload=offload)
 

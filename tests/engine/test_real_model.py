@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cargohold import LLM, LazyOffloadConfig, OffloadConfig, RequestOutput, SamplingParams
+from cargohold import LLM, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.cli.demo import load_conversations
 from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
@@ -93,7 +93,7 @@ def test_it_knows_the_capital_of_france(smollm2: Callable[..., LLM]) -> None:
 
 # --- offloading -------------------------------------------------------------------------------------------------------
 
-EAGER, LAZY = OffloadConfig(host_bytes="256MiB"), LazyOffloadConfig(host_bytes="256MiB")
+EAGER, LAZY = OffloadConfig(host_bytes="256MiB"), OffloadConfig(mode="lazy", host_bytes="256MiB")
 OFFLOADS: dict[str, Any] = {
     "eager": EAGER,
     "lazy": LAZY,

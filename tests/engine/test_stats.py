@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cargohold import LLM, LazyOffloadConfig, OffloadConfig, SamplingParams
+from cargohold import LLM, OffloadConfig, SamplingParams
 
 
 def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]) -> None:
@@ -33,7 +33,7 @@ def test_both_sides_of_a_connector_count_under_one_name(
     tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     """Found by looking: the workers of the lazy connector counted for the eager one."""
-    offload = [LazyOffloadConfig(host_bytes="8MiB", lookahead_blocks=15), OffloadConfig(host_bytes="8MiB")]
+    offload = [OffloadConfig(mode="lazy", host_bytes="8MiB", lookahead_blocks=15), OffloadConfig(host_bytes="8MiB")]
     llm = make_llm(tiny_model("llama"), block_tokens=8, num_device_blocks=16, max_model_len=100, offload=offload)
     for number in range(3):
         llm.generate([number, *range(64)], SamplingParams(max_tokens=1))
@@ -51,7 +51,7 @@ def test_there_is_nothing_to_count_without_a_connector(
 
 
 def test_what_came_in_has_gone_or_is_there(tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]) -> None:
-    for offload in (OffloadConfig(host_bytes="64KiB"), LazyOffloadConfig(host_bytes="64KiB")):
+    for offload in (OffloadConfig(host_bytes="64KiB"), OffloadConfig(mode="lazy", host_bytes="64KiB")):
         llm = make_llm(tiny_model("llama"), block_tokens=8, num_device_blocks=16, max_model_len=100, offload=offload)
         for number in range(12):
             llm.generate([number, *range(90)], SamplingParams(max_tokens=1))

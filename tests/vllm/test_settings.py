@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.offloading.lazy import LazyOffloadConfig
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm.settings import Settings
 from cargohold.tiers import DiskTierConfig, SharedTierConfig
@@ -76,7 +75,7 @@ def test_data_parallel_replicas_have_disks_of_their_own() -> None:
         assert first.of_replica(0) == first, "existing directories stay valid"
         offload = first.of_replica(2).offload
         config = offload[0] if isinstance(offload, Sequence) else offload
-        assert isinstance(config, OffloadConfig | LazyOffloadConfig)
+        assert isinstance(config, OffloadConfig)
         own, common = config.tiers
         assert isinstance(own, DiskTierConfig)
         assert own.directory == Path("/var/kv/replica-2")

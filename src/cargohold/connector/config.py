@@ -4,24 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final
 
+from cargohold.cache.policies import DEFAULT_POLICY
+from cargohold.cache.policies.base import LRUPolicy
+from cargohold.cache.policies.registry import POLICY, POLICY_NAMES
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import find_guest
 from cargohold.errors import ConfigError
-from cargohold.option_values import is_number, is_positive_number, parse_bytes
+from cargohold.option_values import parse_bytes
+from cargohold.options import FRACTION, INT_FROM_1, SECONDS, Options, checked, declared, list_of, must, one_of
 from cargohold.tiers import TierConfig
+from cargohold.tiers.kinds import TIERS
 
+AUTO: Final = "auto"
+EAGER: Final = "eager"
+LAZY: Final = "lazy"
 RESTORE_IF_FASTER = "if_faster"
 RESTORE_ALWAYS = "always"
 HINTS_OFF = "off"
 HINTS_RETAIN = "retain"
 HINTS_ALL = "all"
 
+_ALLOW: Final = one_of(HINTS_ALL, HINTS_RETAIN, HINTS_OFF)
+
+
+def _allow_each(key: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(key, value, "it must be an object with tenants")
+    for tenant, allowed in value.items():
+        _ALLOW(f"{key}[{tenant}]", allowed)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HintConfig:
-    """What hints may do. Checked when created; raises ``ConfigError``, which names the option.
+class HintConfig(Options):
+    """What hints may do.
 
     Attributes:
         allow: which hints are carried out: ``all`` of them; ``retain``, that is ``retain``, ``demote`` and ``release``, which
@@ -32,75 +51,62 @@ class HintConfig:
         max_ttl_s: seconds that a hint may last at most.
     """
 
-    allow: str = HINTS_ALL
-    allow_of: Mapping[str, str] = field(default_factory=dict)
-    pin_fraction: float = 0.25
-    retain_fraction: float = 0.5
-    max_ttl_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        choices = (HINTS_ALL, HINTS_RETAIN, HINTS_OFF)
-        for key, value in (("allow", self.allow), *((f"allow_of[{name}]", of) for name, of in self.allow_of.items())):
-            if value not in choices:
-                raise ConfigError(key, value, f"it must be one of {', '.join(choices)}")
-        for key in ("pin_fraction", "retain_fraction"):
-            part = getattr(self, key)
-            if not is_number(part) or not 0 <= part <= 1:
-                raise ConfigError(key, part, "it must be a number from 0 to 1")
-        if not is_positive_number(self.max_ttl_s):
-            raise ConfigError("max_ttl_s", self.max_ttl_s, "it must be a number of seconds above 0")
+    allow: Annotated[str, _ALLOW] = HINTS_ALL
+    allow_of: Annotated[Mapping[str, str], checked(_allow_each)] = field(default_factory=dict)
+    pin_fraction: Annotated[float, FRACTION] = 0.25
+    retain_fraction: Annotated[float, FRACTION] = 0.5
+    max_ttl_s: Annotated[float, SECONDS] = 3600.0
 
     def allowed_to(self, tenant: str | None) -> str:
         """Return which hints of a tenant are carried out."""
         return self.allow if tenant is None else self.allow_of.get(tenant, self.allow)
 
 
+def _share(key: str, size: int | str, capacity: int = 100, chunk_bytes: int = 1) -> int:
+    """Return a size, or a part such as ``10%``, in chunks of a tier with ``capacity`` chunks."""
+    if isinstance(size, str) and size.strip().endswith("%"):
+        try:
+            part = float(size.strip().removesuffix("%"))
+        except ValueError:
+            part = -1.0
+        if not 0 <= part <= 100:  # per cent
+            raise ConfigError(key, size, "it must be from 0% to 100%, or a size such as 2GiB")
+        return int(capacity * part / 100)
+    return 0 if size == 0 else parse_bytes(key, size) // chunk_bytes
+
+
+_NAME: Final = must(lambda name: isinstance(name, str) and bool(name), "the name of a tenant")
+_LABEL: Final = must(lambda label: isinstance(label, str) and label.isprintable() and bool(label), "printable text")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantQuota:
-    """How much of host memory a tenant may have. Checked when created; raises ``ConfigError``, which names the option.
+class TenantQuota(Options):
+    """How much of host memory a tenant may have.
 
     Sizes are bytes (``2GiB``, or a number) or a part of the tier (``10%``).
 
     Attributes:
-        tenant: the tenant: the name that a server gives it, or else the salt of its requests.
-        reserved: what no other tenant can take from it.
+        tenant: the name that a server gives it, or else the salt of its requests.
+        reserved: what no other tenant can take from it. What it does not use is for others until it does.
         soft: above this, its own chunks are evicted before those of others; ``None`` for no such limit.
         hard: it never has more than this; ``None`` for no such limit.
         label: what metrics call it; by default its place among the quotas, such as ``tenant 1``. A salt is no label: whoever
             knows it can find out what is cached under it.
     """
 
-    tenant: str
-    reserved: int | str = 0
-    soft: int | str | None = None
-    hard: int | str | None = None
-    label: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.tenant:
-            raise ConfigError("tenant", self.tenant, "it must be the name of a tenant")
-        if self.label is not None and not (self.label and self.label.isprintable()):
-            raise ConfigError("label", self.label, "it must be printable text")
-        self.limits(100, 1)
+    tenant: Annotated[str, _NAME]
+    reserved: Annotated[int | str, checked(_share)] = 0
+    soft: Annotated[int | str | None, checked(_share)] = None
+    hard: Annotated[int | str | None, checked(_share)] = None
+    label: Annotated[str | None, _LABEL] = None
 
     def limits(self, capacity: int, chunk_bytes: int) -> Limits:
         """Return the limits in chunks, for a tier of ``capacity`` chunks of ``chunk_bytes``."""
-
-        def chunks(key: str, size: int | str) -> int:
-            if isinstance(size, str) and size.strip().endswith("%"):
-                try:
-                    part = float(size.strip().removesuffix("%"))
-                except ValueError:
-                    part = -1.0
-                if not 0 <= part <= 100:  # per cent
-                    raise ConfigError(key, size, "it must be from 0% to 100%, or a size such as 2GiB")
-                return int(capacity * part / 100)
-            return 0 if size == 0 else parse_bytes(key, size) // chunk_bytes
-
-        reserved = chunks("reserved", self.reserved)
-        soft = None if self.soft is None else chunks("soft", self.soft)
-        hard = None if self.hard is None else chunks("hard", self.hard)
-        return Limits(reserved, soft, hard)
+        return Limits(
+            _share("reserved", self.reserved, capacity, chunk_bytes),
+            None if self.soft is None else _share("soft", self.soft, capacity, chunk_bytes),
+            None if self.hard is None else _share("hard", self.hard, capacity, chunk_bytes),
+        )
 
 
 def limits_in_chunks(quotas: Sequence[TenantQuota], capacity: int, chunk_bytes: int) -> dict[str, Limits]:
@@ -114,63 +120,111 @@ def limits_in_chunks(quotas: Sequence[TenantQuota], capacity: int, chunk_bytes: 
     return limits
 
 
+_DISK: Final = '{"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}'
+
+_NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        # vLLM's OffloadingConnector and SimpleCPUOffloadConnector
+        "backpressure": "nothing to set: a tier that cannot keep up gets fewer chunks",
+        "block_size": "blocks_per_chunk, which counts blocks of the device pool, not tokens",
+        "cache_policy_module_path": "the first half of policy=MODULE:CLASS",
+        "canonical_layout": "nothing to set: each split of a model finds its own chunks",
+        "cpu_bytes_to_use": "host_bytes, for all workers together: a number of bytes, or a size such as 8GiB",
+        "cpu_bytes_to_use_per_rank": "host_bytes, for all workers together: a number of bytes, or a size such as 8GiB",
+        "disk_buffer_slots": "nothing to set: each of a disk tier's num_threads has its own buffer",
+        "disk_capacity_bytes": f"max_bytes of a disk tier: tiers=[{_DISK}]",
+        "disk_path": f"directory of a disk tier: tiers=[{_DISK}]",
+        "eviction_policy": f"policy, one of {POLICY_NAMES}",
+        "kv_offload_backend": f"a disk tier below host memory: tiers=[{_DISK}]",
+        "kv_offloading_size": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of GiB",
+        "lazy_offload": "mode=lazy",
+        "max_tracker_size": "nothing to set: a policy limits what it remembers of absent chunks",
+        "num_cpu_blocks": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of blocks",
+        "offload_prompt_only": "store_generated, the other way round: by default, answers are kept too",
+        "secondary_tiers": f"tiers, with other options: tiers=[{_DISK}]",
+        "self_describing_kv_events": "nothing to set: events about chunks that the device computed carry their tokens",
+        "shared_storage_path": 'url of a shared tier: tiers=[{"kind": "shared", "url": "file:///mnt/kv"}]',
+        "spec_module_path": "the first half of connector=MODULE:FACTORY",
+        "spec_name": "the second half of connector=MODULE:FACTORY for a connector of your own; leave it out for ours",
+        "store_threshold": "admission=reused of a tier, for a threshold of 2; in host memory, the policy decides what stays",
+        "use_page_cache": "direct_io of a disk tier, the other way round",
+        # LMCache, whose names may also stand behind "lmcache."
+        "cache_policy": f"policy, one of {POLICY_NAMES}",
+        "chunk_size": "blocks_per_chunk, which counts blocks of the device pool, not tokens",
+        "local_cpu": "host_bytes; host memory is always used",
+        "local_disk": f"directory of a disk tier: tiers=[{_DISK}]",
+        "max_local_cpu_size": "host_bytes, for all workers together: a number of bytes, or a size such as 8GiB, not GB",
+        "max_local_disk_size": f"max_bytes of a disk tier, a number of bytes or a size, not GB: tiers=[{_DISK}]",
+        "remote_url": 'url of a shared tier: tiers=[{"kind": "shared", "url": "redis://host:6379/0"}]',
+        "save_decode_cache": "store_generated",
+        # KVBM's environment variables, in small letters and without "DYN_KVBM_"
+        "cpu_cache_gb": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of GB",
+        "cpu_cache_override_num_blocks": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of blocks",
+        "disable_disk_offload_filter": "admission of a disk tier: all, which is the default, or reused",
+        "disk_cache_dir": f"directory of a disk tier: tiers=[{_DISK}]",
+        "disk_cache_gb": f"max_bytes of a disk tier, a number of bytes or a size, not GB: tiers=[{_DISK}]",
+        "disk_cache_override_num_blocks": f"max_bytes of a disk tier, not a number of blocks: tiers=[{_DISK}]",
+        "object_bucket": 'url of a shared tier: tiers=[{"kind": "shared", "url": "s3://bucket/prefix"}]',
+    }
+)
+"""What options of vLLM's own connectors, of LMCache and of KVBM are called here: ``here that is ...``."""
+
+_ONLY_IN: Final[Mapping[str, Sequence[str]]] = {
+    EAGER: ("blocks_per_chunk", "store_generated", "store_within_steps", "quotas"),
+    LAZY: ("lookahead_blocks",),
+}
+"""Options that make sense in one mode alone."""
+_MODE: Final = must(
+    lambda mode: isinstance(mode, str) and mode in _ONLY_IN,
+    "one of eager, lazy; or, in JSON, multi for several connectors",
+)
+_POLICY: Final = checked(lambda key, name: None if name == AUTO else POLICY(key, name))
+_GUESTS: Final = list_of(checked(lambda key, name: find_guest(name, key)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostOptions(KernelConfig):
-    """The kernel's options and those of the guests that every connector of ours has.
+class OffloadConfig(KernelConfig):
+    """Options for keeping KV in host memory.
 
     Attributes:
+        mode: ``eager`` copies KV down as it is computed; ``lazy`` only what the device is about to evict. That moves far fewer
+            bytes if most blocks are used again before they are evicted; blocks that are evicted faster than they can be copied
+            are lost, and nobody knows whose they are.
+        policy: which chunks are evicted: one of ``arc``, ``fifo``, ``lru``, ``reuse-index``, or ``MODULE:CLASS`` for your own;
+            ``auto`` is ``reuse-index``, and ``lru`` in mode ``lazy``, where a policy has no prefixes to learn from.
         tiers: the tiers below host memory, the fastest first. They keep chunks that host memory has no room for, and chunks
             in them outlive the process.
         restore: whether chunks are brought up from lower tiers only ``if_faster`` than computing them, judged by the recent
             times of both, or ``always``.
         hints: what hints may do.
+        quotas: how much of host memory single tenants may have.
+        lookahead_blocks: number of blocks ahead of eviction that are kept copied. By default twice what one step can allocate.
         guests: features of your own that hear what the connector does, as ``MODULE:CLASS``; see
             ``cargohold.connector.kernel.guest.Guest``.
     """
 
-    tiers: Sequence[TierConfig] = ()
-    restore: str = RESTORE_IF_FASTER
+    names_elsewhere: ClassVar[Mapping[str, str]] = _NAMES_ELSEWHERE
+
+    mode: Annotated[str, _MODE] = EAGER
+    policy: Annotated[str, _POLICY] = AUTO
+    tiers: Annotated[Sequence[TierConfig], TIERS] = ()
+    restore: Annotated[str, one_of(RESTORE_IF_FASTER, RESTORE_ALWAYS)] = RESTORE_IF_FASTER
     hints: HintConfig = HintConfig()
-    guests: Sequence[str] = ()
+    quotas: Sequence[TenantQuota] = ()
+    lookahead_blocks: Annotated[int | None, INT_FROM_1] = None
+    guests: Annotated[Sequence[str], _GUESTS] = ()
 
     def __post_init__(self) -> None:
         KernelConfig.__post_init__(self)
-        is_list = isinstance(self.tiers, list | tuple)
-        self._require(
-            "tiers",
-            is_list and all(isinstance(tier, TierConfig) for tier in self.tiers),
-            "a list of DiskTierConfig, SharedTierConfig, or what else derives from TierConfig",
-        )
-        choices = (RESTORE_IF_FASTER, RESTORE_ALWAYS)
-        self._require("restore", self.restore in choices, f"one of {', '.join(choices)}")
-        self._require("hints", isinstance(self.hints, HintConfig), "a HintConfig")
-        self._require("guests", isinstance(self.guests, list | tuple), "a list of MODULE:CLASS")
-        for guest in self.guests:
-            find_guest(guest)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadConfig(HostOptions):
-    """Options for keeping KV in host memory as it is computed.
-
-    Checked when created; raises ``ConfigError``, which names the option. Most options are in ``KernelConfig``.
-
-    Attributes:
-        quotas: how much of host memory single tenants may have.
-    """
-
-    quotas: Sequence[TenantQuota] = ()
-
-    def __post_init__(self) -> None:
-        HostOptions.__post_init__(self)
-        is_list = isinstance(self.quotas, list | tuple)
-        self._require(
-            "quotas",
-            is_list and all(isinstance(quota, TenantQuota) for quota in self.quotas),
-            "a list of TenantQuota",
-        )
-        self._require("quotas", not (self.quotas and self.manager), "empty: a manager of your own keeps no quotas")
+        for mode, names in _ONLY_IN.items():
+            for name in names if mode != self.mode else ():
+                if getattr(self, name) != declared(OffloadConfig)[name].default:
+                    expected = f"that is an option of mode={mode}, and this is {self.mode}"
+                    raise ConfigError(name, getattr(self, name), expected)
+        if self.policy == AUTO:
+            object.__setattr__(self, "policy", LRUPolicy.name if self.mode == LAZY else DEFAULT_POLICY)
         names = [quota.tenant for quota in self.quotas]
-        self._require(
-            "quotas", len(set(names)) == len(names) < MAX_SHARES, f"one for each of {MAX_SHARES - 1} tenants at most"
-        )
+        if names and self.manager:
+            raise ConfigError("quotas", self.quotas, "it must be empty: a manager of your own keeps no quotas")
+        if len(set(names)) < len(names) or len(names) >= MAX_SHARES:
+            raise ConfigError("quotas", self.quotas, f"it must be one for each of {MAX_SHARES - 1} tenants at most")

@@ -11,10 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
-from cargohold.connector.offloading.factory import check_tiers, require_memory
-from cargohold.connector.offloading.lazy import LazyOffloadConfig, LazyOffloadingFactory
+from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
+from cargohold.connector.offloading.lazy import LazyOffloadingFactory
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.process import available_memory_bytes
@@ -24,7 +24,7 @@ from cargohold.tiers.namespace import ID_PATTERN
 
 logger = logging.getLogger(__name__)
 
-Offload = OffloadConfig | LazyOffloadConfig | KVConnectorFactory
+Offload = OffloadConfig | KVConnectorFactory
 
 
 def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout) -> None:
@@ -39,15 +39,13 @@ def check_places(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
 
 
 def own_configs(offload: Offload | Sequence[Offload] | None, path: str = "") -> Iterator[tuple[str, OffloadConfig]]:
-    """Yield the options of each connector of ours in ``offload``, a lazy one's as an eager one's, with the path to them.
+    """Yield the options of each connector of ours in ``offload``, with the path to them.
 
     Third parties' connectors have none.
     """
     match offload:
         case OffloadConfig():
             yield path, offload
-        case LazyOffloadConfig():
-            yield path, offload.common()
         case Sequence():
             for at, child in enumerate(offload):
                 yield from own_configs(child, f"{path}connectors[{at}].")
@@ -69,7 +67,7 @@ def check_memory(offload: Offload | Sequence[Offload] | None, *, warns: bool = T
         ConfigError: this machine does not allow so much in all.
     """
     wanted, free = host_bytes_of(offload), available_memory_bytes()
-    written = offload.host_bytes if isinstance(offload, OffloadConfig | LazyOffloadConfig) else format_bytes(wanted)
+    written = offload.host_bytes if isinstance(offload, OffloadConfig) else format_bytes(wanted)
     require_memory(written, wanted)
     if warns and wanted > free:
         # It is taken bit by bit as KV is stored, so nothing would fail before the machine is full.
@@ -159,9 +157,7 @@ def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnecto
         case None:
             return NULL_CONNECTOR
         case OffloadConfig():
-            return OffloadingFactory(offload)
-        case LazyOffloadConfig():
-            return LazyOffloadingFactory(offload)
+            return LazyOffloadingFactory(offload) if offload.mode == LAZY else OffloadingFactory(offload)
         case Sequence():
             return MultiConnectorFactory(tuple(connector_factory(child) for child in offload))
         case _:
@@ -272,12 +268,10 @@ def _connector_lines(layout: KVCacheLayout, offload: Offload | Sequence[Offload]
         case Sequence():
             for child in offload:
                 yield from _connector_lines(layout, child, parts)
-        case LazyOffloadConfig():
-            yield f"lazy: {_tier(layout, offload.common(), parts)}; filled with what the device is about to evict"
-            yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
         case OffloadConfig():
-            generated = "prompts and answers" if offload.store_generated else "prompts"
-            yield f"eager: {_tier(layout, offload, parts)}; {generated}, evicted by {offload.policy}"
+            kept = "prompts and answers" if offload.store_generated else "prompts"
+            how = "filled with what the device is about to evict" if offload.mode == LAZY else kept
+            yield f"{offload.mode}: {_tier(layout, offload, parts)}; {how}, evicted by {offload.policy}"
             yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
         case _:
             yield f"{type(offload).__name__}: a connector of its own"

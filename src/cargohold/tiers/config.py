@@ -1,4 +1,4 @@
-"""Options of the tiers below host memory. Checked when created; they raise ``ConfigError``, which names the option.
+"""Options of the tiers below host memory.
 
 What opens a tier is in ``opening``: it imports the tiers, which import their options.
 """
@@ -6,18 +6,20 @@ What opens a tier is in ``opening``: it imports the tiers, which import their op
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Self
 
-from cargohold.cache.policies import find_policy
+from cargohold.cache.policies.registry import POLICY
 from cargohold.errors import ConfigError
-from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, is_number, is_positive_int, is_timeout, parse_bytes
+from cargohold.option_values import format_bytes, is_number, is_positive_int, parse_bytes
+from cargohold.options import SHORT_TIME, SIZE, Options, checked, must, one_of
 from cargohold.protocol import Locality
 from cargohold.tiers import places
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
@@ -62,8 +64,55 @@ class WriteMode(Enum):
     """When host memory fills up, the chunks unused for longest first: fewer writes, but more is lost when the process ends."""
 
 
+def _require_key_source(key: str, source: Any) -> None:
+    """Check the form of ``encryption_key``. The key is read only when the tier is opened.
+
+    The error does not show the value: it may be the secret itself.
+    """
+    if not (isinstance(source, str) and KEY_SOURCE.fullmatch(source)):
+        raise ConfigError(key, "(not shown)", "it must be file:PATH or env:NAME, never the key itself")
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | PathLike) and bool(fspath(value)) and "\0" not in str(fspath(value))
+
+
+def _is_from_0(value: object) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _is_zero(value: object) -> bool:
+    return is_number(value) and value == 0
+
+
+_THREADS: Final = must(
+    lambda value: is_positive_int(value) and value <= MAX_THREADS, f"a whole number from 1 to {MAX_THREADS}"
+)
+_URL: Final = checked(lambda _, url: places.require_place(url))
+_SIZE_OR_0: Final = checked(lambda key, value: None if _is_zero(value) else parse_bytes(key, value))
+
+NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "backpressure": "nothing to set: a tier that cannot keep up gets fewer chunks",
+        "dir": "directory of kind=disk",
+        "enable_kv_events": "nothing to set: there are events for all tiers if vLLM publishes events",
+        "io_threads": "num_threads",
+        "locality": "nothing to set: a disk is LOCAL and a shared store REMOTE",
+        "module_path": "the first half of kind=MODULE:CLASS",
+        "n_read_threads": "num_threads, which read and write",
+        "n_write_threads": "num_threads, which read and write",
+        "path": "directory of kind=disk, or, if engines share it, url=file:///mnt/kv of kind=shared",
+        "prefix": "the end of url, such as s3://bucket/prefix",
+        "root_dir": "directory of kind=disk, or, if engines share it, url=file:///mnt/kv of kind=shared",
+        "store_config": "url of kind=shared, such as s3://bucket/prefix; credentials come from the environment",
+        "type": "kind, one of disk, shared, or MODULE:CLASS",
+    }
+)
+"""What vLLM's tiers call their options, and what to write here: ``here that is ...``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierConfig(ABC):
+class TierConfig(Options):
     """Options that all tiers have, as a base class; it also opens the tier.
 
     For a tier of your own, derive a frozen dataclass with further fields. It must be picklable, because workers open the tier.
@@ -75,10 +124,12 @@ class TierConfig(ABC):
             chunks, those of an earlier engine included, and asks them nothing.
         locality: ``LOCAL`` if only this machine has it, ``REMOTE`` if others share it. KV events carry it, so that routers do
             not send requests to one machine for chunks that all have. ``None`` leaves it open.
-        admission: which chunks are written: ``all``, or only ``reused`` ones, so that one-shot prompts do not wear a disk.
-        write: when chunks are written: ``through`` (at once), or ``back`` (when host memory fills up).
+        admission: which chunks are written: ``all``; or ``reused``, from the second use on, so that prompts that never return
+            do not wear a disk.
+        write: when chunks are written: ``through``, as soon as host memory has them, so that they survive the process; or
+            ``back``, when three quarters of host memory are not written yet, those unused for longest first.
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
-        num_threads: number of threads per worker, so of requests to the medium at the same time.
+        num_threads: requests to the medium at the same time, per worker; at most 256.
     """
 
     kind: ClassVar[str]
@@ -86,17 +137,13 @@ class TierConfig(ABC):
     is_listed: ClassVar[bool] = False
     locality: ClassVar[Locality | None] = None
 
-    admission: str = "all"
-    write: str = "through"
-    encryption_key: str | None = None
-    num_threads: int = 8
+    admission: Annotated[str, one_of(*(member.value for member in Admission))] = "all"
+    write: Annotated[str, one_of(*(member.value for member in WriteMode))] = "through"
+    encryption_key: Annotated[str | None, checked(_require_key_source)] = None
+    num_threads: Annotated[int, _THREADS] = 8
 
     def __post_init__(self) -> None:
-        """Refuse invalid options. An override calls ``TierConfig.__post_init__(self)`` first: ``super()`` fails with slots."""
-        for key, value, kind in (("admission", self.admission, Admission), ("write", self.write, WriteMode)):
-            _require_one_of(key, value, [member.value for member in kind])
-        _require_key_source(self.encryption_key)
-        _require_threads(self.num_threads)
+        """Refuse options that do not fit together. An override calls ``TierConfig.__post_init__(self)`` first."""
 
     @abstractmethod
     def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
@@ -110,10 +157,10 @@ class TierConfig(ABC):
             num_shards: number of workers that share the limits in these options.
         """
 
-    def require_packages(self) -> None:  # noqa: B027  # most need none
+    def require_packages(self) -> None:  # most need none
         """Raise ``ConfigError`` if a package for this tier is not installed. Touches no medium; works on any machine."""
 
-    def require_place(self) -> None:  # noqa: B027  # most name no place on a machine
+    def require_place(self) -> None:  # most name no place on a machine
         """Raise ``ConfigError`` if this machine has no place where the tier could be. Changes nothing, and asks no server."""
 
     def check(self, chunk_bytes: int, num_shards: int) -> None:
@@ -178,48 +225,34 @@ class DiskOptions(TierConfig):
     Options that all tiers have are in ``TierConfig``.
 
     Attributes:
-        directory: the directory; created if it does not exist. Several models and workers may share it, each with a
-            subdirectory of its own.
-        max_bytes: maximum size of everything in the directory, over all workers: a number, or a size such as ``200GiB``. A
-            hard limit. Chunks that other models left are deleted before chunks of the running one.
+        directory: where; made if it does not exist. ``~`` is the user's home. Several models and workers may share it, each
+            with a subdirectory of its own.
+        max_bytes: maximum size of everything in the directory, over all workers. A hard limit; each data-parallel replica has
+            its own. Chunks that other models left are deleted before chunks of the running one.
         reserve_bytes: free space of the file system that is never taken.
-        policy: name of the eviction policy; see ``cargohold.cache.policies.find_policy``.
-        max_daily_bytes: maximum size of what is written per day, over all workers; ``None`` for no limit.
-        direct_io: whether to bypass the page cache if the file system allows it. The cache would cost memory that host memory
-            could use.
+        policy: what is evicted: one of ``arc``, ``fifo``, ``lru``, ``reuse-index``, or ``MODULE:CLASS`` for your own.
+        max_daily_bytes: the most written in a day, over all workers, without headers and padding; ``None`` for no limit. It
+            accrues evenly, and is kept for an hour. Each start may write what accrues in a minute, or a chunk.
+        direct_io: whether to bypass the page cache, whose memory host memory could use, where the file system can.
         lock_wait_s: maximum time to wait at the start for another process that still uses the same subdirectory, such as one
             that is just ending.
         share: part of ``max_bytes`` that one tier in the directory may take; see ``with_share``.
     """
 
+    names_elsewhere: ClassVar[Mapping[str, str]] = NAMES_ELSEWHERE
     kind = "disk"
     has_index = True
     is_listed = True
     locality = "LOCAL"
 
-    directory: str | PathLike[str]
-    max_bytes: int | str
-    reserve_bytes: int | str = "1GiB"
-    policy: str = "lru"
-    max_daily_bytes: int | str | None = None
+    directory: Annotated[str | PathLike[str], must(_is_path, "the path of a directory")]
+    max_bytes: Annotated[int | str, SIZE]
+    reserve_bytes: Annotated[int | str, _SIZE_OR_0] = "1GiB"
+    policy: Annotated[str, POLICY] = "lru"
+    max_daily_bytes: Annotated[int | str | None, SIZE] = None
     direct_io: bool = True
-    lock_wait_s: float = 3.0
+    lock_wait_s: Annotated[float, must(_is_from_0, "a number of seconds from 0")] = 3.0
     share: float = field(default=1.0, init=False)
-
-    def __post_init__(self) -> None:
-        TierConfig.__post_init__(self)
-        if not _is_path(self.directory):
-            raise ConfigError("directory", self.directory, "it must be the path of a directory")
-        find_policy(self.policy)
-        if not isinstance(self.direct_io, bool):
-            raise ConfigError("direct_io", self.direct_io, "it must be True or False")
-        if self.max_daily_bytes is not None:
-            parse_bytes("max_daily_bytes", self.max_daily_bytes)
-        if not is_number(self.lock_wait_s) or self.lock_wait_s < 0:
-            raise ConfigError("lock_wait_s", self.lock_wait_s, "it must be a number of seconds from 0")
-        parse_bytes("max_bytes", self.max_bytes)
-        if not _is_zero(self.reserve_bytes):
-            parse_bytes("reserve_bytes", self.reserve_bytes)
 
     def of_replica(self, replica: int) -> Self:
         """See ``TierConfig``. Each replica needs its own directory: the first has this one, each other one a subdirectory."""
@@ -274,36 +307,29 @@ class SharedOptions(TierConfig):
             or ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
             environment, as the store's own tools read them.
         max_bytes: for object stores and directories, the maximum size of all chunks of Cargohold there, of all models and
-            workers; the oldest are deleted first. ``None`` leaves the size to the store. One engine alone never exceeds it;
-            see ``StoreBudget``.
-        request_timeout_s: maximum time that one request to the store takes.
-        ttl_s: for Redis only, the age in seconds at which chunks are deleted; ``None`` for never.
+            workers; the oldest are deleted first. ``None`` leaves the size to the store. One engine alone never exceeds it.
+        request_timeout_s: maximum time of one request to the store, to the last byte of its answer.
+        ttl_s: for Redis and Valkey only, the age in seconds at which the server deletes chunks; ``None`` for never.
     """
 
+    names_elsewhere: ClassVar[Mapping[str, str]] = NAMES_ELSEWHERE
     kind = "shared"
     locality = "REMOTE"
 
-    url: str
-    max_bytes: int | str | None = None
-    request_timeout_s: float = 10.0
-    ttl_s: int | None = None
+    url: Annotated[str, _URL]
+    max_bytes: Annotated[int | str | None, SIZE] = None
+    request_timeout_s: Annotated[float, SHORT_TIME] = 10.0
+    ttl_s: Annotated[int | None, must(is_positive_int, "a whole number of seconds from 1, or nothing")] = None
 
     def __post_init__(self) -> None:
         TierConfig.__post_init__(self)
-        places.require_place(self.url)
-        if not is_timeout(self.request_timeout_s):
-            expected = f"it must be a number of seconds above 0, at most {MAX_TIMEOUT_S}"
-            raise ConfigError("request_timeout_s", self.request_timeout_s, expected)
-        if self.ttl_s is not None and not is_positive_int(self.ttl_s):
-            raise ConfigError("ttl_s", self.ttl_s, "it must be a whole number of seconds from 1, or nothing")
-        if self.ttl_s is not None and self.scheme not in REDIS_SCHEMES:
+        is_redis = self.scheme in REDIS_SCHEMES
+        if self.ttl_s is not None and not is_redis:
             raise ConfigError(
                 "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
             )
-        if self.max_bytes is not None:
-            parse_bytes("max_bytes", self.max_bytes)
-            if self.scheme in REDIS_SCHEMES:
-                raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
+        if self.max_bytes is not None and is_redis:
+            raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
 
     def __repr__(self) -> str:
         """The options without user and password, because options end up in logs."""
@@ -352,25 +378,6 @@ class SharedOptions(TierConfig):
             _require_chunk_within("max_bytes", self.max_bytes, self.num_max_bytes, need)
 
 
-def _require_one_of(key: str, value: object, values: list[str]) -> None:
-    if value not in values:
-        raise ConfigError(key, value, f"it must be one of {', '.join(values)}")
-
-
-def _require_key_source(source: object) -> None:
-    """Check the form of ``encryption_key``. The key is read only when the tier is opened.
-
-    The error does not show the value: it may be the secret itself.
-    """
-    if source is not None and not (isinstance(source, str) and KEY_SOURCE.fullmatch(source)):
-        raise ConfigError("encryption_key", "(not shown)", "it must be file:PATH or env:NAME, never the key itself")
-
-
-def _require_threads(num_threads: object) -> None:
-    if not is_positive_int(num_threads) or num_threads > MAX_THREADS:
-        raise ConfigError("num_threads", num_threads, f"it must be a whole number from 1 to {MAX_THREADS}")
-
-
 def _require_encryptable(source: str | None, chunk_bytes: int) -> None:
     if source is not None:
         _require_chunk_below("encryption_key", source, chunk_bytes, MAX_ENCRYPTED_BYTES)
@@ -387,11 +394,3 @@ def _require_chunk_within(key: str, value: object, max_bytes: int, need: int) ->
     """Raise ``ConfigError`` for a limit that has no room for one chunk, which needs ``need`` bytes over all workers."""
     if max_bytes < need:
         raise ConfigError(key, value, f"one chunk of all workers needs {format_bytes(need)}")
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | PathLike) and bool(fspath(value)) and "\0" not in str(fspath(value))
-
-
-def _is_zero(value: object) -> bool:
-    return is_number(value) and value == 0

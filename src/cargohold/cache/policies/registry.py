@@ -12,6 +12,7 @@ from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy, ReplacementPoli
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.errors import ConfigError
 from cargohold.option_values import import_named
+from cargohold.options import Reader, checked
 
 POLICIES: Final[Mapping[str, type[ReplacementPolicy]]] = MappingProxyType(
     {policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LRUPolicy, ReuseIndexPolicy)}
@@ -45,3 +46,7 @@ def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = (
     if isabstract(policy):
         raise ConfigError(key, name, f"the class lacks {', '.join(sorted(policy.__abstractmethods__))}")
     return policy
+
+
+POLICY: Final[Reader] = checked(lambda key, name: find_policy(name, key))
+"""Reads an option that names a policy."""

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from cargohold.cache.policies import DEFAULT_POLICY, find_policy
+from cargohold.cache.policies import DEFAULT_POLICY
+from cargohold.cache.policies.registry import POLICY
 from cargohold.errors import ConfigError
-from cargohold.option_values import find_factory, is_int, is_number, is_positive_int, is_positive_number, parse_bytes
+from cargohold.option_values import is_number, parse_bytes
+from cargohold.options import FACTORY, INT_FROM_0, INT_FROM_1, PART, SECONDS, SIZE, Options, must
 from cargohold.protocol import AttentionKind, KVCacheLayout
 
 MAX_SHUTDOWN_S = 20.0
 """Maximum of ``shutdown_timeout_s``. Engines kill workers that have not stopped by themselves: the embedded one after 30 s."""
 
 
+_SHUTDOWN = must(
+    lambda value: is_number(value) and 0 <= value <= MAX_SHUTDOWN_S, f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelConfig:
+class KernelConfig(Options):
     """Options of host memory and of the copies between it and the device.
 
     Attributes:
         host_bytes: host memory for KV, over all workers: a number, or a size such as ``2GiB``. A hard limit.
-        policy: name of the eviction policy for host memory; see ``cargohold.cache.policies.find_policy``.
-        blocks_per_chunk: number of blocks offloaded as one unit. Larger chunks cost less bookkeeping and hit less often.
+        policy: which chunks are evicted: see ``cargohold.cache.policies.find_policy``.
+        blocks_per_chunk: blocks offloaded as one unit. Only whole chunks are kept, so they must be shorter than the prompts.
         store_generated: whether KV of generated tokens is kept too; otherwise only that of prompts.
         store_within_steps: while many requests generate, chunks that they complete are stored together, at most so many steps
             later; 0 for at once.
@@ -30,66 +38,39 @@ class KernelConfig:
             ``load_timeout_s``; its blocks and slots stay out of service until it ends.
         restore_timeout_s: maximum time that a request waits for chunks that are not in host memory; those that have not come
             by then are computed.
-        shutdown_timeout_s: maximum time to finish writes when the engine stops; chunks whose writes have not ended by then are
-            not there after a restart.
+        shutdown_timeout_s: maximum time to finish writes when the workers stop, at most 20 s; 0 waits for nothing. Chunks whose
+            writes have not ended by then are not there after a restart.
         read_only: whether nothing is stored: for engines that only use what others have stored.
-        manager: what decides which chunks host memory holds, if it is your own: ``MODULE:FACTORY``, called with the number of
-            chunks and ``record_events``; it makes a ``cargohold.cache.OffloadManager``. Then there is no ``policy``.
-        transfer: what copies between device and host memory on a worker, if it is your own: ``MODULE:FACTORY``, called with the
-            arguments of ``cargohold.transfer.cpu.make_transfer_worker``; it makes a ``cargohold.transfer.TransferWorker``.
+        manager: what decides which chunks host memory holds, if it is your own: a ``MODULE:FACTORY`` that makes a
+            ``cargohold.cache.OffloadManager``; called as ``cargohold.cache.make_manager`` is, without a policy.
+        transfer: what copies between device and host memory on a worker, if it is your own: a ``MODULE:FACTORY`` that makes a
+            ``cargohold.transfer.TransferWorker``; called as ours in ``cargohold.transfer.cpu`` is.
     """
 
-    host_bytes: int | str
-    policy: str = DEFAULT_POLICY
-    blocks_per_chunk: int = 1
+    host_bytes: Annotated[int | str, SIZE]
+    policy: Annotated[str, POLICY] = DEFAULT_POLICY
+    blocks_per_chunk: Annotated[int, INT_FROM_1] = 1
     store_generated: bool = True
-    store_within_steps: int = 8
-    max_inflight_fraction: float = 0.5
-    transfer_timeout_s: float = 30.0
-    job_timeout_s: float = 120.0
-    restore_timeout_s: float = 5.0
-    shutdown_timeout_s: float = 3.0
+    store_within_steps: Annotated[int, INT_FROM_0] = 8
+    max_inflight_fraction: Annotated[float, PART] = 0.5
+    transfer_timeout_s: Annotated[float, SECONDS] = 30.0
+    job_timeout_s: Annotated[float, SECONDS] = 120.0
+    restore_timeout_s: Annotated[float, SECONDS] = 5.0
+    shutdown_timeout_s: Annotated[float, _SHUTDOWN] = 3.0
     read_only: bool = False
-    manager: str | None = None
-    transfer: str | None = None
+    manager: Annotated[str | None, FACTORY] = None
+    transfer: Annotated[str | None, FACTORY] = None
 
     def __post_init__(self) -> None:
-        """Refuse invalid options. Overrides call ``KernelConfig.__post_init__(self)`` first: ``super()`` fails with slots."""
-        parse_bytes("host_bytes", self.host_bytes)
-        find_policy(self.policy)
-        self._require("blocks_per_chunk", is_positive_int(self.blocks_per_chunk), "an integer from 1")
-        self._require("store_generated", isinstance(self.store_generated, bool), "True or False")
-        within = self.store_within_steps
-        self._require("store_within_steps", is_int(within) and within >= 0, "an integer from 0")
-        fraction = self.max_inflight_fraction
-        self._require(
-            "max_inflight_fraction", is_positive_number(fraction) and fraction <= 1, "a number above 0 and at most 1"
-        )
-        self._require("transfer_timeout_s", is_positive_number(self.transfer_timeout_s), "a number of seconds above 0")
-        self._require(
-            "job_timeout_s",
-            is_positive_number(self.job_timeout_s) and self.job_timeout_s > self.transfer_timeout_s,
-            f"a number of seconds above transfer_timeout_s, which is {self.transfer_timeout_s:g}",
-        )
-        self._require("restore_timeout_s", is_positive_number(self.restore_timeout_s), "a number of seconds above 0")
-        self._require(
-            "shutdown_timeout_s",
-            is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_SHUTDOWN_S,
-            f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}",
-        )
-        self._require("read_only", isinstance(self.read_only, bool), "True or False")
-        for key in ("manager", "transfer"):
-            if getattr(self, key) is not None:
-                find_factory(key, getattr(self, key))
+        """Refuse options that do not fit together. An override calls ``KernelConfig.__post_init__(self)`` first."""
+        if self.job_timeout_s <= self.transfer_timeout_s:
+            expected = f"it must be a number of seconds above transfer_timeout_s, which is {self.transfer_timeout_s:g}"
+            raise ConfigError("job_timeout_s", self.job_timeout_s, expected)
 
     @property
     def num_host_bytes(self) -> int:
         """``host_bytes`` as a number."""
         return parse_bytes("host_bytes", self.host_bytes)
-
-    def _require(self, key: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise ConfigError(key, getattr(self, key), f"it must be {expected}")
 
     def check_chunks_can_be_filled(self, layout: KVCacheLayout, max_model_len: int) -> None:
         """Check that there can be a request long enough for one chunk.

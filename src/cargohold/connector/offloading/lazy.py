@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Final
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
-from cargohold.cache.policies.base import LRUPolicy
-from cargohold.connector.config import HostOptions, OffloadConfig
+from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.kernel.jobs import Store, StoreJob
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
@@ -22,7 +21,6 @@ from cargohold.connector.kernel.worker import OffloadingWorker
 from cargohold.connector.offloading.factory import OffloadingFactory, host_manager, scheduler_side, tier_options
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.errors import ConfigError, ContractError
-from cargohold.option_values import is_positive_int
 from cargohold.protocol import (
     BlockIds,
     KVCacheBlockView,
@@ -32,53 +30,6 @@ from cargohold.protocol import (
     TransferOutcome,
     WorkerEnvironment,
 )
-
-_OF_EAGER: Final = ("blocks_per_chunk", "store_generated", "store_within_steps")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LazyOffloadConfig(HostOptions):
-    """Options for keeping blocks in host memory that the device is about to evict.
-
-    Checked when created; raises ``ConfigError``, which names the option. Moves far fewer bytes than eager offloading if most
-    blocks are used again before they are evicted; blocks that are evicted faster than they can be copied are lost.
-
-    Most options are in ``HostOptions``. There are no quotas: nobody knows whose a block is that the device is about to evict.
-    Where KV events are wanted, only blocks are kept that can be announced: not those of requests served without offloading.
-
-    Attributes:
-        policy: what host memory evicts. Blocks come without the blocks before them, so a policy that learns from prefixes has
-            little to learn.
-        lookahead_blocks: number of blocks ahead of eviction that are kept safe. By default twice what one step can allocate.
-    """
-
-    policy: str = LRUPolicy.name
-    blocks_per_chunk: int = field(default=1, init=False)
-    store_generated: bool = field(default=True, init=False)
-    store_within_steps: int = field(default=0, init=False)
-    lookahead_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        HostOptions.__post_init__(self)
-        if self.lookahead_blocks is not None:
-            self._require("lookahead_blocks", is_positive_int(self.lookahead_blocks), "an integer from 1, or None")
-
-    def common(self) -> OffloadConfig:
-        """Return the options that eager offloading has too."""
-        return OffloadConfig(
-            **{
-                option.name: getattr(self, option.name)
-                for option in fields(HostOptions)
-                if option.name not in _OF_EAGER
-            }
-        )
-
-    def lookahead(self, environment: SchedulerEnvironment) -> int:
-        """Return ``lookahead_blocks``, or its default for the engine's step size."""
-        if self.lookahead_blocks is not None:
-            return self.lookahead_blocks
-        return 2 * sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)
-
 
 # --- walks the free queue ahead of eviction ---------------------------------------------------------------------------
 
@@ -273,7 +224,7 @@ def _key(block: KVCacheBlockView) -> OffloadKey:
 
 # --- makes both sides of the lazy offloading connector ----------------------------------------------------------------
 
-_NAME: Final = "lazy"
+_NAME: Final = LAZY
 """Name of both sides: a composed connector puts it in front of their counters."""
 
 
@@ -288,7 +239,7 @@ class LazyOffloadingFactory:
         config: options.
     """
 
-    config: LazyOffloadConfig
+    config: OffloadConfig
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """Make the scheduler side. Raises ``ConfigError`` if host memory cannot hold a block, or prefix caching is off."""
@@ -296,21 +247,29 @@ class LazyOffloadingFactory:
             raise ConfigError(
                 "prefix_caching", value=False, expected="lazy offloading keeps what the prefix cache evicts"
             )
-        common = self.config.common()
-        num_slots = OffloadingFactory(common).num_slots(environment.layout)
-        host = host_manager(common, num_slots, {}, record_events=environment.emits_events)
+        config = self.config
+        host = host_manager(
+            config, OffloadingFactory(config).num_slots(environment.layout), {}, record_events=environment.emits_events
+        )
         scheduler = scheduler_side(
-            common,
+            config,
             environment,
             host,
-            tier_options(common, environment.layout),
-            make_stores=partial(LazyStores, lookahead=self.config.lookahead(environment)),
+            tier_options(config, environment.layout),
+            make_stores=partial(LazyStores, lookahead=lookahead(config, environment)),
         )
         scheduler.name = _NAME
         return scheduler
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """Make the worker side, which is the eager connector's under another name."""
-        worker = OffloadingFactory(self.config.common()).make_worker_side(environment)
+        worker = OffloadingFactory(self.config).make_worker_side(environment)
         worker.name = _NAME
         return worker
+
+
+def lookahead(config: OffloadConfig, environment: SchedulerEnvironment) -> int:
+    """Return ``lookahead_blocks``, or its default for the engine's step size."""
+    if config.lookahead_blocks is not None:
+        return config.lookahead_blocks
+    return 2 * sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)

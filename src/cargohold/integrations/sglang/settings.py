@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
-from cargohold.connector.options import parse_dataclass, parse_tiers
 from cargohold.errors import ConfigError
-from cargohold.option_values import is_timeout
+from cargohold.option_values import is_positive_number
+from cargohold.options import Options, made, must
 from cargohold.tiers import TierConfig, require_packages
+from cargohold.tiers.kinds import TIERS
 
 _OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
 """Options in the same place that SGLang reads itself."""
 MAX_CALL_S: Final = 8.0
 """SGLang waits ten seconds for the threads that call us, before it flushes its cache, for instance."""
+_CALL: Final = must(
+    lambda value: is_positive_number(value) and value <= MAX_CALL_S,
+    f"a number of seconds above 0, at most {MAX_CALL_S:g}",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Options):
     """What the user wrote.
 
     Attributes:
@@ -28,18 +33,14 @@ class Settings:
         store_timeout_s: maximum time in which to store a batch of pages.
     """
 
-    tiers: tuple[TierConfig, ...]
-    look_up_timeout_s: float = 1.0
-    load_timeout_s: float = 1.0
-    store_timeout_s: float = 5.0
+    tiers: Annotated[tuple[TierConfig, ...], TIERS]
+    look_up_timeout_s: Annotated[float, _CALL] = 1.0
+    load_timeout_s: Annotated[float, _CALL] = 1.0
+    store_timeout_s: Annotated[float, _CALL] = 5.0
 
     def __post_init__(self) -> None:
         if not self.tiers:
             raise ConfigError("tiers", self.tiers, "there must be one at least")
-        for name in ("look_up_timeout_s", "load_timeout_s", "store_timeout_s"):
-            value = getattr(self, name)
-            if not is_timeout(value) or value > MAX_CALL_S:
-                raise ConfigError(name, value, f"it must be a number of seconds above 0, at most {MAX_CALL_S:g}")
         for at, tier in enumerate(self.tiers):
             if (tier.admission, tier.write) != ("all", "through"):
                 name = "write" if tier.admission == "all" else "admission"
@@ -57,9 +58,7 @@ class Settings:
         if not given.get("interface_v1"):
             expected = "it must be 1; else SGLang copies every page twice, and asks for another form of pages"
             raise ConfigError("interface_v1", given.get("interface_v1"), expected)
-        if "tiers" in own:
-            own["tiers"] = parse_tiers(own["tiers"], "tiers")
-        settings = parse_dataclass(cls, own)
+        settings = made(cls, own)
         for tier in settings.tiers:
             require_packages(tier)
         return settings

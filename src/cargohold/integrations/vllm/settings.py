@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Self, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Self, TypeGuard
 
+from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.factory import Offload, check_apart, check_memory, connector_factory, tiers_of
 from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.observers import require_packages as require_tracing
-from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.offloading.lazy import LazyOffloadConfig
-from cargohold.connector.options import parse_dataclass, parse_offload
-from cargohold.errors import ConfigError, option_path
-from cargohold.option_values import is_positive_number
+from cargohold.connector.options import parse_offload
+from cargohold.errors import option_path
+from cargohold.options import SECONDS, Options, declared, made, one_of
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import TierConfig, check_place_here, require_packages
 
@@ -24,7 +23,7 @@ FAIL: Final = "fail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSettings:
+class AdapterSettings(Options):
     """Options of the adapter itself; all others belong to the connectors.
 
     Attributes:
@@ -42,23 +41,13 @@ class AdapterSettings:
         record: a new file for the block trace of all requests, for ``cargohold replay``: hashes only.
     """
 
-    if_unsupported: str = DISABLE
-    load_failure_policy: str = RECOMPUTE
-    load_timeout_s: float = 120.0
+    if_unsupported: Annotated[str, one_of(DISABLE, REFUSE)] = DISABLE
+    load_failure_policy: Annotated[str, one_of(RECOMPUTE, FAIL)] = RECOMPUTE
+    load_timeout_s: Annotated[float, SECONDS] = 120.0
     follow_resets: bool = True
     kv_events_salted: bool = False
     record: str | None = None
     traces: bool = False
-
-    def __post_init__(self) -> None:
-        for key, choices in (("if_unsupported", (DISABLE, REFUSE)), ("load_failure_policy", (RECOMPUTE, FAIL))):
-            if getattr(self, key) not in choices:
-                raise ConfigError(key, getattr(self, key), f"it must be one of {', '.join(choices)}")
-        if not is_positive_number(self.load_timeout_s):
-            raise ConfigError("load_timeout_s", self.load_timeout_s, "it must be a number of seconds above 0")
-        for key in ("follow_resets", "kv_events_salted"):
-            if not isinstance(getattr(self, key), bool):
-                raise ConfigError(key, getattr(self, key), "it must be true or false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +65,9 @@ class Settings:
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> Self:
         """Read ``kv_connector_extra_config``. Raises ``ConfigError`` naming the key that is unknown or impossible."""
-        own = {field.name for field in fields(AdapterSettings)}
+        own = declared(AdapterSettings).keys()
         with option_path("kv_connector_extra_config."):
-            adapter = parse_dataclass(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
+            adapter = made(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
             offload = parse_offload({key: value for key, value in extra_config.items() if key not in own}, beside=own)
             check_apart(offload)
         return cls(adapter, offload)
@@ -104,7 +93,7 @@ class Settings:
     @property
     def needs_prefix_caching(self) -> bool:
         """Whether a connector keeps only what the prefix cache evicts."""
-        return any(isinstance(child, LazyOffloadConfig) for child in self._children)
+        return any(_is_ours(child) and child.mode == LAZY for child in self._children)
 
     def require_packages(self) -> None:
         """Raise ``ConfigError`` where a package for a tier, or for traces, is not installed."""
@@ -153,5 +142,5 @@ def _of_replica(offload: Offload, replica: int) -> Offload:
     return offload
 
 
-def _is_ours(offload: Offload) -> TypeGuard[OffloadConfig | LazyOffloadConfig]:
-    return isinstance(offload, OffloadConfig | LazyOffloadConfig)
+def _is_ours(offload: Offload) -> TypeGuard[OffloadConfig]:
+    return isinstance(offload, OffloadConfig)
