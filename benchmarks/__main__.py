@@ -37,6 +37,7 @@ NAMES = (
     "vllm",
     "vllm_load",
     "vllm_prefetch",
+    "found",
     "sglang",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import generating
+from benchmarks import found, generating
 from cargohold.connector.offloading import OffloadingScheduler
 
 # Something that vLLM has since 0.32, whose scheduler the benchmark drives.
@@ -25,3 +25,9 @@ def test_generating_fails_at_once_when_the_connector_is_turned_off(monkeypatch: 
     monkeypatch.setattr(OffloadingScheduler, "get_num_new_matched_tokens", fails)
     with pytest.raises(RuntimeError, match="cargohold was turned off"):
         generating.run(quick=True)
+
+
+def test_found() -> None:
+    (row,) = found.run(quick=True)["rows"]
+    assert not row["lacking"]
+    assert row["found_tokens"][found.ALONE][-1] > 0

@@ -114,6 +114,15 @@ class KVConnectorScheduler(ABC):
             ``(None, False)`` means "not known yet": the request stays at the front of the queue, and is asked for again later.
         """
 
+    def get_shared_prefix_end(self, request: RequestView) -> int:
+        """Return at which of a request's tokens other requests could go on if windows and states that end there were kept.
+
+        That is how far the groups are kept that keep all blocks; 0 if all groups are kept as far. Asked after
+        ``get_num_new_matched_tokens`` has answered. An engine may then end a step there, and keep what ends there in its
+        prefix cache.
+        """
+        return 0
+
     @abstractmethod
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of ``num_external_tokens`` into ``blocks``, the whole block tables that the request was allocated.

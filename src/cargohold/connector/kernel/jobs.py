@@ -167,6 +167,7 @@ class Load:
         origins: the tiers that its tokens came from.
         is_first: whether the request had not been admitted before; only then its tokens are counted in the stats.
         is_in_step: whether the step in which it began waits for it.
+        is_end_shared: whether the engine keeps windows and states at its end for others, and not at a later place.
     """
 
     job_id: int
@@ -179,6 +180,7 @@ class Load:
     origins: Origins
     is_first: bool
     is_in_step: bool = False
+    is_end_shared: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -345,7 +347,7 @@ class JobTable:
         )
 
     def load_up_to(self, num_tokens: int, last_keys: Sequence[OffloadKey]) -> int | None:
-        """Return the id of a load that ends at this token with one of these chunks; ``None`` if there is none."""
+        """Return the id of a load whose end at this token, with one of these chunks, is shared; ``None`` if there is none."""
         if self._loading.keys().isdisjoint(last_keys):
             return None
         wanted = set(last_keys)
@@ -354,6 +356,7 @@ class JobTable:
                 job_id
                 for job_id, load in self._loads.items()
                 if load.num_tokens == num_tokens
+                and load.is_end_shared
                 and job_id not in self._stuck
                 and not wanted.isdisjoint(load.handle.keys)
             ),

@@ -19,9 +19,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from math import lcm
 from typing import Final, NamedTuple
 
-from cargohold.blocks import READY, GroupUnits, longest_hit
+from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
 from cargohold.connector.kernel.requests import Lookup, RequestState
@@ -195,18 +196,17 @@ class TierLookup:
         """Return what host memory has of a request."""
         state.extend_keys()
         num_tokens = state.request.num_tokens
-        hit = longest_hit(
-            [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys],
-            num_tokens,
-            num_computed_tokens,
-            limit_tokens,
-        )
+        groups = [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys]
+        hit = longest_hit(groups, num_tokens, num_computed_tokens, limit_tokens)
+        shared_end = _shared_end(groups, hit, num_tokens, num_computed_tokens)
         if hit.num_tokens - num_computed_tokens < state.chunk_tokens:
             # Not worth a transfer: less than one chunk beyond the computed tokens.
-            return Lookup(num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis)
+            return Lookup(
+                num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis, shared_end=shared_end
+            )
         awaited = self._load_to_wait_for(state, num_computed_tokens, hit.num_tokens)
         is_undecided = hit.undecided or awaited is not None
-        return Lookup(hit.num_tokens, is_undecided, num_computed_tokens, num_tokens, basis, awaited)
+        return Lookup(hit.num_tokens, is_undecided, num_computed_tokens, num_tokens, basis, awaited, shared_end)
 
     def _load_to_wait_for(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
         """Return the id of a load for another request, after which this one finds blocks of its hit on the device."""
@@ -237,6 +237,19 @@ class TierLookup:
             for keys in state.keys
         )
         return next((job for part in parts if (job := self._jobs.load_of_any(part)) is not None), None)
+
+
+def _shared_end(groups: Sequence[GroupUnits], hit: PrefixHit, num_tokens: int, num_computed_tokens: int) -> int:
+    """Return how far the groups that keep all blocks are there, if the others are not there as far; else 0.
+
+    It is a place where all groups have a whole chunk, and before the last token, which is computed in any case.
+    """
+    keeping = [units for units in groups if units.group.kind is AttentionKind.FULL]
+    if not keeping or len(keeping) == len(groups):
+        return 0
+    unit_tokens = lcm(*[units.unit_tokens for units in groups])
+    end = longest_hit(keeping, num_tokens, num_computed_tokens, num_tokens - 1).num_tokens // unit_tokens * unit_tokens
+    return end if end > hit.num_tokens else 0
 
 
 class BlocksToStore(NamedTuple):
@@ -369,9 +382,7 @@ class Loads:
         # Blocks that some worker reported as bad, of loads that have not ended on all workers.
         self._invalid_block_ids: set[int] = set()
 
-    def plan(
-        self, state: RequestState, blocks: BlockIds, num_computed_tokens: int, num_hit_tokens: int
-    ) -> Counter[str]:
+    def plan(self, state: RequestState, blocks: BlockIds, lookup: Lookup, num_hit_tokens: int) -> Counter[str]:
         """Plan the load of the tokens between the computed ones and the end of the hit into the request's ``blocks``.
 
         Pins the chunks and holds the blocks until the load has ended.
@@ -380,7 +391,7 @@ class Loads:
             The number of tokens to be loaded, by the tier they came from.
         """
         shared = self._shared
-        per_chunk = shared.config.blocks_per_chunk
+        per_chunk, num_computed_tokens = shared.config.blocks_per_chunk, lookup.num_computed_tokens
         parts = [
             (
                 keys.keys,
@@ -418,6 +429,7 @@ class Loads:
             origins,
             is_first=not state.was_admitted,
             is_in_step=state.loads_in_step,
+            is_end_shared=not lookup.shared_end,
         )
         shared.jobs.add_load(load)
         timeout_s = shared.config.transfer_timeout_s

@@ -62,6 +62,8 @@ class Lookup(NamedTuple):
         num_request_tokens: number of tokens of the request.
         basis: the state of tier and jobs that the answer depended on.
         awaited_job: the load for another request that this one waits for; while it is in flight, the answer stays the same.
+        shared_end: number of leading tokens of which the groups that keep all blocks are there, if the others are not there as
+            far; else 0.
     """
 
     num_tokens: int
@@ -70,6 +72,7 @@ class Lookup(NamedTuple):
     num_request_tokens: int
     basis: tuple[int, int]
     awaited_job: int | None = None
+    shared_end: int = 0
 
     def is_of(self, num_computed_tokens: int, num_request_tokens: int) -> bool:
         """Whether it was asked for with as many computed tokens, when the request was as long."""

@@ -245,6 +245,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
         return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
 
+    def get_shared_prefix_end(self, request: RequestView) -> int:
+        """Return how far full attention is kept if windows or states are not, as the last look-up has found it."""
+        lookup = self._requests[request.request_id].lookup
+        return 0 if lookup is None else lookup.shared_end
+
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
         state = self._requests[request.request_id]
@@ -260,7 +265,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Mapping[str, int] = {}
         if num_external_tokens:
-            sources = self._loads.plan(state, blocks, lookup.num_computed_tokens, num_hit_tokens)
+            sources = self._loads.plan(state, blocks, lookup, num_hit_tokens)
         admission = Admission(lookup.num_computed_tokens, num_hit_tokens, sources, is_first=not state.was_admitted)
         self._guests.request_admitted(state, admission)
         state.end_waiting()

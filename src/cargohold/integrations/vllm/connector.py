@@ -30,6 +30,7 @@ from cargohold.integrations.vllm.layout import (
     block_bytes,
     dropped_tokens,
     make_layout,
+    marks_shared_prefixes,
     may_load,
     may_span_machines,
     shares_load_ends,
@@ -431,8 +432,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),
             by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",
-            marks_load_ends=environment.shares_load_ends and not environment.shares_loads,
             tool_tokens=start.tool_tokens(self._vllm_config.model_config),
+            marks_shared_prefixes=marks_shared_prefixes(layout.groups),
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)

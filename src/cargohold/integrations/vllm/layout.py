@@ -198,6 +198,8 @@ _KINDS: Mapping[str, AttentionKind] = {
     "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
     "MambaSpec": AttentionKind.RECURRENT,
 }
+_KEPT_AT_ENDS = frozenset({AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT})
+"""Kinds of which vLLM's prefix cache keeps only what ends where requests are likely to go on."""
 _WINDOW_FIELDS = {
     AttentionKind.SLIDING_WINDOW: "sliding_window",
     AttentionKind.CHUNKED_LOCAL: "attention_chunk_size",
@@ -368,9 +370,17 @@ def shares_loads(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
     own prompt ends (``reachable_block_mask`` of ``SlidingWindowManager`` and ``MambaManager``).
     """
     is_sparse = getattr(kv_cache_config, "prefix_cache_retention_interval", None) is not None
-    return not is_sparse or not any(
-        group.kind in {AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT} for group in groups
-    )
+    return not is_sparse or not any(group.kind in _KEPT_AT_ENDS for group in groups)
+
+
+def marks_shared_prefixes(groups: Sequence[KVCacheGroup]) -> bool:
+    """Whether vLLM can be told where to keep windows and states for other requests, and the model has any."""
+    return compat.KEEPS_SHARED_PREFIXES and any(group.kind in _KEPT_AT_ENDS for group in groups)
+
+
+def finds_shared_prefixes(groups: Sequence[KVCacheGroup]) -> bool:
+    """Whether windows and states are kept where prompts begin to differ, because the blocks of full attention tell where."""
+    return marks_shared_prefixes(groups) and any(group.kind is AttentionKind.FULL for group in groups)
 
 
 def shares_load_ends(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> bool:

@@ -86,8 +86,8 @@ class SideOptions:
         loads: whether anything is loaded; see ``layout.may_load``.
         by_priority: whether vLLM admits requests by priority (``--scheduling-policy``), and not as they come.
         tool_tokens: the tokens with which the model calls tools.
-        marks_load_ends: whether to mark the end of a load for vLLM's prefix cache, which would not keep the windows and states
-            there otherwise.
+        marks_shared_prefixes: whether to mark where other requests go on, at the end of a load or of what they share: there
+            vLLM ends a step, and its prefix cache keeps windows and states.
     """
 
     load_timeout_s: float
@@ -95,8 +95,8 @@ class SideOptions:
     dropped_tokens: int = 0
     loads: bool = True
     by_priority: bool = False
-    marks_load_ends: bool = False
     tool_tokens: ToolTokens = ToolTokens({})  # noqa: RUF009  # it is never changed
+    marks_shared_prefixes: bool = False
 
 
 class SchedulerSide:
@@ -132,8 +132,8 @@ class SchedulerSide:
         self._dropped_tokens = options.dropped_tokens
         self._loads = options.loads
         self._by_priority = options.by_priority
-        self._marks_load_ends = options.marks_load_ends
         self._tool_tokens = options.tool_tokens
+        self._marks_shared_prefixes = options.marks_shared_prefixes
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
         self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
@@ -267,6 +267,10 @@ class SchedulerSide:
             self._stats["deferred_lookups"] += self._deferrals.note(request_id)
             return None, False
         self._deferrals.forget(request_id)
+        if self._marks_shared_prefixes:
+            # vLLM has set it anew, to where it would keep them for its own prefix cache.
+            end = self.guard.get_shared_prefix_end(seen) - self._dropped_tokens
+            setattr(request, compat.SHARED_PREFIX_END, max(end, getattr(request, compat.SHARED_PREFIX_END)))
         is_full_hit = num_computed_tokens + num_tokens == request.num_tokens
         # Of a full hit vLLM drops the last token, too, because it must be computed, and with it the block that ends with it.
         if num_tokens <= self._dropped_tokens * (1 + is_full_hit):
@@ -311,8 +315,7 @@ class SchedulerSide:
                 self._new_synchronous.append(request_id)
             self._parked[request_id] = seen
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
-            if self._marks_load_ends:
-                # vLLM sets it itself, anew at each admission, and only to decide what its prefix cache keeps.
+            if self._marks_shared_prefixes and not self.guard.get_shared_prefix_end(seen):
                 setattr(request, compat.SHARED_PREFIX_END, self._num_computed[request_id] + num_external_tokens)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cargohold.connector.factory import never_found
 from cargohold.errors import ConfigError, one_line
-from cargohold.integrations.vllm.layout import may_load, replicas, shares_loads
+from cargohold.integrations.vllm.layout import finds_shared_prefixes, may_load, replicas, shares_loads
 from cargohold.integrations.vllm.settings import Settings
 from cargohold.protocol import KVCacheLayout, ToolTokens, added_tokens
 from cargohold.tiers.namespace import find_files
@@ -28,8 +28,8 @@ _HAS_NOTHING: Final = (
     "tier that they share"
 )
 _LAZY_ENDS: Final = (
-    "mode=lazy keeps what vLLM's prefix cache evicts, and that has windows and recurrent states only of where prompts end: a "
-    "prompt that leaves an earlier one before its end finds nothing; mode=eager keeps more"
+    "mode=lazy keeps what vLLM's prefix cache evicts, and of this model that has windows and recurrent states only of where "
+    "prompts end: a prompt that leaves an earlier one before its end finds nothing; mode=eager keeps more"
 )
 
 
@@ -39,7 +39,9 @@ def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, sett
         yield _LOADS_NOTHING
     if not vllm_config.kv_transfer_config.is_kv_producer and not settings.has_tiers:
         yield _HAS_NOTHING
-    if settings.needs_prefix_caching and not shares_loads(kv_cache_config, layout.groups):
+    if settings.needs_prefix_caching and not (
+        shares_loads(kv_cache_config, layout.groups) or finds_shared_prefixes(layout.groups)
+    ):
         yield _LAZY_ENDS
     yield from never_found(settings.offload, layout, int(vllm_config.model_config.max_model_len))
 

@@ -1,0 +1,170 @@
+"""What is found again after the device forgot it, beside what vLLM finds on a device that forgets nothing.
+
+Counts of tokens, inside vLLM with tiny models of every kind that its CPU build runs: they are the same on any machine.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from benchmarks.environment import NotInstalledError
+
+if TYPE_CHECKING:
+    from tests.vllm.engine import Answer, Engine
+
+EAGER: Final[Mapping[str, Any]] = {"host_bytes": "64MiB", "restore": "always"}
+LAZY: Final[Mapping[str, Any]] = {"mode": "lazy", **EAGER}
+ALONE: Final = "nothing forgotten"
+CONNECTORS: Final[Mapping[str, Mapping[str, Any] | None]] = {ALONE: None, "eager": EAGER, "lazy": LAZY}
+MAX_TOKENS: Final = 2
+_FRESH: Final = count(1000)
+"""Seeds of prompts that nobody has asked before: others might be restored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A tiny model of ``tests.vllm.models``.
+
+    Attributes:
+        kind: its name there.
+        num_blocks: blocks of a device pool that soon forgets.
+        chunk_tokens: tokens at whose multiples it can be found again.
+        options: options for vLLM.
+    """
+
+    kind: str
+    num_blocks: int
+    chunk_tokens: int = 32
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_STATES: Final = {"mamba_cache_mode": "align"}
+MODELS: Final = (
+    Model("llama", 60),
+    Model("mistral-window", 90),
+    Model("gemma3", 230),
+    Model("deepseek", 60, options={"caches_latents": True}),
+    Model("lfm2", 60, options=_STATES),
+    Model("qwen3-next-many-heads", 60, 96, {**_STATES, "dtype": "bfloat16"}),
+)
+
+
+class Ask(NamedTuple):
+    """A request of a traffic.
+
+    Attributes:
+        after: number of the request whose prompt and answer its prompt begins with; ``None`` if it begins anew.
+        kept: how many of those tokens; ``None`` for all.
+        new: number of tokens behind them that nobody has sent before.
+    """
+
+    after: int | None
+    kept: int | None
+    new: int
+
+
+TRAFFIC: Final[Mapping[str, Sequence[Ask]]] = {
+    "same prompt": [Ask(None, 0, 560), Ask(0, 560, 0), Ask(0, 560, 0), Ask(0, 560, 0)],
+    # One system prompt, and questions longer than a block.
+    "shared beginnings": [Ask(None, 0, 620), *(Ask(0, 500, length) for length in (250, 170, 140, 233))],
+    "turns": [Ask(None, 0, 330), Ask(0, None, 110), Ask(1, None, 130), Ask(2, None, 140), Ask(3, None, 90)],
+    # An agent that goes on from where it was before: twice from the same place, then from one that lies behind it.
+    "forks": [
+        Ask(None, 0, 400),
+        Ask(0, 400, 150),
+        Ask(0, 400, 200),
+        Ask(1, 500, 130),
+        Ask(1, 500, 170),
+        Ask(4, 620, 90),
+        Ask(4, 620, 110),
+    ],
+}
+
+
+def _tokens(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, 512) for _ in range(length)]
+
+
+def found(engine: Engine, traffic: Sequence[Ask], forget: Callable[[Engine], None] | None) -> list[Answer]:
+    """Serve a traffic, one request after the other; return the answers.
+
+    Args:
+        engine: serves it.
+        traffic: the requests.
+        forget: makes the device forget, between two requests.
+    """
+    rng, told, answers = random.Random(7), list[list[int]](), list["Answer"]()
+    for ask in traffic:
+        prompt = [*([] if ask.after is None else told[ask.after][: ask.kept]), *_tokens(rng, ask.new)]
+        answers += engine.ask([prompt], MAX_TOKENS)
+        engine.settle()
+        told.append([*prompt, *answers[-1].tokens])
+        if forget is not None:
+            forget(engine)
+    return answers
+
+
+def flood(engine: Engine) -> None:
+    """Ask other things until nothing that was cached on the device is left there.
+
+    Ends at the latest when these have filled it three times over: with lazy offloading, blocks that are saved already stay.
+    """
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    before = {block.block_hash for block in pool.blocks} - {None}
+    # Each prompt takes five blocks of its own at least.
+    for seed in islice(_FRESH, 3 * len(pool.blocks) // 20):
+        rng = random.Random(seed)
+        engine.ask([_tokens(rng, 150) for _ in range(4)], 1)
+        engine.settle()
+        if before.isdisjoint(block.block_hash for block in pool.blocks):
+            return
+
+
+def lacks(counts: Sequence[int], alone: Sequence[int], chunk_tokens: int) -> bool:
+    """Whether a request finds over a chunk less than on a device that forgets nothing, or nothing where that finds something.
+
+    The first two only tell what is shared.
+    """
+    pairs = list(zip(counts, alone, strict=True))[2:]
+    return any(count < expected - chunk_tokens or count == 0 < expected for count, expected in pairs)
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    """Serve each traffic with each model and connector."""
+    if find_spec("vllm") is None:
+        raise NotInstalledError("vLLM is not installed; run this in an environment that has it")
+    from tests.vllm import conftest  # noqa: F401, PLC0415  # sets vLLM's environment variables
+    from tests.vllm.models import save_model  # noqa: PLC0415  # after the environment has been set
+
+    rows: list[dict[str, Any]] = []
+    traffics = dict(list(TRAFFIC.items())[1:2]) if quick else TRAFFIC
+    with tempfile.TemporaryDirectory() as directory:
+        for model in MODELS[-2:-1] if quick else MODELS:
+            path = save_model(model.kind, Path(directory))
+            for name, traffic in traffics.items():
+                counts = {connector: _counts(path, model, connector, traffic) for connector in CONNECTORS}
+                alone = counts[ALONE]
+                lacking = [connector for connector, of in counts.items() if lacks(of, alone, model.chunk_tokens)]
+                rows.append({"model": model.kind, "traffic": name, "found_tokens": counts, "lacking": lacking})
+    return {
+        "workload": {"traffic": {name: list(asks) for name, asks in TRAFFIC.items()}, "max_tokens": MAX_TOKENS},
+        "rows": rows,
+        "num_lacking": sum(len(row["lacking"]) for row in rows),
+    }
+
+
+def _counts(path: str, model: Model, connector: str, traffic: Sequence[Ask]) -> list[int]:
+    from tests.vllm.engine import Engine  # noqa: PLC0415  # after the environment has been set
+
+    is_alone = connector == ALONE
+    engine = Engine(path, CONNECTORS[connector], num_blocks=1500 if is_alone else model.num_blocks, **model.options)
+    answers = found(engine, traffic, None if is_alone else flood)
+    engine.close()
+    return [answer.device for answer in answers]

@@ -1,0 +1,43 @@
+"""What prompts share is found again wherever they part, as vLLM finds it on a device that forgets nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.found import ALONE, CONNECTORS, MODELS, TRAFFIC, flood, found, lacks
+from cargohold.integrations.vllm import compat
+from tests.vllm.common import tokens
+
+pytestmark = pytest.mark.skipif(not compat.KEEPS_SHARED_PREFIXES, reason="this vLLM keeps no shared prefixes")
+
+OF_KIND = {model.kind: model for model in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "traffic"),
+    [
+        ("gemma3", "shared beginnings"),
+        ("lfm2", "shared beginnings"),
+        ("lfm2", "forks"),
+        ("qwen3-next-many-heads", "shared beginnings"),
+    ],
+)
+def test_what_the_device_would_find_is_found_after_it_forgot(
+    kind: str, traffic: str, vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    """Found by use: of models with states, nothing that prompts share was ever restored, however often it came."""
+    path, model = vllm_model(kind), OF_KIND[kind]
+    alone = found(start(path, num_blocks=1500, **model.options), TRAFFIC[traffic], None)
+    expected = [answer.device for answer in alone]
+    assert any(expected), "vLLM itself finds something"
+    for name in CONNECTORS.keys() - {ALONE}:
+        answers = found(
+            start(path, CONNECTORS[name], num_blocks=model.num_blocks, **model.options), TRAFFIC[traffic], flood
+        )
+        counts = [answer.device for answer in answers]
+        assert not lacks(counts, expected, model.chunk_tokens), f"{name}: {counts}, and vLLM alone {expected}"
+        if kind != "qwen3-next-many-heads":  # of bfloat16 even vLLM's own cache changes tokens
+            assert tokens(answers) == tokens(alone)
