@@ -22,8 +22,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # its types are a package of their own
 
 from cargohold import DiskTierConfig, OffloadConfig
+from cargohold.connector.tenants import Tenant
 from cargohold.serve.records import metrics_url, scrape
-from cargohold.serve.settings import ServeConfig, Tenant, with_shares
+from cargohold.serve.settings import ServeConfig, with_shares
 from tests.serve.running import call, running, settle, wait_until
 
 DASHBOARDS = Path(__file__).parents[1] / "dashboards"

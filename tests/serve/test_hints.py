@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from cargohold import ConfigError, DiskTierConfig, OffloadConfig
+from cargohold.connector.tenants import Tenant
 from cargohold.serve.server import Server
-from cargohold.serve.settings import ServeConfig, Tenant, with_shares
+from cargohold.serve.settings import ServeConfig, with_shares
 from tests.serve import clients
 from tests.serve.running import Reply, call, running, wait_until
 

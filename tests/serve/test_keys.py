@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from cargohold import OffloadConfig, TenantQuota
+from cargohold.connector.tenants import Tenant
 from cargohold.protocol import BlockStored
 from cargohold.serve.records import metrics_url, scrape
 from cargohold.serve.server import Server
-from cargohold.serve.settings import Client, ServeConfig, Tenant, tenant_of, with_shares
+from cargohold.serve.settings import Client, ServeConfig, tenant_of, with_shares
 from tests.serve.running import call, running, wait_until
 from tests.serve.test_cache_view import PROMPT, complete, keyed
 

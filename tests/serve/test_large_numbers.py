@@ -10,8 +10,9 @@ from typing import Any, Final
 import pytest
 
 from cargohold import DiskTierConfig, OffloadConfig
+from cargohold.connector.tenants import Tenant
 from cargohold.serve.server import Server
-from cargohold.serve.settings import ServeConfig, Tenant, with_shares
+from cargohold.serve.settings import ServeConfig, with_shares
 from tests.chat_model import VOCAB_SIZE
 from tests.llms import in_engine
 from tests.serve.running import call, running, wait_until

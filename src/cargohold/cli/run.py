@@ -299,7 +299,8 @@ class ServeOptions:
 
     def config(self) -> Any:
         """The options as the server takes them. Raises ``ConfigError`` for impossible ones."""
-        from cargohold.serve.settings import ServeConfig, Tenant  # noqa: PLC0415  # needs packages that may be absent
+        from cargohold.connector.tenants import Tenant  # noqa: PLC0415  # as below
+        from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # needs packages that may be absent
 
         return ServeConfig(
             host=self.host,

@@ -32,6 +32,7 @@ from cargohold.protocol.engine_view import (
 )
 from cargohold.protocol.guard import NOT_CONTAINED, ConnectorGuard
 from cargohold.protocol.hints import (
+    FRONT_KEY,
     HINTS_KEY,
     MAX_HINTS,
     MAX_PRIORITY,
@@ -94,6 +95,7 @@ from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
     "AGES_MS",
+    "FRONT_KEY",
     "HINTS_KEY",
     "MAX_HINTS",
     "MAX_PRIORITY",

@@ -33,6 +33,8 @@ MAX_HINTS: Final = 64
 """Maximum number of hints that one envelope, or one call, may have; the others are rejected."""
 HINTS_KEY: Final = "cargohold_hints"
 """Our own key for hints in a request's ``kv_transfer_params``, and for their outcomes in the response."""
+FRONT_KEY: Final = "cargohold_front"
+"""The key for hints that a front has made of what a client has said in other words: they are not answered in the response."""
 PARAMS_KEYS: Final = (HINTS_KEY, "kv_hint")
 """The keys in a request's ``kv_transfer_params`` under which hints are looked for."""
 
@@ -155,6 +157,7 @@ class Hint:
         to: for ``prefetch`` and ``share``: ``host``; for ``demote``: ``lower`` tiers, or ``nowhere``.
         deadline_s: for ``prefetch`` and ``share``: seconds after which nobody needs the chunks any more.
         token_ids: of a request's hint, the prompt that it is about instead of the request's; ``None`` for the request's own.
+        part: what there is of the prompt before ``end``, from 0 to 1, for whoever does not know how many tokens it has.
     """
 
     kind: HintKind
@@ -167,6 +170,7 @@ class Hint:
     to: str | None = None
     deadline_s: float | None = None
     token_ids: tuple[int, ...] | None = None
+    part: float | None = None
 
     def __post_init__(self) -> None:
         problem = _problem_of(self)
@@ -176,6 +180,12 @@ class Hint:
     def without_tokens(self) -> Hint:
         """Return the same without ``token_ids``, for the connector: it remembers hints, and a prompt may be long."""
         return self if self.token_ids is None else replace(self, token_ids=None)
+
+    def within(self, num_prompt_tokens: int) -> Hint:
+        """Return the same with a number of tokens in place of ``part``."""
+        if self.part is None:
+            return self
+        return replace(self, end=max(1, int(self.part * num_prompt_tokens)), part=None)
 
     @classmethod
     def retain(cls, ttl_s: float | None = None, priority: int = RAISED_PRIORITY, **options: Any) -> Self:
@@ -230,6 +240,7 @@ def _problem_of(hint: Hint) -> str:
         ("lease", hint.lease is None or _is_name(hint.lease), f"text of at most {_MAX_NAME} characters"),
         ("to", hint.to is None or hint.to in allowed, " or ".join(allowed) or "left out"),
         ("deadline_s", hint.deadline_s is None or _is_seconds(hint.deadline_s), "a number of seconds above 0"),
+        ("part", hint.part is None or (_is_seconds(hint.part) and hint.part <= 1), "a number above 0, up to 1"),
         (
             "token_ids",
             hint.token_ids is None or _are_token_ids(hint.token_ids),
@@ -334,7 +345,7 @@ def _hint_of(action: Any, name: str, envelope_version: object) -> Hint:
     if isinstance(token_ids := options.get("token_ids"), list):
         options["token_ids"] = tuple(token_ids)
     first, last = _range_of(options.pop("tokens", None))
-    unknown = options.keys() - {"priority", "ttl_s", "lease", "to", "deadline_s", "token_ids"}
+    unknown = options.keys() - {"priority", "ttl_s", "lease", "to", "deadline_s", "token_ids", "part"}
     if unknown:
         raise ValueError(f"payload has {shown(min(map(str, unknown)))}, which is not known here")
     return Hint(kind=kind, action_id=name, start=first, end=last, **options)

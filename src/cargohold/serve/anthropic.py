@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
-from cargohold.errors import RequestError
 from cargohold.llm import AsyncLLM
-from cargohold.protocol import Hint
 from cargohold.serve.desk import Job, Outputs, Prompts, client_of, hall_of, size_of, trace_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
 from cargohold.serve.interfaces import (
@@ -37,18 +34,7 @@ from cargohold.serve.tools import AnswerReader, Part, ToolCall
 router = APIRouter()
 
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
-_TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
-_MAX_MARKS: Final = 4
 _NOTHING_SAID: Final = {"type": "text", "text": ""}
-
-
-class CacheControl(BaseModel):
-    """A mark: the prompt up to here will come again within that time."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
 
 
 class AnthropicMessage(BaseModel):
@@ -91,7 +77,6 @@ class AnthropicTool(BaseModel):
     description: str = ""
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
-    cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The tool as templates know it."""
@@ -108,27 +93,6 @@ class Prompt(Body):
     tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    cache_control: CacheControl | None = None
-
-    def marks(self) -> list[tuple[Prompt, CacheControl]]:
-        """What is marked to come again: each the prompt up to the mark. Raises ``ApiError`` for marks that are impossible."""
-        nothing = [AnthropicMessage(role="user", content="")]
-        marks: list[tuple[Prompt, CacheControl]] = []
-        if self.cache_control is not None:
-            marks.append((self, self.cache_control))
-        # Templates write tools where they like: with the system's text, or before it.
-        with_tools = self.model_copy(update={"messages": nothing})
-        marks += [(with_tools, tool.cache_control) for tool in self.tools or () if tool.cache_control is not None]
-        for end, mark in _marks_in(self.system, "system"):
-            assert self.system is not None
-            marks.append((self.model_copy(update={"system": self.system[:end], "messages": nothing}), mark))
-        for at, message in enumerate(self.messages):
-            for end, mark in _marks_in(message.content, f"messages[{at}].content"):
-                cut = message.model_copy(update={"content": message.content[:end]})
-                marks.append((self.model_copy(update={"messages": [*self.messages[:at], cut]}), mark))
-        if len(marks) > _MAX_MARKS:
-            raise invalid(f"there are {len(marks)} marks of cache_control; there may be {_MAX_MARKS}", "cache_control")
-        return marks
 
     def tokens(self, llm: AsyncLLM, most: int) -> list[int]:
         """The conversation as the model's template writes it. Raises ``PromptTooLongError``, see ``AsyncLLM.chat_prompt``."""
@@ -166,16 +130,6 @@ class MessagesBody(Prompt, CachedBody):
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=0)
 
-    def implied_hints(self, llm: AsyncLLM, prompt: list[int]) -> list[Hint]:
-        """What follows from the marks: the prompt up to each of them is kept longer than others."""
-        hints = []
-        for number, (up_to, mark) in enumerate(self.marks(), start=1):
-            with suppress(RequestError):  # a template that cannot write that much of a conversation
-                end = _num_alike(up_to.tokens(llm, llm.plan.limits.max_prompt_tokens), prompt)
-                if end:
-                    hints.append(Hint.retain(_TTLS_S[mark.ttl], end=end, action_id=f"cache_control-{number}"))
-        return hints
-
     def sampling(self) -> SamplingParams:
         """Sampling parameters. Raises ``ConfigError`` for impossible values."""
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -187,23 +141,6 @@ class MessagesBody(Prompt, CachedBody):
             top_k=0 if self.top_k is None or is_greedy else self.top_k,
             stop=self.stop_sequences or (),
         )
-
-
-def _marks_in(blocks: str | list[dict[str, Any]] | None, param: str) -> Iterator[tuple[int, CacheControl]]:
-    """Marks in a list of blocks, each with the number of blocks up to it."""
-    for end, block in enumerate(blocks if isinstance(blocks, list) else (), start=1):
-        if (mark := block.get("cache_control")) is not None:
-            try:
-                yield end, CacheControl.model_validate(mark)
-            except ValidationError as error:
-                where = f"{param}[{end - 1}].cache_control"
-                raise invalid(f'{where} must be {{"type": "ephemeral"}}, with a ttl of 5m or 1h', where) from error
-
-
-def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -222,7 +159,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
 
     def make_prompts() -> Prompts:
         prompt = fitting(llm, partial(body.tokens, llm))
-        options = body.options(client, body.implied_hints(llm, prompt))
+        options = body.options(client)
         options["trace_headers"] = trace_of(request)
         return Prompts([prompt], sampling, options)
 

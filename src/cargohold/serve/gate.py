@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cargohold.serve.errors import ApiError, error_response
+from cargohold.serve.keys import shown_key
 from cargohold.serve.settings import Client, Keys, ServeConfig
 
 HEALTH: Final = "/health"
@@ -80,7 +81,7 @@ class Gate:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_requests", retry_after_s=1)
 
     def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
-        keys, client = self._keys, self._keys.client(_shown_key(headers)) or Client()
+        keys, client = self._keys, self._keys.client(shown_key(headers)) or Client()
         is_known = client.is_admin or client.tenant is not None
         if path.startswith("/v1/"):
             is_let_in = is_known or not keys.has_tenants
@@ -97,6 +98,17 @@ class Gate:
     def _check_size(self, content_length: bytes) -> None:
         if content_length.isdigit() and int(content_length) > self._config.max_body_bytes:
             raise too_large(self._config.max_body_bytes)
+
+
+class BehindGate:
+    """What the front is told of who asks, where the gate has let them in."""
+
+    serves_pins = False
+
+    def admit(self, scope: Scope) -> Client:
+        """The client that the gate has found."""
+        client: Client = scope["state"]["client"]
+        return client
 
 
 class _Bodies:
@@ -169,12 +181,6 @@ def too_large(max_bytes: int) -> ApiError:
     """The refusal of a body that is too large."""
     message = f"the body of a request may have {max_bytes} bytes here (--max-body-bytes)"
     return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
-
-
-def _shown_key(headers: dict[bytes, bytes]) -> bytes | None:
-    """The key as clients of OpenAI send it, or else as those of Anthropic do."""
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
 
 
 def _patient(send: Send, timeout_s: float) -> Send:

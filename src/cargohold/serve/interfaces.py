@@ -21,7 +21,7 @@ from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.errors import PromptTooLongError
 from cargohold.llm import AsyncLLM
-from cargohold.protocol import Hint, hints_in
+from cargohold.protocol import FRONT_KEY
 from cargohold.serve.desk import Job, Outputs, client_of, hall_of, size_of, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
 from cargohold.serve.settings import Client
@@ -30,14 +30,17 @@ T = TypeVar("T")
 
 WITHOUT_EFFECT: Final = frozenset(
     {
+        "agent_hint",
         "cache_control",
         "inference_geo",
         "metadata",
+        "nvext",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "safety_identifier",
         "service_tier",
+        "session_id",
         "user",
         "user_profile_id",
         "workspace_id",
@@ -88,8 +91,6 @@ without them would pass for one that was made with them."""
 StopString = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[list[StopString], Field(max_length=16)]
 
-_DAY_S: Final = 24 * 3600.0
-
 
 class Body(BaseModel):
     """The body of a request. Fields that it does not declare are looked up above."""
@@ -123,15 +124,15 @@ class CachedBody(Body):
     kv_transfer_params: dict[str, Any] | None = None
     cargohold_hints: dict[str, Any] | list[dict[str, Any]] | None = None
 
-    def options(self, client: Client, implied: Sequence[Hint]) -> RequestOptions:
-        """Options of the request. Hints that follow from other fields count where the client gives none by name."""
-        gives_none = self.cargohold_hints is None and hints_in(self.kv_transfer_params) is None
-        hints: Any = implied if gives_none and implied else self.cargohold_hints
-        params = self.kv_transfer_params
+    def options(self, client: Client) -> RequestOptions:
+        """Options of the request, into which the front has put the client's salt, and hints where the client gives none."""
+        params = dict(self.kv_transfer_params or {})
+        of_front = params.pop(FRONT_KEY, None)
+        hints: Any = of_front if self.cargohold_hints is None else self.cargohold_hints
         return {
-            "salt": client.salt(self.cache_salt),
+            "salt": self.cache_salt,
             "tenant": client.tenant,
-            "kv_transfer_params": params,
+            "kv_transfer_params": params or None,
             "hints": hints,
         }
 
@@ -167,11 +168,6 @@ class OpenAIBody(CachedBody):
     ignore_eos: bool = False
     priority: int = 0
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-
-    def implied_hints(self) -> list[Hint]:
-        """What follows from OpenAI's own field: a prompt that is to be kept for a day is kept as long as hints may last."""
-        keeps = self.prompt_cache_retention == "24h"
-        return [Hint.retain(_DAY_S, action_id="prompt_cache_retention")] if keeps else []
 
     def sampling(self, max_tokens: int) -> list[SamplingParams]:
         """Sampling parameters, one per answer to one prompt.

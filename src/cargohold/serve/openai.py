@@ -178,7 +178,7 @@ async def _answer(
     client, desk = client_of(request), hall_of(request).desk
     llm = desk.llm
     options: RequestOptions = {
-        **body.options(client, body.implied_hints()),
+        **body.options(client),
         "priority": body.priority,
         "trace_headers": trace_of(request),
     }

@@ -30,7 +30,8 @@ from cargohold.process import allow_open_files
 from cargohold.serve import anthropic, cache, openai
 from cargohold.serve.desk import Desk, Hall, State, Watch
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
-from cargohold.serve.gate import HEALTH, Gate, Hosts, connections
+from cargohold.serve.front import Front
+from cargohold.serve.gate import HEALTH, BehindGate, Gate, Hosts, connections
 from cargohold.serve.meters import Meters
 from cargohold.serve.records import Records
 from cargohold.serve.settings import ServeConfig
@@ -68,7 +69,7 @@ def make_app(desk: Desk, meters: Meters, config: ServeConfig, hosts: Hosts) -> A
         (Exception, _failed),  # uvicorn logs it, too
     ):
         app.add_exception_handler(kind, handler)
-    return Gate(app, config, hosts)
+    return Gate(Front(app, BehindGate(), is_strict=True), config, hosts)
 
 
 @asynccontextmanager

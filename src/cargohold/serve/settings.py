@@ -4,72 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from cargohold.cache.policies import RunsPolicy, find_policy
-from cargohold.cache.shares import MAX_SHARES
-from cargohold.connector.offloading import HintConfig, OffloadConfig, TenantQuota
-from cargohold.errors import ConfigError, one_line
+from cargohold.connector.offloading import OffloadConfig, TenantQuota
+from cargohold.connector.tenants import Tenant, check_keys, with_quotas
+from cargohold.errors import ConfigError
 from cargohold.option_values import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
+from cargohold.serve.keys import KeyRing
 
 DEFAULT_BODY_BYTES = 8 * 1024**2
 """Largest body of a request by default: the text of some two million tokens."""
 _SALT_BYTES = 16
 _NUM_SCRYPT_BLOCKS = 2**14
 """What a guess of a key costs whoever has a salt: 16 MiB, and tens of milliseconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """Somebody with a key, and a share of host memory. Checked when made; raises ``ConfigError`` naming the option.
-
-    Attributes:
-        name: what metrics, people and salts call the tenant.
-        key: what its clients send.
-        reserved, soft, hard: see ``TenantQuota``.
-        hints: which hints of its clients are carried out: ``all``, ``retain``, or ``off``; ``None`` for the server's default.
-    """
-
-    name: str
-    key: str
-    reserved: int | str = 0
-    soft: int | str | None = None
-    hard: int | str | None = None
-    hints: str | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.key, str):
-            raise ConfigError("--tenants", self.name, "its key must be text")
-        if not self.name or not self.name.isprintable() or "/" in self.name:
-            raise ConfigError("--tenants", self.name, "a tenant's name must be printable text without a slash")
-        self.quota()
-        HintConfig(allow_of={} if self.hints is None else {self.name: self.hints})
-
-    def quota(self) -> TenantQuota:
-        """Its share, for the connector."""
-        name = self.name
-        return TenantQuota(tenant=name, label=name, reserved=self.reserved, soft=self.soft, hard=self.hard)
-
-    @classmethod
-    def read(cls, file: str) -> tuple[Self, ...]:
-        """Read tenants from a file: a JSON object with their options by name. Raises ``ConfigError`` if it has others."""
-        known = [field.name for field in fields(cls) if field.name != "name"]
-        try:
-            named = json.loads(Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError("--tenants", file, f"it must be a file of JSON ({one_line(error)})") from error
-        expected = f'it must be an object such as {{"acme": {{"key": "..."}}}}; there are {", ".join(known)}'
-        if not isinstance(named, dict) or not all(isinstance(options, dict) for options in named.values()):
-            raise ConfigError("--tenants", file, expected)
-        for name, options in named.items():
-            if "key" not in options or options.keys() - known:
-                raise ConfigError("--tenants", name, expected)
-        return tuple(cls(name=name, **options) for name, options in named.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +73,11 @@ class ServeConfig:
             ("--tenants", tuple(tenant.key for tenant in self.tenants)),
             *((name, (key,)) for name, key in of_others.items() if key is not None),
         ):
-            if not all(key and key.isascii() and key.isprintable() for key in keys):
-                raise ConfigError(name, "***", "a key must be printable ASCII, as headers are")
+            check_keys(name, keys)
         for name, known in (("--admin-key", of_clients), ("--metrics-key", [*of_clients, self.admin_key])):
             if of_others[name] is not None and of_others[name] in known:
                 raise ConfigError(name, "***", "it must not be another key, too: others know that, or it may do more")
-        if len(set(of_clients)) < len(of_clients):
-            raise ConfigError("--api-key", "***", "a key must not be given twice: each is one tenant's")
+        check_keys("--api-key", of_clients)
 
     def label_of(self, tenant: str | None) -> str | None:
         """What people and metrics are told in place of a tenant: of a key its place, such as ``key/2``."""
@@ -177,6 +124,15 @@ class Client:
             return cache_salt
         return self.tenant if cache_salt is None else f"{self.tenant}/{cache_salt}"
 
+    @property
+    def withheld(self) -> Sequence[str]:
+        """Fields that it may not give: none."""
+        return ()
+
+    def allowed(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """What it may ask of connectors: all of it."""
+        return dict(params)
+
 
 class Keys:
     """Knows clients by their keys.
@@ -186,30 +142,23 @@ class Keys:
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        self._clients = [(key.encode(), Client(tenant_of(key))) for key in config.api_keys]
-        self._clients += [(tenant.key.encode(), Client(tenant.name)) for tenant in config.tenants]
-        self.has_tenants = bool(self._clients)
+        of_tenants = [(key, Client(tenant_of(key))) for key in config.api_keys]
+        of_tenants += [(tenant.key, Client(tenant.name)) for tenant in config.tenants]
+        others = [(config.admin_key, Client(is_admin=True)), (config.metrics_key, Client(is_scraper=True))]
+        self._ring = KeyRing([*of_tenants, *((key, client) for key, client in others if key is not None)])
+        self.has_tenants = bool(of_tenants)
         self.has_admin = config.admin_key is not None
         self.has_scraper = config.metrics_key is not None
-        if config.admin_key is not None:
-            self._clients.append((config.admin_key.encode(), Client(is_admin=True)))
-        if config.metrics_key is not None:
-            self._clients.append((config.metrics_key.encode(), Client(is_scraper=True)))
 
     def client(self, key: bytes | None) -> Client | None:
         """Whose key it is; ``None`` if nobody's."""
-        found = None
-        for known, client in self._clients:  # all of them, so that the time tells nothing
-            if key is not None and secrets.compare_digest(known, key):
-                found = client
-        return found
+        return self._ring.find(key)
 
 
 def with_shares(offload: OffloadConfig | None, config: ServeConfig) -> OffloadConfig | None:
     """Options of the connector, in which each tenant has its share. Raises ``ConfigError`` if there is nothing to share.
 
-    Keys without options are tenants without limits. They are counted, too, where there may be so many shares, and the policy
-    has shares at all.
+    Keys without options are tenants without limits.
     """
     tenants = config.tenants
     if offload is None:
@@ -217,14 +166,10 @@ def with_shares(offload: OffloadConfig | None, config: ServeConfig) -> OffloadCo
             names = [tenant.name for tenant in tenants]
             raise ConfigError("--tenants", names, "shares of host memory need --host-bytes")
         return None
-    allowed: Mapping[str, Any] = {tenant.name: tenant.hints for tenant in tenants if tenant.hints is not None}
-    hints = replace(offload.hints, allow_of={**offload.hints.allow_of, **allowed})
-    quotas = [*offload.quotas, *(tenant.quota() for tenant in tenants)]
+    allowed = {tenant.name: tenant.hints for tenant in tenants if tenant.hints is not None}
     identities = map(tenant_of, config.api_keys)
     counted = [TenantQuota(tenant=identity, label=config.label_of(identity)) for identity in identities]
-    if len(quotas) + len(counted) < MAX_SHARES and issubclass(find_policy(offload.policy), RunsPolicy):
-        quotas += counted
-    return replace(offload, quotas=quotas, hints=hints)
+    return with_quotas(offload, [tenant.quota() for tenant in tenants], counted, allowed)
 
 
 @functools.lru_cache(maxsize=1024)

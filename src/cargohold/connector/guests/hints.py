@@ -200,7 +200,7 @@ class Hints(Guest):
     def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> list[HintOutcome]:
         """Carry out hints about a request, or about a prefix without one; return an outcome for each."""
         self.expire()
-        return [self._carry_out(request, hint) for hint in hints]
+        return [self._carry_out(request, hint.within(request.num_prompt_tokens)) for hint in hints]
 
     def _carry_out(self, request: RequestView, hint: Hint) -> HintOutcome:
         refusal = self._refusal_of(hint, request.tenant)

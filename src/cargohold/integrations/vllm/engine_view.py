@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, Protocol, overload
 
+from cargohold.connector.tenants import tenant_in
 from cargohold.errors import NullBlockError, StaleCursorError
 from cargohold.integrations.vllm import compat
 from cargohold.protocol import (
@@ -337,9 +338,8 @@ class SeenRequest:
 
     @property
     def tenant(self) -> str | None:
-        """The salt, with which a gateway in front of vLLM keeps its tenants apart."""
-        salt: str | None = getattr(self.own, "cache_salt", None)
-        return salt
+        """The salt, with which a gateway in front of vLLM keeps its tenants apart; of ours, the tenant's part of it."""
+        return tenant_in(getattr(self.own, "cache_salt", None))
 
     def prefix(self, token_ids: list[int]) -> Prefix:
         """Another prefix that this request's hints are about, with the request's salt and adapter."""

@@ -28,6 +28,7 @@ from cargohold.integrations.vllm.explanations import Explanations, why_all_compu
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
+    FRONT_KEY,
     HINTS_KEY,
     NULL_BLOCK_ID,
     BlockIds,
@@ -205,20 +206,28 @@ class SchedulerSide:
             self._told.bypass(request_id, error.reason)
         else:
             self._requests[seen.request_id] = seen
-            given = getattr(request, "kv_hints", None)  # from 0.32 on
-            given = hints_in(wishes) if given is None else given
-            if given is not None:
-                self._take_hints(seen, given)
+            self._hear(seen, wishes or {})
 
-    def _take_hints(self, seen: SeenRequest, given: object) -> None:
-        """Give a request's hints to the connector, and keep the outcomes for the response."""
+    def _hear(self, seen: SeenRequest, wishes: Mapping[str, Any]) -> None:
+        """Carry out the hints that a request brings: its client's, which the response answers, and a front's."""
+        given = getattr(seen.own, "kv_hints", None)  # from 0.32 on
+        given = hints_in(wishes) if given is None else given
+        if given is not None:
+            self._outcomes[seen.request_id] = self._take_hints(seen, given)
+        if FRONT_KEY in wishes:
+            for outcome in self._take_hints(seen, wishes[FRONT_KEY]):
+                self._told.note(seen.request_id, str(outcome))
+
+    def _take_hints(self, seen: SeenRequest, given: object) -> list[HintOutcome]:
+        """Give a request's hints to the connector. Returns the outcomes."""
         hints, rejected = parse_hints(given)
         own = [hint for hint in hints if not hint.token_ids]
-        outcomes = self._outcomes[seen.request_id] = [*rejected, *self.guard.on_hints(seen, own)]
+        outcomes = [*rejected, *self.guard.on_hints(seen, own)]
         for hint in hints:
             if hint.token_ids:
                 outcomes += self.guard.on_hints(seen.prefix(list(hint.token_ids)), [hint.without_tokens()])
         self._stats.update(f"hints_{outcome.status}" for outcome in outcomes)
+        return outcomes
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Note that a request ended; see ``KVConnectorScheduler.request_finished``."""

@@ -11,6 +11,7 @@ from cargohold.connector.factory import Offload, check_apart, check_memory, conn
 from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.options import parse_offload
+from cargohold.connector.tenants import Tenants
 from cargohold.errors import option_path
 from cargohold.options import SECONDS, Options, declared, made, one_of
 from cargohold.protocol import KVConnectorFactory
@@ -70,7 +71,10 @@ class Settings:
             adapter = made(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
             offload = parse_offload({key: value for key, value in extra_config.items() if key not in own}, beside=own)
             check_apart(offload)
-        return cls(adapter, offload)
+        tenants = Tenants.of_environment()
+        if isinstance(offload, Sequence):
+            return cls(adapter, [_shared(child, tenants) for child in offload])
+        return cls(adapter, _shared(offload, tenants))
 
     def of_replica(self, replica: int) -> Self:
         """The settings of one data-parallel replica, by its number from 0: disk tiers get a directory each."""
@@ -140,6 +144,11 @@ def _of_replica(offload: Offload, replica: int) -> Offload:
     if _is_ours(offload):
         return replace(offload, tiers=tuple(tier.of_replica(replica) for tier in offload.tiers))
     return offload
+
+
+def _shared(offload: Offload, tenants: Tenants) -> Offload:
+    """The options of a connector with the shares of the tenants that a front in vLLM's server keeps apart."""
+    return tenants.shared(offload) if tenants.known and isinstance(offload, OffloadConfig) else offload
 
 
 def _is_ours(offload: Offload) -> TypeGuard[OffloadConfig]:

@@ -1,0 +1,194 @@
+"""Tenants: who may use an engine, with which key, and how much of host memory; and the salts that keep their caches apart.
+
+A front in front of an engine and the connector inside it read the same file, each in its own process. A salt is an HMAC of the
+tenant's name under a secret that is stored beside that file: it tells nothing of a key, and nobody outside can make one. Under
+it, chunks on disk are found again after a restart, or with another key; engines that share a store need the same secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Final, Self
+
+from cargohold.cache.policies import RunsPolicy, find_policy
+from cargohold.cache.shares import MAX_SHARES
+from cargohold.connector.config import HintConfig, OffloadConfig, TenantQuota
+from cargohold.errors import ConfigError, one_line
+
+FILE_VARIABLE: Final = "CARGOHOLD_TENANTS"
+"""Environment variable that names the file of tenants."""
+_SECRET_BYTES: Final = 32
+_MARK: Final = "ch1."
+"""What salts of ours begin with. vLLM allows 128 characters, and none of ``@/\\``."""
+_DIGITS: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Somebody with a key, and a share of host memory. Checked when made; raises ``ConfigError`` naming the option.
+
+    Attributes:
+        name: what metrics and people call the tenant.
+        key: what its clients send.
+        reserved, soft, hard: see ``TenantQuota``.
+        hints: which hints of its clients are carried out: ``all``, ``retain``, or ``off``; ``None`` for the server's default.
+    """
+
+    name: str
+    key: str = field(repr=False)
+    reserved: int | str = 0
+    soft: int | str | None = None
+    hard: int | str | None = None
+    hints: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise ConfigError("--tenants", self.name, "its key must be text")
+        if not self.name or not self.name.isprintable() or "/" in self.name:
+            raise ConfigError("--tenants", self.name, "a tenant's name must be printable text without a slash")
+        self.quota()
+        HintConfig(allow_of={} if self.hints is None else {self.name: self.hints})
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether it has a quota, and is not only counted."""
+        return bool(self.reserved) or self.soft is not None or self.hard is not None
+
+    def quota(self, identity: str | None = None) -> TenantQuota:
+        """Its share, for a connector that knows it by ``identity``, or else by its name."""
+        return TenantQuota(
+            tenant=identity or self.name, label=self.name, reserved=self.reserved, soft=self.soft, hard=self.hard
+        )
+
+    @classmethod
+    def read(cls, file: str | Path) -> tuple[Self, ...]:
+        """Read tenants from a file: a JSON object with their options by name. Raises ``ConfigError`` if it has others."""
+        known = [option.name for option in fields(cls) if option.name != "name"]
+        try:
+            named = json.loads(Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError("--tenants", str(file), f"it must be a file of JSON ({one_line(error)})") from error
+        expected = f'it must be an object such as {{"acme": {{"key": "..."}}}}; there are {", ".join(known)}'
+        if not isinstance(named, dict) or not all(isinstance(options, dict) for options in named.values()):
+            raise ConfigError("--tenants", str(file), expected)
+        for name, options in named.items():
+            if "key" not in options or options.keys() - known:
+                raise ConfigError("--tenants", name, expected)
+        return tuple(cls(name=name, **options) for name, options in named.items())
+
+
+def check_keys(option: str, keys: Sequence[str]) -> None:
+    """Raise ``ConfigError`` unless these are keys that headers can carry, each once. It names none."""
+    if not all(key and key.isascii() and key.isprintable() for key in keys):
+        raise ConfigError(option, "***", "a key must be printable ASCII, as headers are")
+    if len(set(keys)) < len(keys):
+        raise ConfigError(option, "***", "a key must not be given twice: each is one tenant's")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The tenants of an engine, and how their salts are made.
+
+    Attributes:
+        known: the tenants.
+        secret: under which the salts are made.
+    """
+
+    known: tuple[Tenant, ...] = ()
+    secret: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def read(cls, file: str | Path) -> Self:
+        """Read the file, and the secret beside it, which is made if there is none. Raises ``ConfigError``."""
+        known = Tenant.read(file)
+        if not known:
+            raise ConfigError(FILE_VARIABLE, str(file), "it names no tenant: leave the variable out")
+        check_keys(FILE_VARIABLE, [tenant.key for tenant in known])
+        return cls(known, stored_secret(Path(f"{file}.secret")))
+
+    @classmethod
+    def of_environment(cls) -> Self:
+        """Read the file that the environment names; none if it names none. Raises ``ConfigError``."""
+        file = os.environ.get(FILE_VARIABLE)
+        return cls.read(file) if file else cls()
+
+    def identity(self, name: str) -> str:
+        """What connectors know a tenant by: its salt."""
+        return f"{_MARK}{self._digest(name)}"
+
+    def salt(self, name: str, cache_salt: str | None) -> str:
+        """The salt of a tenant's request, within which its client may keep users apart by a salt of its own."""
+        own = self.identity(name)
+        return own if cache_salt is None else f"{own}.{self._digest(f'{name}/{cache_salt}')}"
+
+    def shared(self, offload: OffloadConfig) -> OffloadConfig:
+        """The options of a connector in which each tenant has its share and its rights."""
+        allowed = {self.identity(one.name): one.hints for one in self.known if one.hints is not None}
+        limited = [one.quota(self.identity(one.name)) for one in self.known if one.has_limits]
+        counted = [one.quota(self.identity(one.name)) for one in self.known if not one.has_limits]
+        return with_quotas(offload, limited, counted, allowed)
+
+    def _digest(self, text: str) -> str:
+        made = hmac.new(self.secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256)
+        return made.hexdigest()[:_DIGITS]
+
+
+def with_quotas(
+    offload: OffloadConfig, limited: Sequence[TenantQuota], counted: Sequence[TenantQuota], allowed: Mapping[str, str]
+) -> OffloadConfig:
+    """Options of a connector with these quotas and rights to give hints.
+
+    Those that limit nothing are ``counted`` where there may be so many shares, and the policy has shares at all: then a tenant
+    that needs a place takes it from the one that has most.
+    """
+    quotas = [*offload.quotas, *limited]
+    has_shares = not offload.manager and issubclass(find_policy(offload.policy), RunsPolicy)
+    if has_shares and len(quotas) + len(counted) < MAX_SHARES:
+        quotas += counted
+    return replace(offload, quotas=quotas, hints=replace(offload.hints, allow_of={**offload.hints.allow_of, **allowed}))
+
+
+def tenant_in(salt: str | None) -> str | None:
+    """Whose request it is that has this salt: of a front's, the tenant's part; of others, all of it."""
+    if salt is None or not salt.startswith(_MARK):
+        return salt
+    return salt[: len(_MARK) + _DIGITS]
+
+
+def stored_secret(file: Path) -> bytes:
+    """Read a secret from a file that only its owner may read; made if there is none. Raises ``ConfigError``."""
+    try:
+        if not file.exists():
+            _make(file)
+        if file.stat().st_mode & 0o077:
+            raise ConfigError(FILE_VARIABLE, str(file), "others may read the secret: chmod 600")
+        secret = file.read_bytes()
+    except OSError as error:
+        expected = f"the secret of salts must be readable, or the directory writable ({one_line(error)})"
+        raise ConfigError(FILE_VARIABLE, str(file), expected) from error
+    if len(secret) < _SECRET_BYTES:
+        raise ConfigError(FILE_VARIABLE, str(file), f"the secret of salts must have {_SECRET_BYTES} bytes at least")
+    return secret
+
+
+def _make(file: Path) -> None:
+    """Make a secret. Whoever makes it at the same time makes the same: only one of them gives the file its name."""
+    drawn = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(secrets.token_bytes(_SECRET_BYTES))
+            opened.flush()
+            os.fsync(opened.fileno())
+        with suppress(FileExistsError):
+            os.link(drawn, file)
+    finally:
+        drawn.unlink()
