@@ -476,3 +476,25 @@ def test_hints_that_fail_are_turned_off_alone_and_their_pins_are_given_back(monk
     again = prompt(7, 24)
     serve(engine, "again", again, hints=[Hint.pin(ttl_s=1000)])
     assert present(offloading, again) == [READY] * 6, "chunks are stored and found as before"
+
+
+def test_a_priority_under_a_name_is_replaced_and_released_by_it() -> None:
+    """As a front keeps a conversation from turn to turn, until it has been answered."""
+    engine, offloading = make()
+    tokens = prompt(1, 24)
+    for turn in (tokens, [*tokens, *prompt(2, 8)]):
+        serve(engine, f"turn {len(turn)}", turn, hints=[Hint.retain(ttl_s=300, lease="turn")])
+    flood(engine)
+    assert present(offloading, tokens) == [READY] * 6
+    assert ends(engine) == [HintEnd.RELEASED], "the second has replaced the first"
+    assert hint(engine, Hint.release("turn"), prefix([])).status is ACCEPTED
+    flood(engine, first=2000)
+    assert present(offloading, tokens)[-1] == ABSENT
+
+
+def test_a_part_of_a_prompt_is_rounded_down_to_chunks() -> None:
+    engine, _ = make()
+    tokens = prompt(1, 24)
+    parts = (0.01, 0.34, 0.7, 1.0)
+    serve(engine, "first", tokens, hints=[Hint.retain(ttl_s=30, part=part, action_id=str(part)) for part in parts])
+    assert [outcome.num_tokens for outcome in engine.requests["first"].hint_outcomes] == [0, 8, 16, 24]

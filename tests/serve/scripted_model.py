@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,12 +21,13 @@ CHAT_TEMPLATE = """
 """The last token of a prompt decides what is said: the last message names a script, or a tool has answered."""
 
 
-def save_scripted_model(directory: Path, scripts: Mapping[str, Sequence[str]]) -> str:
+def save_scripted_model(directory: Path, scripts: Mapping[str, Sequence[str]], **config: Any) -> str:
     """Write a model to ``directory``; returns its path.
 
     Args:
         directory: where.
         scripts: pieces of what it says behind ``<|name|>``, by name. A piece is one token, so it may be in one script only.
+        config: other values of its configuration, for engines that take no layers so small, or to compute as much as another.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,27 +46,30 @@ def save_scripted_model(directory: Path, scripts: Mapping[str, Sequence[str]]) -
         for name, script in scripts.items()
         for one, other in pairwise([f"<|{name}|>", *script, END])
     }
-    _save_chain(directory, len(tokenizer), following, tokenizer.eos_token_id)
+    _save_chain(directory, len(tokenizer), following, tokenizer.eos_token_id, config)
     tokenizer.save_pretrained(directory)
     return str(directory)
 
 
-def _save_chain(directory: Path, vocab_size: int, following: Mapping[int, int], end: int) -> None:
+def _save_chain(
+    directory: Path, vocab_size: int, following: Mapping[int, int], end: int, changes: Mapping[str, Any]
+) -> None:
     """A model whose next token follows from the last one alone; behind all others, it ends."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=vocab_size + vocab_size % 2,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=2,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": vocab_size + vocab_size % 2,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    config = LlamaConfig(**options | dict(changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weights in model.parameters():

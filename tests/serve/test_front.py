@@ -110,7 +110,10 @@ class Line:
             for number, piece in enumerate(pieces, start=1)
         ]
         waiting.append({"type": "http.disconnect"})
-        sent_headers = [(b"content-length", str(len(sent)).encode()), (b"content-type", b"application/json")]
+        sent_headers = [
+            (b"content-length", str(len(sent)).encode()),
+            *([(b"content-type", b"application/json")] if sent else []),
+        ]
         sent_headers += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         scope = {"type": kind, "method": method, "path": path, "headers": sent_headers, "app": self.behind}
         reply = Reply()
@@ -684,6 +687,7 @@ def test_pins_are_given_and_released_by_requests_of_one_token(kept_apart: Line, 
     kept_apart.ask(b"", "/cache/pins/agent%207", keyed("of acme"), method="DELETE")
     (hint,), _ = parse_hints(kept_apart.behind.body["kv_transfer_params"]["cargohold_hints"])
     assert (hint.kind, hint.lease, kept_apart.behind.seen[-1][0]["method"]) == ("release", "agent 7", "POST")
+    assert kept_apart.behind.headers[b"content-type"] == b"application/json", "vLLM takes nothing else"
     kept_apart.behind.status = 404
     assert kept_apart.ask(asked, "/cache/pins", keyed("of acme")).status == 404
     kept_apart.behind.status, kept_apart.behind.pieces = 200, [b"{}"]

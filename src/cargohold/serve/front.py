@@ -228,7 +228,8 @@ class Front:
         path = "/v1/chat/completions" if asked.get("messages") else "/v1/completions"
         sent = msgspec.json.encode({name: value for name, value in asked.items() if value is not None})
         inner = {**scope, "method": "POST", "path": scope.get("root_path", "") + path, "raw_path": path.encode()}
-        inner["headers"] = _with_length(scope["headers"], len(sent))
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        inner["headers"] = _with_length([*headers, (b"content-type", b"application/json")], len(sent))
         messages: list[Message] = []
 
         async def keep(message: Message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from multiprocessing import parent_process
 from typing import Final
@@ -19,6 +20,8 @@ _REPLACED: Final = (
     f"--kv-offloading-size makes vLLM use a connector of its own instead of {NAME}, so Cargohold does nothing: leave it out, "
     'and say in kv_connector_extra_config how much memory Cargohold may use, as "host_bytes": "8GiB"'
 )
+
+_PASSED_BY: Final = "vLLM's Rust front end (VLLM_USE_RUST_FRONTEND) runs no --middleware"
 
 _ran_first_at_s: float | None = None
 """When ``register`` ran first in this process, or, if the process was forked since, when it began."""
@@ -50,6 +53,7 @@ def register() -> None:
     global _ran_first_at_s  # noqa: PLW0603  # it is the process's, as the registration is
     _ran_first_at_s = _ran_first_at_s or time.time()
     if parent_process() is None:
+        _check_front()
         _check_command()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM is there now
@@ -59,6 +63,17 @@ def register() -> None:
         return  # an earlier call did
     except (ImportError, AttributeError, TypeError) as error:
         logger.error("this vLLM takes no connectors by name, so it does not know %s: %s", NAME, error)  # noqa: TRY400  # one line
+
+
+def _check_front() -> None:
+    """Say where requests pass the front by; end the process if tenants would not be kept apart."""
+    has_tenants = bool(os.environ.get("CARGOHOLD_TENANTS"))
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") in {"", "0"}:
+        return
+    if has_tenants:
+        raise SystemExit(f"cargohold: {_PASSED_BY}, so nobody would keep the tenants of CARGOHOLD_TENANTS apart")
+    if any("cargohold.serve.front" in word for word in sys.argv):
+        logger.error("%s: requests pass the front by", _PASSED_BY)
 
 
 def _check_command() -> None:
