@@ -20,7 +20,7 @@ from typing import Final, Self
 
 from cargohold.cache.policies import RunsPolicy, find_policy
 from cargohold.cache.shares import MAX_SHARES
-from cargohold.connector.config import HintConfig, OffloadConfig, TenantQuota
+from cargohold.connector.config import EAGER, HintConfig, OffloadConfig, TenantQuota
 from cargohold.errors import ConfigError, one_line
 
 FILE_VARIABLE: Final = "CARGOHOLD_TENANTS"
@@ -150,7 +150,7 @@ def with_quotas(
     that needs a place takes it from the one that has most.
     """
     quotas = [*offload.quotas, *limited]
-    has_shares = not offload.manager and issubclass(find_policy(offload.policy), RunsPolicy)
+    has_shares = offload.mode == EAGER and not offload.manager and issubclass(find_policy(offload.policy), RunsPolicy)
     if has_shares and len(quotas) + len(counted) < MAX_SHARES:
         quotas += counted
     return replace(offload, quotas=quotas, hints=replace(offload.hints, allow_of={**offload.hints.allow_of, **allowed}))
