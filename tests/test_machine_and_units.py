@@ -16,7 +16,7 @@ from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
 from cargohold.engine.model.info import cache_dir
 from cargohold.option_values import format_bytes, parse_bytes
 from cargohold.process import allow_open_files, available_memory_bytes, memory_limit_bytes
-from cargohold.tiers.opening import open_inventory
+from cargohold.tiers.kinds import open_inventory
 
 TOTAL = psutil.virtual_memory().total
 

@@ -30,7 +30,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no disk": (["run", MODEL, "-p", "x", "--disk-bytes", "1GiB"], "--disk-bytes='1GiB' .* it needs --disk-dir"),
     "disk alone": (
         ["run", MODEL, "-p", "x", "--disk-dir", "/tmp"],
-        "cargohold: --disk-dir and --shared-url need --host-bytes too: give a size, such as 1GiB$",
+        "cargohold: tiers below host memory need --host-bytes too: give a size, such as 1GiB$",
     ),
     "tiny disk": (
         ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--disk-dir", "DIRECTORY", "--disk-bytes", "1"],

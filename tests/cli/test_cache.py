@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 from cargohold.cli import cache as cache_command
 from cargohold.cli.app import app
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import LoadOutcome, Tier
+from cargohold.tiers import LoadOutcome, SharedTierConfig, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.inventory import DiskInventory
-from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.stores.objects import ObjectTier
 from cargohold.tiers.stores.redis import RedisTier
 from examples.own_tier.folder import FolderConfig

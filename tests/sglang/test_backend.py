@@ -26,7 +26,7 @@ from cargohold.integrations.sglang import plugin
 from cargohold.integrations.sglang.backend import CargoholdStorage
 from cargohold.integrations.sglang.identity import Identity
 from cargohold.integrations.sglang.pages import FlatPages, MarkerPages, RangePages, pages_of
-from cargohold.tiers.opening import open_inventory
+from cargohold.tiers.kinds import open_inventory
 from tests.sglang.host import (
     Host,
     configured,

@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cargohold.tiers import LoadOutcome, Tier
+from cargohold.tiers import DiskTierConfig, LoadOutcome, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.namespace import Namespace
-from cargohold.tiers.opening import DiskTierConfig
 
 NAMESPACE = Namespace(label="tiny", weights="w", config="c", dtype="float32", layout="16 tokens", split="rank 0 of 1")
 CHUNK = 10_000  # not a multiple of the page size, so that padding is tested

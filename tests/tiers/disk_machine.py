@@ -13,7 +13,7 @@ from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.root import bytes_in
 from cargohold.tiers.inventory import Finding
-from cargohold.tiers.opening import open_inventory
+from cargohold.tiers.kinds import open_inventory
 from tests.tiers.bad_medium import (
     superuser,
 )

@@ -20,8 +20,8 @@ from typing import Any, Self
 from cargohold.errors import ConfigError, TierError
 from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import JobKind, JobStatus, LoadOutcome, QueueConfig, StoreOutcome, Tier, TierJob, TierQueue
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.memory import PAGE_BYTES, padded
-from cargohold.tiers.opening import open_inventory
 from tests.tiers.bad_medium import (
     WAIT_S,
     BadMedium,

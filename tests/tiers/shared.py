@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cargohold.tiers import StoreOutcome, Tier
-from cargohold.tiers.opening import SharedTierConfig, open_tier
+from cargohold.tiers import SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers.opening import open_tier
 from tests.tiers.common import CHUNK, NAMESPACE, key, payload
 
 WAIT_S = 30.0

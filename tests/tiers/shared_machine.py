@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from random import Random
 
 from cargohold.errors import ConfigError
-from cargohold.tiers import JobKind, LoadOutcome, StoreOutcome, Tier
+from cargohold.tiers import JobKind, LoadOutcome, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.inventory import Finding
-from cargohold.tiers.opening import SharedTierConfig, open_inventory
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.directory import LEFT_AFTER_S
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.bad_medium import (

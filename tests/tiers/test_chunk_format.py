@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL, Retention
-from cargohold.tiers import LoadOutcome, Namespace
+from cargohold.tiers import LoadOutcome, Namespace, SharedTierConfig
 from cargohold.tiers.chunk_format import (
     HEADER_BYTES,
     MAX_DETAILS_BYTES,
@@ -30,7 +30,6 @@ from cargohold.tiers.chunk_format import (
 )
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.inventory import Finding, check_value
-from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import disk_tier, load, payload
 

@@ -9,10 +9,10 @@ import pytest
 
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError
-from cargohold.tiers import StoreOutcome
+from cargohold.tiers import DiskTierConfig, StoreOutcome
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.root import bytes_in
-from cargohold.tiers.opening import DiskTierConfig, open_tier
+from cargohold.tiers.opening import open_tier
 from tests.tiers.common import (
     CHUNK,
     NAMESPACE,

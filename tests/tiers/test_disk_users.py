@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import LoadOutcome, StoreOutcome
+from cargohold.tiers import DiskTierConfig, LoadOutcome, StoreOutcome
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk import shard as disk_shard
 from cargohold.tiers.disk.files import brief_lock
 from cargohold.tiers.disk.root import bytes_in, delete_shard
-from cargohold.tiers.opening import DiskTierConfig, open_tier
+from cargohold.tiers.opening import open_tier
 from tests.tiers.common import (
     CHUNK,
     NAMESPACE,

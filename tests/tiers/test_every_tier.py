@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
+from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.opening import SharedTierConfig
 from tests.servers import key_value_server
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload

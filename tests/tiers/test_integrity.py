@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ConfigError
-from cargohold.tiers import LoadOutcome, Namespace, StoreOutcome, Tier, digest_weights
+from cargohold.tiers import LoadOutcome, Namespace, SharedTierConfig, StoreOutcome, Tier, digest_weights
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
 from cargohold.tiers.encryption import KEY_BYTES, EncryptionKey, read_key
-from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import NAMESPACE, codec, disk_tier, key, load, payload
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.tiers import StoreOutcome, Tier
+from cargohold.tiers import SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.disk import files as disk_files
 from cargohold.tiers.disk.files import Descriptor
 from cargohold.tiers.disk.inventory import DiskInventory
 from cargohold.tiers.inventory import Finding
-from cargohold.tiers.opening import SharedTierConfig, open_inventory, open_tier
+from cargohold.tiers.kinds import open_inventory
+from cargohold.tiers.opening import open_tier
 from cargohold.tiers.stores import directory as object_listing
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.servers import key_value_server

@@ -12,7 +12,7 @@ from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import DiskTierConfig, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.disk.inventory import DiskInventory
 from cargohold.tiers.disk.root import Owner, bytes_in, delete_shard, owner_of, shards_in
-from cargohold.tiers.opening import open_inventory
+from cargohold.tiers.kinds import open_inventory
 from examples.own_tier.folder import FolderConfig
 from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, key, load, needs_root, payload, run_as_nobody
 

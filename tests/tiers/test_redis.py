@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import StoreOutcome, Tier
-from cargohold.tiers.opening import SharedTierConfig, open_inventory
+from cargohold.tiers import SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.redis import open_client
 from tests.servers import Server, free_port, key_value_server
 from tests.tiers.common import CHUNK, in_thread, key, load, payload

@@ -9,8 +9,17 @@ import pytest
 
 from cargohold.errors import TierError
 from cargohold.lab.simulation.faults import VirtualClock
-from cargohold.tiers import BreakerConfig, BreakerState, LoadOutcome, QueueConfig, StoreOutcome, TierQueue
-from cargohold.tiers.opening import SharedTierConfig, open_inventory, open_tier
+from cargohold.tiers import (
+    BreakerConfig,
+    BreakerState,
+    LoadOutcome,
+    QueueConfig,
+    SharedTierConfig,
+    StoreOutcome,
+    TierQueue,
+)
+from cargohold.tiers.kinds import open_inventory
+from cargohold.tiers.opening import open_tier
 from cargohold.tiers.port import JobKind, JobStatus, TierJob
 from cargohold.tiers.stores.directory import list_ours
 from cargohold.tiers.stores.objects import open_store

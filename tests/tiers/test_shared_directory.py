@@ -22,7 +22,7 @@ from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, StoreOutcome
-from cargohold.tiers.opening import open_inventory
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores import directory as object_listing
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 from tests.tiers.shared import raising, shared, store

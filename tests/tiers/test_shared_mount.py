@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.tiers import LoadOutcome, StoreOutcome, Tier, open_tier
-from cargohold.tiers.opening import SharedTierConfig
+from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome, Tier, open_tier
 from cargohold.tiers.stores import directory as object_listing
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 

@@ -17,6 +17,7 @@ from cargohold.tiers import (
     DiskTierConfig,
     LoadOutcome,
     QueueConfig,
+    SharedTierConfig,
     StoreOutcome,
     Tier,
     TierConfig,
@@ -25,7 +26,6 @@ from cargohold.tiers import (
     open_tier,
 )
 from cargohold.tiers.chunk_format import HEADER_BYTES
-from cargohold.tiers.opening import SharedTierConfig
 from cargohold.tiers.port import JobKind, JobStatus, TierJob
 from tests.servers import BUCKET, Server, set_credentials
 from tests.tiers.clouds import CLOUDS

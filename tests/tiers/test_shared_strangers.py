@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
+from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.inventory import Finding
-from cargohold.tiers.opening import SharedTierConfig, open_inventory, open_tier
+from cargohold.tiers.kinds import open_inventory
+from cargohold.tiers.opening import open_tier
 from tests.servers import Server, key_value_server
 from tests.tiers.common import CHUNK, NAMESPACE, in_thread, key, load, payload
 

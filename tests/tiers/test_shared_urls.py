@@ -12,7 +12,8 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
 from cargohold.errors import ConfigError
-from cargohold.tiers.opening import SharedTierConfig, open_inventory
+from cargohold.tiers import SharedTierConfig
+from cargohold.tiers.kinds import open_inventory
 from tests.servers import AZURE_ACCOUNT, BUCKET, Server, free_port
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.shared import raising, shared
@@ -217,6 +218,6 @@ for refuse in (lambda: check_tier(config, CHUNK, 1), lambda: open_tier(config, N
 
 @pytest.mark.parametrize(("place", "lacks"), [("file:///", "redis"), ("redis://127.0.0.1:1", "obstore")])
 def test_an_inventory_needs_the_package_of_its_own_store_only(place: str, lacks: str) -> None:
-    use = f"from cargohold.tiers.opening import open_inventory; open_inventory({place!r})"
+    use = f"from cargohold.tiers.kinds import open_inventory; open_inventory({place!r})"
     script = f"import sys; sys.modules[{lacks!r}] = None; {use}"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

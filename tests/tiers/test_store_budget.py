@@ -17,10 +17,10 @@ from obstore.exceptions import GenericError
 from obstore.store import LocalStore, MemoryStore, ObjectStore
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import StoreOutcome, Tier, open_tier
+from cargohold.tiers import SharedTierConfig, StoreOutcome, Tier, open_tier
 from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.namespace import Namespace
-from cargohold.tiers.opening import SharedTierConfig, open_inventory
 from cargohold.tiers.stores import objects as store_budget
 from cargohold.tiers.stores.directory import StoredObject, list_ours
 from cargohold.tiers.stores.objects import StoreBudget

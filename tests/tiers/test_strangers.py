@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
+from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
 from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
 from cargohold.tiers.inventory import Finding
-from cargohold.tiers.opening import SharedTierConfig, open_inventory
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload
 

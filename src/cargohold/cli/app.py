@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import json
 import logging
 import os
 import sys
@@ -35,8 +36,8 @@ from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError, one_line
 from cargohold.llm import LLM
 from cargohold.option_values import format_count
+from cargohold.options import made
 from cargohold.process import made_for_good
-from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig
 
 errors = Console(stderr=True)
 
@@ -163,6 +164,12 @@ class EngineOptions:
     shared_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Share KV with others: s3://bucket/prefix, redis://host:6379, ...")
     ] = None
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="JSON", help='Any other tier, with its options: {"kind": ...}; may be given several times.'
+        ),
+    ] = None
     num_device_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the device pool; by default 2 GiB worth of them.")
     ] = None
@@ -183,23 +190,24 @@ class EngineOptions:
 
     def llm_options(self) -> dict[str, Any]:
         """Keyword arguments for ``LLM``. Raises ``ConfigError`` for impossible options."""
-        own = ("host_bytes", "disk_dir", "disk_bytes", "shared_url")
+        own = ("host_bytes", "disk_dir", "disk_bytes", "shared_url", "tier")
         options = {key: value for key, value in dataclasses.asdict(self).items() if key not in own}
         return {**options, "offload": self._offload()}
 
     def _offload(self) -> OffloadConfig | None:
-        tiers: list[TierConfig] = []
+        tiers: list[object] = []
         if self.disk_dir is not None:
             max_bytes = DEFAULT_DISK_BYTES if self.disk_bytes is None else self.disk_bytes
-            tiers.append(DiskTierConfig(directory=self.disk_dir, max_bytes=max_bytes))
+            tiers.append({"kind": "disk", "directory": self.disk_dir, "max_bytes": max_bytes})
         elif self.disk_bytes is not None:
             raise ConfigError("disk_bytes", self.disk_bytes, "it needs --disk-dir")
         if self.shared_url is not None:
-            tiers.append(SharedTierConfig(url=self.shared_url))
+            tiers.append({"kind": "shared", "url": self.shared_url})
+        tiers += map(_parse_json, self.tier or ())
         if self.host_bytes is not None:
-            return OffloadConfig(host_bytes=self.host_bytes, tiers=tiers)
+            return made(OffloadConfig, {"host_bytes": self.host_bytes, "tiers": tiers})
         if tiers:
-            expected = "--disk-dir and --shared-url need --host-bytes too: give a size, such as 1GiB"
+            expected = "tiers below host memory need --host-bytes too: give a size, such as 1GiB"
             raise ConfigError("host_bytes", None, expected)
         return None
 
@@ -246,6 +254,14 @@ def _flattened(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+
+
+def _parse_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError("tier", text, f"it must be JSON ({one_line(error)})") from error
+
 
 _OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": "shared_url"}
 """Names on the command line of options of tiers."""

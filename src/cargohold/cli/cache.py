@@ -18,7 +18,7 @@ from cargohold.cli.app import EXIT_FAILED, Answers, app, errors
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, parse_bytes
 from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory
-from cargohold.tiers.opening import open_inventory
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.places import without_secrets
 
 DAY_S = 86400

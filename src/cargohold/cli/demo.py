@@ -197,7 +197,7 @@ def table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
 
 def _restored(metrics: RequestMetrics) -> str:
     """Number of restored tokens, with the names of tiers below host memory that some of them come from."""
-    below = [tier for tier in ("disk", "shared") if metrics.restored_tokens.get(tier)]
+    below = [tier for tier, restored in metrics.restored_tokens.items() if restored and tier != "host"]
     return " ".join([f"{sum(metrics.restored_tokens.values()):,}", *below])
 
 

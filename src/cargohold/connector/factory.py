@@ -16,10 +16,10 @@ from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
 from cargohold.connector.offloading.lazy import LazyOffloadingFactory
 from cargohold.errors import ConfigError, option_path
-from cargohold.option_values import format_bytes, format_count, parse_path
+from cargohold.option_values import format_bytes, format_count
 from cargohold.process import available_memory_bytes
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheLayout, KVConnectorFactory
-from cargohold.tiers import DiskTierConfig, SharedTierConfig, TierConfig, tier_names
+from cargohold.tiers import TierConfig, tier_names
 from cargohold.tiers.namespace import ID_PATTERN
 
 logger = logging.getLogger(__name__)
@@ -92,16 +92,26 @@ def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
     Raises:
         ConfigError: two of them would.
     """
-    used: dict[tuple[Path, int, str | None], str] = {}
-    for path, files in _files(offload):
-        if files in used:
+    own: dict[tuple[Path, int, str | None], str] = {}
+    common = []
+    for path, tier, blocks_per_chunk in tiers_of(offload):
+        with option_path(path):
+            used = tier.used_directory
+        if used is None:
+            continue
+        where = Path(os.path.realpath(used.path))
+        if not used.is_own:
+            common.append(where)
+            continue
+        files = where, blocks_per_chunk, tier.encryption_key
+        if files in own:
             expected = "2 tiers of this engine would use it; give each a directory of its own"
-            raise ConfigError(f"{path}directory", str(files[0]), expected)
-        used[files] = path
-    for ((directory, _, _), path), shared in product(used.items(), _shared_directories(offload)):
+            raise ConfigError(f"{path}{used.option}", str(where), expected)
+        own[files] = f"{path}{used.option}"
+    for ((directory, _, _), option), shared in product(own.items(), common):
         if _is_in_the_way(shared, directory):
             reason = f"the shared tier of this engine in {shared} would be in its way; give each a directory of its own"
-            raise ConfigError(f"{path}directory", str(directory), reason)
+            raise ConfigError(option, str(directory), reason)
 
 
 def check_chunks(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout, max_model_len: int) -> None:
@@ -164,31 +174,11 @@ def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnecto
             return offload
 
 
-def _files(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[str, tuple[Path, int, str | None]]]:
-    """Yield what decides which files each disk tier uses: directory, chunk size and key; with the path of its options."""
-    for path, tier, blocks_per_chunk in tiers_of(offload):
-        if isinstance(tier, DiskTierConfig):
-            with option_path(path):
-                yield path, (_real(parse_path("directory", tier.directory)), blocks_per_chunk, tier.encryption_key)
-
-
-def _shared_directories(offload: Offload | Sequence[Offload] | None) -> Iterator[Path]:
-    """Yield the directories of the shared tiers in ``offload`` that have one."""
-    for _, tier, _ in tiers_of(offload):
-        if isinstance(tier, SharedTierConfig) and tier.directory is not None:
-            yield _real(tier.directory)
-
-
 def tiers_of(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[str, TierConfig, int]]:
     """Yield the lower tiers in ``offload``, each with the path of its options and its number of blocks per chunk."""
     for path, config in own_configs(offload):
         for at, tier in enumerate(config.tiers):
             yield f"{path}tiers[{at}].", tier, config.blocks_per_chunk
-
-
-def _real(path: Path) -> Path:
-    """Return the path without links and ``..``, whether or not it exists."""
-    return Path(os.path.realpath(path))
 
 
 def _is_in_the_way(shared: Path, disk: Path) -> bool:

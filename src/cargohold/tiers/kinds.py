@@ -1,4 +1,8 @@
-"""The kinds of tiers that options may name, in the one table of them, and how they are read."""
+"""The kinds of tiers: the one table of them, how options name them, and which of them a place belongs to.
+
+A kind is a class derived from ``TierConfig``, which says all that is its own: options, how it is opened and checked, and what
+is in a place of it. All else is written once for all kinds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import import_named, somebody_elses
 from cargohold.options import list_of, made, refuse_names_elsewhere
 from cargohold.tiers.config import NAMES_ELSEWHERE, TierConfig
-from cargohold.tiers.opening import DiskTierConfig, SharedTierConfig
+from cargohold.tiers.disk.kind import DiskTierConfig
+from cargohold.tiers.inventory import Inventory
+from cargohold.tiers.stores.kind import SharedTierConfig
 
 KINDS: Final[Mapping[str, type[TierConfig]]] = {kind.kind: kind for kind in (DiskTierConfig, SharedTierConfig)}
 """The kinds that come with the library, by name."""
@@ -43,6 +49,26 @@ def read_tier(key: str, value: Any) -> TierConfig:
 
 TIERS: Final = list_of(read_tier)
 """Reads a list of tiers' options."""
+
+
+def open_inventory(place: str) -> Inventory:
+    """Open the inventory of one place.
+
+    Args:
+        place: the directory of a disk tier, or the URL of a shared one.
+
+    Raises:
+        ConfigError: nothing is named, there is no such directory, a shared store is named by its path alone, the scheme is
+            unknown, or a package is not installed.
+        TierError: a directory cannot be listed.
+    """
+    # An empty path would be the current directory: an unset variable in a script must not delete there.
+    expected = "it must be a directory, or the URL of a shared store; . is the current directory"
+    for kind in KINDS.values() if place else ():
+        inventory = kind.inventory_of(place)
+        if inventory is not None:
+            return inventory
+    raise ConfigError("PLACE", place, expected)
 
 
 def _named(key: str, name: str) -> type[TierConfig]:

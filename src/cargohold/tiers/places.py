@@ -50,6 +50,11 @@ _MAX_PORT: Final = 65535
 _SECRET: Final = re.compile(HIDDEN_OPTION + "[^&#]*")
 
 
+def is_url(place: str) -> bool:
+    """Whether it is meant as the URL of a store, also if its slashes were forgotten, and not as a path."""
+    return "://" in place or place.startswith(tuple(f"{scheme}:" for scheme in SCHEMES))
+
+
 def scheme_of(url: str) -> str:
     """Return a URL's scheme in small letters, even if the URL is otherwise malformed."""
     return url.partition(":")[0].lower()

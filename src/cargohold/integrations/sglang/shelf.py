@@ -15,8 +15,9 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import TierError
 from cargohold.integrations.sglang.settings import Settings
 from cargohold.tiers import BreakerState, JobKind, Namespace, QueueConfig, TierConfig, TierJob, TierQueue, open_tier
+from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.memory import Buffer
-from cargohold.tiers.opening import namespace_in, open_inventory
+from cargohold.tiers.opening import namespace_in
 from cargohold.tiers.port import LISTED_AT_ONCE
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from cargohold.tiers.config import REPLICA_DIRECTORY
 from cargohold.tiers.disk.files import DirectoryLock, Geometry, is_in_use, read_small, write_whole
+from cargohold.tiers.disk.options import REPLICA_DIRECTORY
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES, as_facts, parse_description
 
 DESCRIPTION_FILE: Final = "shard.json"

@@ -15,7 +15,6 @@ from typing import Final
 from cargohold.errors import ConfigError, SparingLog
 from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.tiers.chunk_format import HEADER_BYTES
-from cargohold.tiers.config import DiskOptions
 from cargohold.tiers.disk.files import (
     DirectoryLock,
     Geometry,
@@ -25,6 +24,7 @@ from cargohold.tiers.disk.files import (
     segment_files,
     uses_file,
 )
+from cargohold.tiers.disk.options import DiskOptions
 from cargohold.tiers.disk.root import (
     DESCRIPTION_FILE,
     bytes_in,

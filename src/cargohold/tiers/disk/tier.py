@@ -19,7 +19,7 @@ from cargohold.cache.retention import NO_RETENTION, Retention
 from cargohold.errors import ConfigError, SparingLog, TierError
 from cargohold.option_values import format_count
 from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note, unpack_header
-from cargohold.tiers.config import DiskOptions
+from cargohold.tiers.disk.options import DiskOptions
 from cargohold.tiers.disk.shard import Budget, Shard
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
 from cargohold.tiers.port import (

@@ -35,7 +35,6 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, SparingLog, TierError, one_line
 from cargohold.option_values import format_bytes
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.config import PARALLEL_PROBES, SharedOptions
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
 from cargohold.tiers.namespace import DESCRIPTION
 from cargohold.tiers.places import warn_of_readers, warn_of_writers
@@ -55,6 +54,7 @@ from cargohold.tiers.stores.directory import (
     refuses_access,
     try_listing,
 )
+from cargohold.tiers.stores.options import PARALLEL_PROBES, SharedOptions
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ import redis
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.config import SharedOptions
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
+from cargohold.tiers.stores.options import SharedOptions
 
 logger = logging.getLogger(__name__)
 
