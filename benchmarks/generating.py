@@ -181,7 +181,7 @@ class Engine:
         if self._name in (OURS, OURS_WITH_DISK, OURS_PROMPTS, OURS_TRACED):
             told = self._told
             self._in_flight = [job.job_id for job in getattr(metadata.inner, "stores", ())]
-            self._told = dict(map(_answer_of_disk, getattr(metadata.inner, "tier_commands", ())))
+            self._told = dict(map(_answer_of_disk, getattr(getattr(metadata.inner, "rider", None), "commands", ())))
             return _our_message(ended, told) if ended or told else None
         if self._name in (THEIRS, THEIRS_PROMPTS):
             self._in_flight = list(metadata.store_jobs)
@@ -204,9 +204,9 @@ def _answer_of_disk(command: Any) -> tuple[int, bytes]:
 
 def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
     """Our worker's report on copies into host memory that have ended, with answers of the disk."""
-    from cargohold.connector.kernel.jobs import TierReport  # noqa: PLC0415  # beside the others
     from cargohold.integrations.vllm.worker import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
     from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
+    from cargohold.tiers.messages import TierReport  # noqa: PLC0415  # beside the others
 
     jobs = dict.fromkeys([*ended, *told], TransferOutcome.DONE)
     report = TierReport({job_id: (answers, 1) for job_id, answers in told.items()})

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from cargohold.cache.manager import offload_key
 from cargohold.connector.guests.events import Contents, contents_in
-from cargohold.connector.kernel.worker import TierWorker
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
 from cargohold.lab.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockRemoved, BlockStored, ExtraKey, TransferOutcome
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.chunk_format import TOKEN_TYPE, Details
 from cargohold.tiers.health import HEALTHY
+from cargohold.tiers.messages import TierCommand
 from cargohold.tiers.port import DONE, LISTED_AT_ONCE, OPEN
-from cargohold.tiers.scheduler_side import TierCommand, TierOptions
+from cargohold.tiers.scheduler_side import TierOptions
 from cargohold.tiers.scheduler_side.listing import MAX_RETRIES, RETRY_S
+from cargohold.tiers.worker import TierWorker
 from tests.connector.common import evict_everything, prompt
 from tests.connector.test_events import RouterIndex, blocks_of, finish_all
 from tests.connector.tiering import lose_host_memory, make_engine, restored, serve

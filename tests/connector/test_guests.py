@@ -16,6 +16,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "request_asked": ("state", True),
     "request_admitted": ("state", "admission"),
     "request_ended": ("state", ()),
+    "chunks_used": ("state",),
     "load_ended": ("load", 1.0, "done"),
     "chunks_offered": ((),),
     "store_begins": ("store", ()),

@@ -104,7 +104,7 @@ def test_after_a_reset_nothing_is_there_and_nothing_is_asked() -> None:
     kinds = kinds_of_jobs(tiering)
     for name, found in (("again", 0), ("and again", 44)):
         lose_host_memory(engine, tiering)
-        tiering.manager.host.reset()
+        tiering.manager.reset()
         serve(engine, tiering, name, prompt(0, 45))
         assert sum(restored(engine, name).values()) == found
     assert JobKind.PROBE not in kinds

@@ -16,7 +16,7 @@ def test_a_request_whose_beginning_the_device_has_lost_while_it_waited_gets_it_f
     engine = make_engine(tiering, max_num_seqs=2)
     (queue,) = tiering.all_queues()
     serve(engine, tiering, "its beginning", prompt(0, 21), 1)
-    tiering.manager.host.remove(tiering.media[0][0].chunks)
+    tiering.manager.remove(tiering.media[0][0].chunks)
     queue.auto = False
     engine.add("again", prompt(0, 41), 3)
     while not any(job.buffers for job in queue.pending):

@@ -470,7 +470,7 @@ def test_a_long_prompt_is_restored_as_far_as_it_can_be_looked_up_in_time(restore
     (queue,) = tiering.all_queues()
     queue.on_job = lambda job: clock.advance(0.02 * len(job.keys) if job.kind is JobKind.PROBE else 0)
     for number in range(4):
-        tiering.manager.host.reset()
+        tiering.manager.reset()
         evict_everything(engine)
         clock.advance(11.0)
         serve(engine, tiering, f"visit {number}", prompt(0, 241), 1)

@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from cargohold.cache import make_manager
-from cargohold.connector.kernel.jobs import TierReport
-from cargohold.connector.kernel.worker import TierWorker
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import tier_options
 from cargohold.lab.simulation import VirtualClock, simulated_layout
@@ -28,7 +26,10 @@ from cargohold.tiers import (
     TierHealth,
     TierQueue,
 )
-from cargohold.tiers.scheduler_side import LowerTiers, TierCommand, TieringConfig, TieringManager
+from cargohold.tiers.messages import TierCommand, TierReport
+from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig
+from cargohold.tiers.worker import TierWorker
+from tests.tiers.scheduler_side.tiering_manager import TieringManager
 
 WAIT_S = 30.0  # a bound on hangs, not a measure
 NUM_SLOTS = 8192

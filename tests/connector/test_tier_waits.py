@@ -211,7 +211,7 @@ def test_time_between_steps_does_not_count_against_a_tier(kind: JobKind) -> None
     assert engine.tokens("known") == alone(prompt(0, 45), 3)
     assert restored(engine, "known") == {"disk": 44}
     assert not any("took longer" in note for note in engine.outputs["known"].cache_report.notes)
-    (tier,) = tiering.manager.lower.tiers
+    (tier,) = tiering.lower.tiers
     predicted_s = tier.pace.predict(11)
     assert predicted_s is not None and predicted_s < 1, "nor is it slow"
 
@@ -369,7 +369,7 @@ def test_requests_that_wait_are_looked_up_once_per_change_while_the_pace_is_not_
     for at in range(8):
         engine.add(f"waits {at}", prompt(at, 41), 1)
     engine.step()
-    host, looked_up = tiering.manager.host, list[int]()
+    host, looked_up = tiering.manager, list[int]()
     lookup_run = host.lookup_run
 
     def noted(keys: Sequence[bytes]) -> bytes:

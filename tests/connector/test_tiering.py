@@ -161,7 +161,7 @@ def test_after_a_reset_no_tier_has_a_hit() -> None:
     serve(engine, tiering, "second", prompt(0, 45))
     assert restored(engine, "second") == {}
     evict_everything(engine)
-    tiering.manager.host.reset()
+    tiering.manager.reset()
     serve(engine, tiering, "third", prompt(0, 45))
     assert restored(engine, "third") == {"disk": 44}, "what came after the reset is"
 

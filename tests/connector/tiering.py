@@ -37,7 +37,7 @@ def serve(engine: SimulatedEngine, tiering: SimulatedTiering, name: str, tokens:
 def lose_host_memory(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
     """Leave what the disk has to the disk alone."""
     evict_everything(engine)
-    tiering.manager.host.remove(tiering.media[0][0].chunks)
+    tiering.manager.remove(tiering.media[0][0].chunks)
 
 
 def restored(engine: SimulatedEngine, name: str) -> dict[str, int]:

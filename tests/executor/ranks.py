@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from cargohold.connector.kernel.worker import OffloadingWorker
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.request import SchedulerStep
 from cargohold.engine.executor import LayerHooks, ModelRunner, RankPlace
 from cargohold.errors import UnsupportedModelError

@@ -14,11 +14,11 @@ from typing import Any, Final
 import pytest
 
 import cargohold.connector.guests.hints as hints_module
-import cargohold.connector.kernel.jobs as messages_module
 import cargohold.connector.kernel.loads as loads_module
 import cargohold.connector.kernel.offers as offers_module
 import cargohold.connector.kernel.stores as stores_module
 import cargohold.engine.core.request as request_module
+import cargohold.tiers.messages as messages_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
 from cargohold.blocks import BlockPool, KVCacheBlock, _Windowed, root_hash
 from cargohold.cache import OffloadKey
@@ -43,11 +43,11 @@ from cargohold.connector.kernel.loads import (
 from cargohold.connector.kernel.requests import RequestState, TransferParams
 from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores
-from cargohold.connector.kernel.worker import OffloadingWorker
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.roster import Roster, TransferTable

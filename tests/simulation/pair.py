@@ -32,7 +32,6 @@ from cargohold.lab.simulation.replica import STEP_S, Replica, SimulatedEngine
 from cargohold.lab.simulation.run import RunResult, quiet_logging
 from cargohold.lab.simulation.workloads import Ask
 from cargohold.lab.simulation.world import Scenario, World
-from cargohold.tiers.scheduler_side import TieringManager
 
 MAX_SECONDS = 600.0
 """Virtual seconds after which a run that has not ended is taken for one that hangs."""
@@ -125,7 +124,7 @@ class PairRun:
     def _is_busy(self, side: _Side) -> bool:
         """Whether an engine has work, or something is on its way that an idle engine may leave for later."""
         connector = side.engine.scheduler.connector
-        lower = [of.manager.lower for of in live_sides(connector) if isinstance(of.manager, TieringManager)]
+        lower = [of.lower for of in live_sides(connector) if of.lower is not None]
         is_half_reported = side.engine.num_half_reported > num_stuck_jobs(connector) and not self._is_excused()
         return side.engine.scheduler.has_work() or is_half_reported or not all(tiers.is_idle for tiers in lower)
 

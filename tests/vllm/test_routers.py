@@ -148,7 +148,7 @@ class Replica:
         connector: Any = self.engine.side.guard.inner
         manager = connector.manager
         in_host = [state == READY for state in manager.lookup(keys)]
-        on_disk = self._disks[-1].probe(manager.lower.names_of(keys))
+        on_disk = self._disks[-1].probe(connector.lower.names_of(keys))
         num_device = len(list(takewhile(on_device.__contains__, hashes)))
         num_host = _run(in_host, num_device, per_chunk)
         num_disk = _run(on_disk, num_host, per_chunk)

@@ -530,3 +530,19 @@ class ChunkKeys:
         """Return the hashes of the engine blocks of chunk number ``at`` but the last, whose hash is in the chunk's key."""
         start, per_block = at * self._hashes_per_chunk, self._hashes_per_block
         return tuple(block_hashes[start + per_block - 1 : start + self._hashes_per_chunk - 1 : per_block])
+
+
+class ChunkStates:
+    """Presence of one group's chunks in a tier. Satisfies ``cargohold.blocks.UnitStates``."""
+
+    def __init__(self, manager: OffloadManager, keys: ChunkKeys) -> None:
+        self._manager = manager
+        self._keys = keys.keys
+
+    def run(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``, up to the first absent one."""
+        return self._manager.lookup_run(self._keys[first:end])
+
+    def window(self, first: int, end: int) -> bytes:
+        """Return the states of chunks ``[first, end)``."""
+        return self._manager.lookup(self._keys[first:end])

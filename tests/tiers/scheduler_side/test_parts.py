@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.lab.simulation import VirtualClock
-from cargohold.tiers.scheduler_side.pace import PAUSE_S, Pace, SteppedClock
+from cargohold.pace import Pace
+from cargohold.tiers.scheduler_side.pace import PAUSE_S, SteppedClock
 from cargohold.tiers.scheduler_side.tier_state import Presence
 from cargohold.tiers.scheduler_side.writing import DAY_S, MAX_LOOKS, Allowance, Backlog
 

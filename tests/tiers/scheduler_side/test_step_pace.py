@@ -8,7 +8,7 @@ import pytest
 
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
 from cargohold.lab.simulation.faults import VirtualClock
-from cargohold.tiers.scheduler_side.pace import MAX_AGE_S, StepPace
+from cargohold.pace import MAX_AGE_S, StepPace
 
 STEP_TOKENS = 512
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
 from cargohold.lab.simulation import VirtualClock
+from cargohold.pace import Pace, StepPace
 from cargohold.protocol import Patience
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker
-from cargohold.tiers.scheduler_side import Pace, TieringConfig, TierOptions
-from cargohold.tiers.scheduler_side.pace import StepPace
+from cargohold.tiers.scheduler_side import TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.writing import Allowance
 

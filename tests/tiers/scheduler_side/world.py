@@ -9,18 +9,18 @@ from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import TransferOutcome
 from cargohold.tiers import Answer, BreakerConfig, BreakerState, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierJob
 from cargohold.tiers.health import MediumHealth
+from cargohold.tiers.messages import TierCommand
 from cargohold.tiers.scheduler_side import (
     UNKNOWN,
     Admission,
     AllChunksRemoved,
     Chain,
     LowerTiers,
-    TierCommand,
     TieringConfig,
-    TieringManager,
     TierOptions,
     WriteMode,
 )
+from tests.tiers.scheduler_side.tiering_manager import TieringManager
 
 NUM_CHUNKS = 12
 STATUSES = {

@@ -374,10 +374,10 @@ class TierEvents(Guest):
         """Whether anything may be announced of a request's chunks."""
         return self._salted or request.salt is None
 
-    def note_of(self, key: OffloadKey) -> Note:
-        """Return what a tier is to keep of a chunk that is written down now."""
-        contents = self._contents.get(key)
-        return NO_NOTE if contents is None else Note(contents.details())
+    def notes_of(self, keys: Sequence[OffloadKey]) -> list[Note]:
+        """Return what a tier is to keep of each of these chunks, which are written down now."""
+        known = map(self._contents.get, keys)
+        return [NO_NOTE if contents is None else Note(contents.details()) for contents in known]
 
     def take(self) -> list[KVEvent]:
         """Return the KV events since the last call, in order per medium."""

@@ -190,6 +190,10 @@ class Hints(Guest):
         ends_s = grant.ends_at - self._clock() if grant.level > NORMAL else inf
         return Retention(grant.level, ends_s, _digest_of(grant.tenant))
 
+    def retentions_of(self, keys: Sequence[OffloadKey]) -> list[Retention]:
+        """Return what lower tiers are asked for each of these chunks."""
+        return list(map(self.retention_of, keys))
+
     @property
     def num_pinned(self) -> int:
         """Number of chunks that leases cover."""
@@ -366,6 +370,10 @@ class Hints(Guest):
             return ORDINARY
         grants = [grant for grant in self._granted_to(state.request) if not grant.is_over]
         return Worth(max([NORMAL, *(grant.level for grant in grants)]), any(grant.is_lease for grant in grants))
+
+    def is_busy(self) -> bool:
+        """Whether prefetches are under way."""
+        return bool(self.ahead)
 
     def reset(self) -> None:
         """Forget all grants: the tier was reset."""

@@ -170,7 +170,7 @@ class Meters(Guest):
             self._tell("wait", (request_id,), since, now)
 
     def _tell_found(self, state: RequestState, admission: Admission) -> None:
-        """Tell who observes what the look-up of a request has found, which is about to forget its wait for lower tiers."""
+        """Tell who observes what the look-up of a request has found."""
         request_id = state.request.request_id
         asked_at, ended_at = self._asked_at.pop(request_id, None), self._answered_at.pop(request_id, None)
         if asked_at is None or ended_at is None:
@@ -183,10 +183,6 @@ class Meters(Guest):
             ended_at,
             {"found_tokens.device": admission.num_computed_tokens, **found},
         )
-        fetch = None if state.waiting is None else state.waiting.fetch
-        if fetch is not None and self._lower is not None:
-            began_at = self._clock() - (self._lower.clock() - fetch.started_at)
-            self._tell("prefetch", (request_id,), began_at, max(began_at, ended_at), {"chunks": len(fetch.sources)})
 
     def _tell(
         self,
@@ -207,7 +203,7 @@ class Meters(Guest):
         manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
         num_ready = manager.num_ready
         levels: dict[str, float] = {
-            "removed_chunks": manager.num_removed,
+            "removed_chunks": manager.num_removed - (0 if self._lower is None else self._lower.num_never_there),
             "num_ready_chunks": num_ready,
             "num_stuck_copies": self._shared.jobs.num_stuck,
             f"num_{tier}_bytes": num_ready * chunk_bytes,

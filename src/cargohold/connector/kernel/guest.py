@@ -5,10 +5,10 @@ the facts that it wants to hear, keeps its own record of requests, and can be le
 
 ::
 
-    facts       request_new | request_placed | request_asked | request_admitted | request_ended
+    facts       request_new | request_placed | request_asked | request_admitted | request_ended     chunks_used
                 load_ended     chunks_offered | store_begins | store_ended | unstored_let_go
                 step_begins | step_ends     reset     worker_reported
-    questions   worth | may_store | offer_again | told_at_end
+    questions   must_wait | origins | where_is | worth | may_store | may_reset | offer_again | told_at_end | rider | is_busy
 
 Guests are told in the order of the list that the kernel is given: each finds done what those before it do for the same fact.
 """
@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar, cast
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.retention import NORMAL
-from cargohold.connector.kernel.jobs import Load, Store
+from cargohold.connector.kernel.jobs import Load, Origins, Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.errors import ConfigError, RequestError
 from cargohold.option_values import import_named, made_by
@@ -41,6 +41,7 @@ from cargohold.protocol import (
 logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,9 @@ class Guest:
     def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
         """Learn that a request has ended; its blocks may be free from now on."""
 
+    def chunks_used(self, state: RequestState) -> None:
+        """Learn that a request uses its chunks; those in host memory are marked as used."""
+
     def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
         """Learn that a load has ended that began at ``since``; ``None`` if nobody waited for it any more."""
 
@@ -195,10 +199,37 @@ class Guest:
     def worker_reported(self, output: KVConnectorOutput) -> None:
         """Learn what all workers have reported, before the kernel does."""
 
-    def shutdown(self) -> None:
-        """Release everything. Called once, also when it is turned off."""
+    def shutdown(self) -> Guest | None:
+        """Release everything. Called once, also when it is turned off.
+
+        Slots of host memory that workers still read or write cannot be released now. Return a guest that does it when they have
+        reported their end: it takes this one's place.
+        """
+        return None
 
     # --- questions ----------------------------------------------------------------------------------------------------
+
+    def must_wait(
+        self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_found_tokens: int | None
+    ) -> bool:
+        """Whether a request must wait, because chunks of it are coming into host memory. It is asked again in the next step.
+
+        Args:
+            state: the request. Mutate nothing but what you know of it: the same may be asked any number of times in a step.
+            num_computed_tokens: number of its leading tokens that are on the device.
+            limit_tokens: maximum number of leading tokens that it can use.
+            num_found_tokens: number of leading tokens that are on the device or in host memory; ``None`` before it is looked
+                up there, which is left out if the answer is yes.
+        """
+        return False
+
+    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> Origins | None:
+        """Where the tokens of a load came from before they were in host memory; ``None`` if from nowhere else."""
+        return None
+
+    def where_is(self, key: OffloadKey) -> str:
+        """Where a chunk is that host memory lacks, as the end of a sentence, such as "is on its way"; empty if not known."""
+        return ""
 
     def worth(self, state: RequestState) -> Worth:
         """What a request's chunks are worth. Of several answers, the highest level counts, and every "must be kept"."""
@@ -207,6 +238,18 @@ class Guest:
     def may_store(self, key: OffloadKey, block_id: int) -> bool:
         """Whether a device block may be stored that holds this chunk, and that no request holds any more. All must say yes."""
         return True
+
+    def may_reset(self) -> bool:
+        """Whether every chunk may be forgotten now. All must say yes."""
+        return True
+
+    def rider(self) -> object:
+        """What your part on the workers is told with this step; ``None`` if nothing. See ``worker.WorkerPart``."""
+        return None
+
+    def is_busy(self) -> bool:
+        """Whether the engine is to step on for you although it has nothing to compute."""
+        return False
 
     def offer_again(self, part: Part) -> AbstractSet[OffloadKey]:
         """Which of these chunks are to be offered again: somebody waits for them, and they have found no place."""
@@ -233,7 +276,48 @@ def _told(method: Method) -> Method:
     return cast("Method", update_wrapper(tell, method))
 
 
-QUESTIONS: Final = ("worth", "may_store", "offer_again", "told_at_end")
+def _any_of(method: Method, nobody: object = None) -> Method:
+    """Return a method that asks the guests which override it, until one says something; else the answer is ``nobody``."""
+    question = method.__name__
+
+    def ask_all(self: Guests, *args: Any) -> Any:
+        for guest, ask in self.hearers[question]:
+            try:  # as ``call``, in a call less: nearly every look-up comes here
+                answer = ask(*args)
+            except NOT_CONTAINED:
+                raise
+            except BaseException as error:  # noqa: BLE001  # somebody's feature: it must not stop the kernel
+                self.note_raised(guest, question, error)
+            else:
+                if answer:
+                    return answer
+        return nobody
+
+    return cast("Method", update_wrapper(ask_all, method))
+
+
+def _all_of(method: Method) -> Method:
+    """Return a method that asks the guests which override it, until one says no. One that raises has no say."""
+    question = method.__name__
+
+    def ask_all(self: Guests, *args: Any) -> bool:
+        return all(self.call(guest, ask, args) is not False for guest, ask in self.hearers[question])
+
+    return cast("Method", update_wrapper(ask_all, method))
+
+
+QUESTIONS: Final = (
+    "must_wait",
+    "origins",
+    "where_is",
+    "worth",
+    "may_store",
+    "may_reset",
+    "rider",
+    "is_busy",
+    "offer_again",
+    "told_at_end",
+)
 """The names of all questions."""
 FACTS: Final = tuple(name for name, value in vars(Guest).items() if callable(value) and name not in QUESTIONS)
 """The names of all facts."""
@@ -275,11 +359,6 @@ class Guests(Guest):
                 worth = Worth(max(worth.level, answer.level), worth.must_keep or answer.must_keep)
         return worth
 
-    def may_store(self, key: OffloadKey, block_id: int) -> bool:
-        """Ask all guests, until one says no. One that raises has no say."""
-        hearers = self.hearers["may_store"]
-        return all(self.call(guest, ask, (key, block_id)) is not False for guest, ask in hearers)
-
     def offer_again(self, part: Part) -> AbstractSet[OffloadKey]:
         """Ask all guests. What one of them wants offered again is."""
         answers = [self.call(guest, ask, (part,)) for guest, ask in self.hearers["offer_again"]]
@@ -294,6 +373,20 @@ class Guests(Guest):
     def has(self, guest: Guest) -> bool:
         """Whether it is one of them, and was not turned off."""
         return guest in self._guests
+
+    def welcome(self, guests: Sequence[Guest]) -> None:
+        """Add guests behind those that are there."""
+        self._guests += tuple(guests)
+        self._note_hearers()
+
+    def through(self, guest: Guest, method: Callable[..., Answer], otherwise: Answer) -> Callable[..., Answer]:
+        """Return a call of one guest's method for others: ``otherwise`` is the answer if it raises, or is turned off."""
+
+        def call(*args: Any) -> Answer:
+            answer: Answer | None = self.call(guest, method, args) if guest in self._guests else None
+            return otherwise if answer is None else answer
+
+        return call
 
     def call(self, guest: Guest, ask: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Ask one guest; return what it answers, or ``None`` if it raises."""
@@ -313,26 +406,41 @@ class Guests(Guest):
 
     def _turn_off(self, guest: Guest, fact: str, error: BaseException) -> None:
         """Tell it nothing any more, with one loud line, and let it release what it held."""
+        if guest not in self._guests:
+            return  # it has raised again on its way out
         logger.error(
             "guest %s is turned off: it raised in %s; the connector goes on without it",
             guest.name,
             fact,
             exc_info=error,
         )
-        self._guests = tuple(other for other in self._guests if other is not guest)
+        at = self._guests.index(guest)
+        before, after = self._guests[:at], self._guests[at + 1 :]
+        self._guests = (*before, *after)
         self._note_hearers()
         try:
-            guest.shutdown()
+            heir = guest.shutdown()
+            if heir is not None:
+                self._guests = (*before, heir, *after)
+                self._note_hearers()
         except NOT_CONTAINED:
             raise
         except BaseException:  # somebody's feature: whatever it raises must not stop the kernel
             logger.exception("guest %s raised again while it released what it held", guest.name)
 
+    must_wait = _any_of(Guest.must_wait, nobody=False)
+    origins = _any_of(Guest.origins)
+    where_is = _any_of(Guest.where_is, nobody="")
+    rider = _any_of(Guest.rider)
+    is_busy = _any_of(Guest.is_busy, nobody=False)
+    may_store = _all_of(Guest.may_store)
+    may_reset = _all_of(Guest.may_reset)
     request_new = _told(Guest.request_new)
     request_placed = _told(Guest.request_placed)
     request_asked = _told(Guest.request_asked)
     request_admitted = _told(Guest.request_admitted)
     request_ended = _told(Guest.request_ended)
+    chunks_used = _told(Guest.chunks_used)
     load_ended = _told(Guest.load_ended)
     chunks_offered = _told(Guest.chunks_offered)
     unstored_let_go = _told(Guest.unstored_let_go)

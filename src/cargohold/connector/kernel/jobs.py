@@ -20,9 +20,6 @@ from cargohold.protocol import (
     Patience,
     SchedulerContext,
 )
-from cargohold.tiers.health import TierHealth
-from cargohold.tiers.port import NO_LOSSES, Listing, Losses
-from cargohold.tiers.scheduler_side.tasks import TierCommand, both
 
 logger = logging.getLogger(__name__)
 
@@ -75,61 +72,20 @@ class OffloadingMetadata:
         finish_stores: whether all stores must have read their sources before this step overwrites blocks, because these
             sources are not held.
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
-        tier_commands: jobs for the tiers below host memory, to start at once.
-        cancelled_tier_jobs: ids of jobs for these tiers that nobody needs any more.
         given_up_loads: ids of loads that did not end in time. Workers whose copy has not ended report their requests' loads as
             failed now, and the job when its copy has ended.
+        rider: what a guest tells its part on the workers; ``None`` if nothing.
     """
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     finish_stores: bool = False
     release: tuple[str, ...] = ()
-    tier_commands: tuple[TierCommand, ...] = ()
-    cancelled_tier_jobs: tuple[int, ...] = ()
     given_up_loads: tuple[int, ...] = ()
+    rider: object = None
 
 
 NOTHING_TO_DO = OffloadingMetadata()
-
-
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """A report from workers to the scheduler side on lower tiers.
-
-    Attributes:
-        answers: how jobs that ended went, by job id: one byte per chunk, the merged ``TierJob.verdicts`` of all workers that
-            are merged here; and the number of these workers. Workers may report the same job in different steps.
-        health: the health of tiers by rank of the worker and index of the tier, where it has changed.
-        namespace: with the first report of the first worker, the outline of its namespace; else empty.
-        listings: by job, what the first worker has listed.
-        losses: by the tier's index, what workers have lost there. Chunks of jobs that ended count as lost after these jobs.
-        seconds: how long look-ups and loads took that ended, by job id; of several workers, the longest time.
-    """
-
-    answers: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    health: dict[tuple[int, int], TierHealth] = field(default_factory=dict)
-    namespace: dict[str, str] = field(default_factory=dict)
-    listings: dict[int, Listing] = field(default_factory=dict)
-    losses: dict[int, Losses] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
-
-    def aggregate(self, other: TierReport) -> TierReport:
-        """Return both reports, merged: a chunk succeeded only if it did in both."""
-        merged = dict(self.answers)
-        for job_id, (theirs, num_workers) in other.answers.items():
-            mine, num_mine = merged.get(job_id, (theirs, 0))
-            merged[job_id] = both(mine, theirs), num_mine + num_workers
-        listings = self.listings | other.listings
-        losses = {
-            at: self.losses.get(at, NO_LOSSES) | other.losses.get(at, NO_LOSSES)
-            for at in self.losses.keys() | other.losses.keys()
-        }
-        seconds = dict(self.seconds)
-        for job_id, took_s in other.seconds.items():
-            seconds[job_id] = max(took_s, seconds.get(job_id, 0.0))
-        health, namespace = self.health | other.health, self.namespace or other.namespace
-        return TierReport(merged, health, namespace, listings, losses, seconds)
 
 
 @dataclass(frozen=True, slots=True)

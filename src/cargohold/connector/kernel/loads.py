@@ -14,16 +14,16 @@ slot ``s`` is the tier's row ``s * k + i``::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from math import lcm
 from typing import Final, NamedTuple
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
-from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
+from cargohold.cache.manager import ChunkStates, OffloadKey, OffloadManager
+from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
 from cargohold.connector.kernel.requests import Lookup, RequestState
 from cargohold.connector.kernel.shared import Shared
@@ -33,44 +33,35 @@ from cargohold.protocol import (
     BlockIds,
     KVCacheGroup,
     KVConnectorOutput,
-    RequestView,
     Stats,
     TransferOutcome,
 )
-from cargohold.tiers.scheduler_side import HostStates, Prefetcher, Wanted, sources_per_token
 
 
 class TierLookup:
     """Looks requests up in a tier.
 
     Args:
-        manager: the manager of the tier; with lower tiers, that of host memory alone.
+        manager: the manager of the tier.
         jobs: transfers in flight.
+        guests: may let a request wait.
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
         shares_load_ends: whether at least those are found with which another request can continue where the load ends.
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
-        prefetcher: fetches chunks from lower tiers first; ``None`` if there are no lower tiers.
-        on_ask: told of a request's chunks before lower tiers are asked for them; ``None`` if nobody listens.
-
-    Attributes:
-        num_announced: tells how many leading tokens of a request will come to lower tiers if they are not there yet.
     """
 
     def __init__(
         self,
         manager: OffloadManager,
         jobs: JobTable,
+        guests: Guests,
         *,
         shares_loads: bool,
         shares_load_ends: bool,
         full_hits: bool,
-        prefetcher: Prefetcher | None = None,
-        on_ask: Callable[[RequestView, Sequence[ChunkKeys]], None] | None = None,
     ) -> None:
         self._manager = manager
-        self._prefetcher = prefetcher
-        self._on_ask = on_ask
-        self.num_announced: Callable[[RequestState], int] = lambda _: 0
+        self._guests = guests
         self._jobs = jobs
         self._shares_loads = shares_loads
         self._shares_load_ends = shares_load_ends
@@ -85,8 +76,7 @@ class TierLookup:
         limit = num_tokens if self._full_hits else num_tokens - 1
         if state.params.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
-        wanted = Wanted(state.keys, num_tokens, num_computed_tokens, limit, state.tenant)
-        if self._must_wait(state, wanted):
+        if self._guests.must_wait(state, num_computed_tokens, limit, None):
             return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
@@ -96,38 +86,9 @@ class TierLookup:
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
-        if self._begins_to_wait(state, wanted, lookup.num_tokens):
+        if self._guests.must_wait(state, num_computed_tokens, limit, lookup.num_tokens):
             return None
         return None if lookup.undecided else lookup.num_tokens
-
-    def _must_wait(self, state: RequestState, wanted: Wanted) -> bool:
-        """Whether a request still waits for lower tiers."""
-        if self._prefetcher is None:
-            return False
-        if state.waiting is not None and state.waiting.has_expired:
-            state.waiting = None
-            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
-        if state.waiting is not None and state.waiting.num_announced:
-            # The first request of an engine waits before a worker has said what the engine's namespace is.
-            state.waiting.num_announced = self.num_announced(state)
-        return self._prefetcher.must_wait(state.waiting, wanted)
-
-    def _begins_to_wait(self, state: RequestState, wanted: Wanted, num_tokens: int) -> bool:
-        """Whether a request, of which ``num_tokens`` leading tokens were found, begins to wait for lower tiers."""
-        prefetcher = self._prefetcher
-        if prefetcher is None:
-            return False
-        if state.waiting is not None:
-            return prefetcher.begins_again(state.waiting, wanted, num_tokens)
-        if wanted.limit_tokens - num_tokens < state.chunk_tokens:
-            return False
-        found = num_tokens, self.num_announced(state)
-        if self._on_ask is None:
-            state.waiting = prefetcher.begin(wanted, state.notes, *found)
-        else:
-            on_ask = partial(self._on_ask, state.request, state.keys)
-            state.waiting = prefetcher.begin(wanted, state.notes, *found, on_ask)
-        return state.waiting.must_wait
 
     def why_no_more(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
@@ -190,13 +151,13 @@ class TierLookup:
         """Return where a chunk is that host memory does not have, as the end of a sentence; empty if it is nowhere."""
         if any(key in store.keys for store in self._jobs.stores()):
             return "is still being stored"
-        return "" if self._prefetcher is None else self._prefetcher.whereabouts(key)
+        return self._guests.where_is(key)
 
     def _find(self, state: RequestState, num_computed_tokens: int, limit_tokens: int, basis: tuple[int, int]) -> Lookup:
         """Return what host memory has of a request."""
         state.extend_keys()
         num_tokens = state.request.num_tokens
-        groups = [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._manager, keys)) for keys in state.keys]
+        groups = [GroupUnits(keys.group, keys.chunk_tokens, ChunkStates(self._manager, keys)) for keys in state.keys]
         hit = longest_hit(groups, num_tokens, num_computed_tokens, limit_tokens)
         shared_end = _shared_end(groups, hit, num_tokens, num_computed_tokens)
         if hit.num_tokens - num_computed_tokens < state.chunk_tokens:
@@ -369,12 +330,10 @@ class Loads:
     Args:
         shared: what the scheduler side shares.
         requests: the requests, by id.
-        lower_names: names of the tiers below host memory, the fastest first.
     """
 
-    def __init__(self, shared: Shared, requests: Mapping[str, RequestState], lower_names: Sequence[str] = ()) -> None:
+    def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
         self._shared = shared
-        self._tier_names = (shared.tier, *lower_names)
         self._requests = requests
         self._planned: list[LoadJob] = []
         # Seconds that a worker has lately taken to load a block, and to store one.
@@ -413,9 +372,9 @@ class Loads:
             for keys, (_, part) in zip(state.keys, parts, strict=True)
             for number in part.numbers
         ]
-        wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, num_hit_tokens)
-        sources = {} if state.waiting is None else state.waiting.sources
-        origins = Origins(self._tier_names, sources_per_token(wanted, sources, num_hit_tokens))
+        origins = shared.guests.origins(state, num_computed_tokens, num_hit_tokens)
+        if origins is None:
+            origins = Origins((shared.tier,), bytes(num_hit_tokens - num_computed_tokens))
         shared.holder.hold(block_ids)
         request_id = state.request.request_id
         load = Load(

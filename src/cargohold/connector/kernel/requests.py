@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 from cargohold.cache.manager import ChunkKeys
 from cargohold.errors import RequestError
 from cargohold.protocol import KVCacheLayout, RequestView
-from cargohold.tiers.scheduler_side import Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,6 @@ class RequestState:
             thrown away.
         lookup: the last look-up's answer.
         loads_in_step: whether the step that computes the rest of it is to wait for its load, as the last look-up's answer said.
-        waiting: its wait for lower tiers; ``None`` before the first look-up, and once the request is admitted.
         is_awaited: whether somebody waits for all of its chunks, as a guest has said when it was new: they are stored at once,
             those that the device had among them, and none may be lost.
         is_marked: whether its chunks were marked as used while it waits for room on the device.
@@ -120,7 +118,6 @@ class RequestState:
     max_computed_tokens: int = field(init=False)
     lookup: Lookup | None = None
     loads_in_step: bool = False
-    waiting: Waiting | None = None
     is_awaited: bool = False
     is_marked: bool = False
     has_ended: bool = False
@@ -157,12 +154,6 @@ class RequestState:
         """Tell the request why it is answered so, unless that is what it was told last: the engine may ask in every step."""
         if not self.notes or self.notes[-1] != sentence:
             self.notes.append(sentence)
-
-    def end_waiting(self) -> None:
-        """Forget the wait for lower tiers, and release the chunks held for the request."""
-        if self.waiting is not None:
-            self.waiting.end()
-            self.waiting = None
 
     def note_offered(self, group: int, next_chunk: int) -> None:
         """Note that a group's chunks before ``next_chunk`` were offered for storing."""

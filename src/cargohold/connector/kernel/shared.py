@@ -50,7 +50,7 @@ class Shared:
     stats: Counter[str] = field(default_factory=Counter)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)
-    guests: Guests = field(init=False)
+    guests: Guests = field(default_factory=Guests)
 
     def __post_init__(self) -> None:
         fraction = self.config.max_inflight_fraction

@@ -27,8 +27,8 @@ from cargohold.connector.kernel.loads import rows_to_store
 from cargohold.connector.kernel.offers import Chooser, Offer, Unstored
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
+from cargohold.deadlines import Deadline, HoldTime
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
-from cargohold.tiers.scheduler_side.promises import Deadline, Patience
 
 _SEVERAL: Final = 4
 _FEW_PART: Final = 2
@@ -234,7 +234,7 @@ class EagerStores:
     request.
 
     A request may end before all of its chunks are stored, and its blocks may be reused at once. Those of chunks that must not
-    be lost are held until they are stored; for no longer than ``Patience`` has it, and no more than stores may hold.
+    be lost are held until they are stored; for no longer than ``HoldTime`` has it, and no more than stores may hold.
 
     Args:
         shared: the state that the connector's parts share.
@@ -247,7 +247,7 @@ class EagerStores:
         self._shared = shared
         self._requests = requests
         self._leftovers = Leftovers()
-        self._patience = Patience(shared.clock, shared.config.restore_timeout_s)
+        self._hold_time = HoldTime(shared.clock, shared.config.restore_timeout_s)
         self._chooser = Chooser(shared.manager, shared.config.blocks_per_chunk, shared.jobs.is_coming)
         # How many chunks may be stored again.
         self._allowance = shared.manager.capacity
@@ -321,7 +321,7 @@ class EagerStores:
 
     def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
         """Yield the stores of ``plan`` for some requests' parts of a step. To be called once in every step."""
-        self._patience.note_step()
+        self._hold_time.note_step()
         if self._leftovers:
             yield from self._plan_leftovers()
         unstored: list[Unstored] = []
@@ -386,7 +386,7 @@ class EagerStores:
             shared.guests.unstored_let_go(leftover.state)
             return
         shared.holder.hold(blocks)
-        leftover.held, leftover.held_until = blocks, self._patience.deadline()
+        leftover.held, leftover.held_until = blocks, self._hold_time.deadline()
 
     def _let_go(self, leftover: Leftover) -> None:
         """Release what is held for a request that has ended."""
@@ -405,7 +405,7 @@ class EagerStores:
     def _plan_leftovers(self) -> Iterator[StoreJob]:
         assert self._shared.context is not None, "without it there are none"
         for leftover in self._leftovers:  # all of them, even if stuck copies leave no room for any store
-            if leftover.held_until is not None and self._patience.has_passed(leftover.held_until):
+            if leftover.held_until is not None and self._hold_time.has_passed(leftover.held_until):
                 self._let_go(leftover)
         for leftover in self._leftovers:
             # Look no further than what can be stored now: all leftovers together may be as long as the device pool.

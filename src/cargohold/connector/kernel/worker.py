@@ -2,335 +2,64 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any, Protocol
 
-from cargohold.cache.manager import OffloadKey
-from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata, TierReport
+from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata
 from cargohold.protocol import (
     NOTHING_ENDED,
-    Clock,
     ConnectorMetadata,
     FinishedTransfers,
     KVConnectorWorker,
     Stats,
     TransferOutcome,
+    WorkerMetadata,
 )
-from cargohold.tiers.chunk_format import NO_DETAILS, Note
-from cargohold.tiers.health import HEALTHY, TierHealth
-from cargohold.tiers.memory import ByteRows
-from cargohold.tiers.port import (
-    LISTED_AT_ONCE,
-    NO_LOSSES,
-    ONE_BY_ONE,
-    OPEN,
-    URGENT,
-    JobKind,
-    JobStatus,
-    Listing,
-    LoadOutcome,
-    Losses,
-    StoreOutcome,
-    TierJob,
-)
-from cargohold.tiers.scheduler_side.tasks import TierCommand
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 
-_NOT_TRIED = {JobKind.STORE: bytes([OPEN])}
-"""The verdict on each chunk of a job that a queue did not take, where that is not 0."""
-_OUTCOMES = {
-    JobStatus.DONE: TransferOutcome.DONE,
-    JobStatus.FAILED: TransferOutcome.FAILED,
-    JobStatus.EXPIRED: TransferOutcome.ABANDONED,
-    JobStatus.CANCELLED: TransferOutcome.ABANDONED,
-}
 
+class WorkerPart(Protocol):
+    """A guest's part on a worker: it carries out what its guest tells it with a step. No method but the last waits."""
 
-class JobQueue(Protocol):
-    """The interface of ``cargohold.tiers.TierQueue``: takes jobs and returns them; no method but the last waits."""
-
-    def submit(self, job: TierJob) -> bool:
-        """Take a job. Returns ``False`` if the queue cannot take it now; then ``poll`` does not return it."""
+    def carry_out(self, message: Any) -> None:
+        """Do what ``Guest.rider`` says, at once."""
         ...
 
-    def poll(self) -> Sequence[TierJob]:
-        """Return the jobs that ended since the last call. Nothing reads or writes their buffers any more."""
+    def poll(self) -> Mapping[int, TransferOutcome]:
+        """Return the jobs that ended since the last call, and how."""
         ...
 
-    def cancel(self, job_id: int) -> None:
-        """Make a job end soon, if it has not ended."""
+    def take_report(self) -> WorkerMetadata | None:
+        """Return what the guest is to learn besides; ``None`` if nothing."""
         ...
-
-    def health(self) -> TierHealth:
-        """Return which kinds of jobs the queue takes now."""
-        ...
-
-    def take_losses(self) -> Losses:
-        """Return what the tier has lost since the last call, as far as it knows."""
-        ...
-
-    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the chunks that the tier does not have, by its index: only asked of a tier that told of losses."""
-        ...
-
-    def num_bytes(self) -> int:
-        """Return the bytes of the chunks that the tier holds, as far as is known here."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop the queue."""
-        ...
-
-
-class Bystander:
-    """The queue of a worker whose chunks another worker stores and loads: says at once that all went well.
-
-    A job ends when all workers have reported it, so it is the other worker's answers that count. Satisfies ``JobQueue``.
-    """
-
-    def __init__(self) -> None:
-        self._ended: list[TierJob] = []
-
-    def submit(self, job: TierJob) -> bool:
-        """End the job. It is not said what was stored or loaded: bytes are counted where they are moved."""
-        job.answers = [True] * len(job.keys)
-        job.status = JobStatus.DONE
-        self._ended.append(job)
-        return True
-
-    def poll(self) -> Sequence[TierJob]:
-        """Return the jobs since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def cancel(self, job_id: int) -> None:
-        """Do nothing: the job has ended."""
-
-    def health(self) -> TierHealth:
-        """Nothing is known here to be wrong."""
-        return HEALTHY
-
-    def take_losses(self) -> Losses:
-        """Nothing is known here to be lost."""
-        return NO_LOSSES
-
-    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Nothing is known here to be lacking."""
-        del keys
-        return []
-
-    def num_bytes(self) -> int:
-        """Nothing: what is there is counted by the other worker."""
-        return 0
-
-    def shutdown(self) -> None:
-        """Do nothing: there is nothing in flight."""
-
-
-class RecentLosses:
-    """What one tier has lost lately, so that no report says of a lost chunk that it is there.
-
-    A job says of a chunk that it is there, and then the chunk is lost while the job goes on with others. So what is lost is
-    kept for as long as jobs are in flight that began before, and reported again after these jobs if it is still not there.
-
-    Args:
-        queue: the tier's queue.
-    """
-
-    def __init__(self, queue: JobQueue) -> None:
-        self._queue = queue
-        # By chunk, and for all chunks together, the job that was begun last before it was lost; the oldest first.
-        self._lost: dict[OffloadKey, int] = {}
-        self._all_lost = 0
-
-    def take(self, ended: Sequence[TierJob], last_begun: int, oldest: int) -> Losses:
-        """Return what was lost since the last call, or before one of the jobs that have ended now.
-
-        Args:
-            ended: jobs that have ended since the last call.
-            last_begun: the latest job so far; their ids ascend.
-            oldest: the oldest job in flight.
-        """
-        losses = self._queue.take_losses()
-        if losses:
-            for key in losses.keys:
-                self._lost.pop(key, None)
-                self._lost[key] = last_begun
-            self._all_lost = last_begun if losses.is_all else self._all_lost
-        if not (self._lost or self._all_lost):
-            return NO_LOSSES  # mostly
-        suspects = set(losses.keys)
-        for job in ended:
-            if job.kind not in LISTED_AT_ONCE:
-                suspects.update(job.keys if job.job_id <= self._all_lost else self._lost.keys() & job.keys)
-        for key in [key for key, begun in self._lost.items() if begun < oldest]:
-            del self._lost[key]
-        self._all_lost = self._all_lost if self._all_lost >= oldest else 0
-        return Losses(tuple(self._queue.lacking(list(suspects))), losses.is_all)
-
-
-class TierWorker:
-    """Hands commands to the queues of one worker's tiers.
-
-    Args:
-        queues: one queue per tier, by the tier's name, the fastest first.
-        rows: this worker's shard of host memory, one row per block.
-        rows_per_slot: number of rows that make a slot.
-        clock: monotonic time in seconds.
-        rank: the worker's rank.
-        namespace: the outline of what the chunks' bytes depend on in the first shared tier; empty if there is none.
-    """
-
-    def __init__(  # made in one place
-        self,
-        queues: Mapping[str, JobQueue],
-        rows: ByteRows,
-        rows_per_slot: int,
-        clock: Clock,
-        rank: int = 0,
-        namespace: Mapping[str, str] | None = None,
-    ) -> None:
-        self._names, self._queues = tuple(queues), tuple(queues.values())
-        self._chunks = rows.reshape(len(rows) // rows_per_slot, -1)
-        self._clock = clock
-        self._rank = rank
-        self._health = [HEALTHY] * len(queues)
-        self._num_bytes = [0] * len(queues)
-        self._knows_bytes = False
-        self._answers: dict[int, tuple[bytes, int]] = {}
-        self._listings: dict[int, Listing] = {}
-        self._seconds: dict[int, float] = {}
-        self._recent = [RecentLosses(queue) for queue in self._queues]
-        self._losses: dict[int, Losses] = {}
-        self._last_begun = 0
-        self._refused: list[TierCommand] = []
-        # Told once, by one worker: the others' differ only in the part of the model that they have.
-        self._untold = dict(namespace or {}) if rank == 0 else {}
-        # The queue of each job in flight.
-        self._queue_of: dict[int, JobQueue] = {}
-        self._stats: Counter[str] = Counter()
-
-    def start(self, command: TierCommand) -> None:
-        """Submit a job to its tier's queue. If the queue refuses it, ``poll`` reports it as abandoned."""
-        buffers: list[memoryview] = []
-        if command.kind in ONE_BY_ONE:
-            buffers = [self._chunks[slot].data for slot in command.slots]
-        deadline = self._clock() + command.timeout_s
-        queue = self._queues[command.tier]
-        notes = command.notes
-        if self._rank and command.kind is JobKind.STORE:
-            # Only the first worker lists chunks with what was kept of them.
-            notes = tuple(note if note.details is NO_DETAILS else Note(retention=note.retention) for note in notes)
-        job = TierJob(command.job_id, command.kind, command.keys, deadline, buffers, command.parents, notes)
-        self._last_begun = command.job_id
-        if queue.submit(job):
-            self._queue_of[command.job_id] = queue
-        else:
-            self._refused.append(command)
-
-    def cancel(self, job_id: int) -> None:
-        """Make a job end soon, because nobody needs it any more. ``poll`` reports it like any other."""
-        queue = self._queue_of.get(job_id)
-        if queue is not None:
-            queue.cancel(job_id)
-
-    def poll(self) -> dict[int, TransferOutcome]:
-        """Return the jobs that ended since the last call, and how. ``take_report`` says how it went for each chunk."""
-        refused, self._refused = self._refused, []
-        outcomes = dict.fromkeys((command.job_id for command in refused), TransferOutcome.ABANDONED)
-        self._answers.update(
-            (command.job_id, (_NOT_TRIED.get(command.kind, b"\0") * len(command.keys), 1)) for command in refused
-        )
-        ended = [queue.poll() for queue in self._queues]
-        for name, jobs in zip(self._names, ended, strict=True):
-            for job in jobs:
-                self._knows_bytes = False
-                self._queue_of.pop(job.job_id, None)
-                self._count(name, job)
-                assert job.status is not None
-                outcomes[job.job_id] = _OUTCOMES[job.status]
-                self._answers[job.job_id] = job.verdicts, 1
-                if job.kind in URGENT and job.ended_at:
-                    self._seconds[job.job_id] = job.ended_at - job.queued_at
-                if job.kind in LISTED_AT_ONCE and self._rank == 0:
-                    self._listings[job.job_id] = job.listing
-        oldest = next(iter(self._queue_of), self._last_begun + 1)
-        for at, recent in enumerate(self._recent):
-            losses = recent.take(ended[at], self._last_begun, oldest)
-            if losses:
-                self._losses[at] = self._losses.get(at, NO_LOSSES) | losses
-        return outcomes
-
-    def take_report(self) -> TierReport | None:
-        """Return whether each chunk of the jobs that ended succeeded, and the health of tiers where it changed, if any did."""
-        answers, self._answers = self._answers, {}
-        health = [queue.health() for queue in self._queues]
-        news = {(self._rank, at): now for at, now in enumerate(health) if now != self._health[at]}
-        for name, before, now in zip(self._names, self._health, health, strict=True):
-            self._stats[f"{name}_suspensions"] += now.num_open > before.num_open
-            self._stats[f"num_{name}_suspended"] += now.num_open - before.num_open
-        self._health = health
-        namespace, self._untold = self._untold, {}
-        listings, self._listings = self._listings, {}
-        losses, self._losses = self._losses, {}
-        seconds, self._seconds = self._seconds, {}
-        if not (answers or news or namespace or losses):
-            return None
-        return TierReport(answers, news, namespace, listings, losses, seconds)
 
     def take_stats(self) -> Stats:
-        """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""
-        self._count_bytes()
-        stats, self._stats = self._stats, Counter()
-        return stats
+        """Return counters since the last call."""
+        ...
 
     def shutdown(self) -> None:
-        """Stop all queues."""
-        for queue in self._queues:
-            queue.shutdown()
-
-    def _count_bytes(self) -> None:
-        """Note how much more, or less, the tiers hold than when this was last counted."""
-        if self._knows_bytes:
-            return
-        self._knows_bytes = True
-        for at, (name, queue) in enumerate(zip(self._names, self._queues, strict=True)):
-            before, self._num_bytes[at] = self._num_bytes[at], queue.num_bytes()
-            self._stats[f"num_{name}_bytes"] += self._num_bytes[at] - before
-
-    def _count(self, name: str, job: TierJob) -> None:
-        self._stats[f"{name}_failures"] += job.status in (JobStatus.FAILED, JobStatus.EXPIRED)
-        for answer, counter, amount in (
-            (LoadOutcome.LOADED, "loaded_bytes", self._chunks.shape[1]),
-            (LoadOutcome.CORRUPT, "corrupt_chunks", 1),
-            (StoreOutcome.STORED, "stored_bytes", self._chunks.shape[1]),
-        ):
-            if job.kind in ONE_BY_ONE and (count := job.answers.count(answer)):
-                self._stats[f"{name}_{counter}"] += count * amount
+        """Stop."""
+        ...
 
 
-# --- worker side of the offloading connector --------------------------------------------------------------------------
-
-
-class OffloadingWorker(KVConnectorWorker):
+class KernelWorker(KVConnectorWorker):
     """Moves blocks between one worker's paged KV and its shard of the tier.
 
     Args:
         make_transfers: makes the transfer worker; called with the regions, once the paged KV is known.
-        tiers: this worker's part of the tiers below host memory, if there are any.
+        part: a guest's part on this worker, if one has any.
     """
 
     name = "offloading"
-    metadata_type = OffloadingMetadata
+    metadata_type: type = OffloadingMetadata
 
     def __init__(
-        self, make_transfers: Callable[[Sequence[Any]], TransferWorker], tiers: TierWorker | None = None
+        self, make_transfers: Callable[[Sequence[Any]], TransferWorker], part: WorkerPart | None = None
     ) -> None:
         self._make_transfers = make_transfers
-        self._tiers = tiers
+        self._part = part
         self._transfers: TransferWorker | None = None
         self._metadata = NOTHING_TO_DO
         # Requests whose loads have not ended, by job.
@@ -357,7 +86,7 @@ class OffloadingWorker(KVConnectorWorker):
             self._running.finish_stores()
 
     def start_load_kv(self) -> None:
-        """Start the loads and the jobs of lower tiers; give up loads and cancel jobs of lower tiers that nobody waits for."""
+        """Start the loads and what a guest asks for; give up loads that nobody waits for."""
         for job_id in self._metadata.given_up_loads:
             if (request_id := self._waiting.pop(job_id, None)) is not None:
                 self._given_up.add(request_id)
@@ -366,11 +95,8 @@ class OffloadingWorker(KVConnectorWorker):
             if not load.is_in_step:
                 self._waiting[load.job_id] = load.request_id
                 self._start(load)
-        if self._tiers is not None:
-            for command in self._metadata.tier_commands:
-                self._tiers.start(command)
-            for job_id in self._metadata.cancelled_tier_jobs:
-                self._tiers.cancel(job_id)
+        if self._part is not None and self._metadata.rider is not None:
+            self._part.carry_out(self._metadata.rider)
 
     def wait_for_save(self) -> None:
         """Start the stores, now that the forward pass has written the blocks that they read."""
@@ -380,7 +106,7 @@ class OffloadingWorker(KVConnectorWorker):
     def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
         """Return the jobs that ended since the last call, and the requests whose loads they were."""
         results = self._running.poll()
-        if not results and self._tiers is None and not self._metadata.release and not self._given_up:
+        if not results and self._part is None and not self._metadata.release and not self._given_up:
             return NOTHING_ENDED  # most steps
         received, failed, self._given_up = set(self._given_up), self._given_up, set()
         jobs: dict[int, TransferOutcome] = {}
@@ -394,8 +120,8 @@ class OffloadingWorker(KVConnectorWorker):
                     self._invalid_block_ids |= result.failed_block_ids
                 elif result.outcome is not TransferOutcome.DONE:
                     failed.add(request_id)
-        if self._tiers is not None:
-            jobs |= self._tiers.poll()
+        if self._part is not None:
+            jobs.update(self._part.poll())
         return FinishedTransfers(
             finished_sending=frozenset(self._metadata.release),
             finished_recving=frozenset(received),
@@ -409,22 +135,22 @@ class OffloadingWorker(KVConnectorWorker):
         return invalid
 
     def get_stats(self) -> Stats:
-        """Return blocks copied and seconds taken, per direction, and the counters of lower tiers, since the last call."""
+        """Return blocks copied and seconds taken, per direction, and a guest's counters, since the last call."""
         stats, self._stats = self._stats, {}
-        return stats if self._tiers is None else {**stats, **self._tiers.take_stats()}
+        return stats if self._part is None else {**stats, **self._part.take_stats()}
 
-    def build_connector_worker_meta(self) -> TierReport | None:
-        """Return whether each chunk of the lower tiers' ended jobs succeeded, and how the tiers' health has changed."""
-        return None if self._tiers is None else self._tiers.take_report()
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """Return what a guest's part has to report."""
+        return None if self._part is None else self._part.take_report()
 
     def clear_connector_metadata(self) -> None:
         """Forget this step's jobs."""
         self._metadata = NOTHING_TO_DO
 
     def shutdown(self) -> None:
-        """Let running jobs end, and release the queues of lower tiers and the transfer worker."""
-        if self._tiers is not None:
-            self._tiers.shutdown()
+        """Let running jobs end, and release a guest's part and the transfer worker."""
+        if self._part is not None:
+            self._part.shutdown()
         if self._transfers is not None:
             self._transfers.shutdown()
 

@@ -10,8 +10,8 @@ from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.shares import Limits
 from cargohold.connector.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores, NoStores
-from cargohold.connector.kernel.worker import Bystander, OffloadingWorker, TierWorker
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, made_by
 from cargohold.process import memory_limit_bytes
@@ -24,11 +24,11 @@ from cargohold.tiers.scheduler_side import (
     Admission,
     LowerTiers,
     TieringConfig,
-    TieringManager,
     TierOptions,
     WriteMode,
     random_epoch,
 )
+from cargohold.tiers.worker import Bystander, TierWorker
 from cargohold.transfer import TransferWorker
 from cargohold.transfer.port import share_stores
 
@@ -186,8 +186,7 @@ def scheduler_side(
         record_events=environment.emits_events,
     )
     lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
-    manager = TieringManager(host, lower)
-    return OffloadingScheduler(config, environment, manager, make_stores=make_stores, lower=lower)
+    return OffloadingScheduler(config, environment, host, make_stores=make_stores, lower=lower)
 
 
 def host_manager(

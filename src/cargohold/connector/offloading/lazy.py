@@ -17,9 +17,9 @@ from cargohold.connector.kernel.jobs import Store, StoreJob
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores, end_store, start_store
-from cargohold.connector.kernel.worker import OffloadingWorker
 from cargohold.connector.offloading.factory import OffloadingFactory, host_manager, scheduler_side, tier_options
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, ContractError
 from cargohold.protocol import (
     BlockIds,

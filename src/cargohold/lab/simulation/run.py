@@ -39,7 +39,6 @@ from cargohold.lab.simulation.replica import STEP_S, Replica
 from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset, Restart, Tell
 from cargohold.lab.simulation.world import Scenario, World
 from cargohold.protocol import ConnectorGuard, KVConnectorOutput
-from cargohold.tiers.scheduler_side import TieringManager
 
 
 class Timeline:
@@ -360,11 +359,7 @@ class Run:
 
         An idle engine stops before that, because both can wait for the next request.
         """
-        lower = [
-            side.manager.lower
-            for side in live_sides(self._engine.scheduler.connector)
-            if isinstance(side.manager, TieringManager)
-        ]
+        lower = [side.lower for side in live_sides(self._engine.scheduler.connector) if side.lower is not None]
         while lower and (
             not all(tiers.is_idle for tiers in lower)
             or self._engine.scheduler.has_work()

@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cargohold.cache import OffloadKey, make_manager
+from cargohold.cache import OffloadKey, OffloadManager, make_manager
 from cargohold.cache.retention import Retention
 from cargohold.connector.config import limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
-from cargohold.connector.kernel.worker import Bystander, JobQueue, TierWorker
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.lab.simulation.faults import Fault, FaultSource, Spells
@@ -24,8 +23,9 @@ from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.memory import Buffer, bytes_in, copy_bytes
 from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses
-from cargohold.tiers.scheduler_side import LowerTiers, TieringManager, TierOptions
+from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.tiers.worker import Bystander, JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
 
 
@@ -277,7 +277,7 @@ class SimulatedTiering:
         self._make_stores = make_stores
         self.config = OffloadConfig(host_bytes=1, **options)
         self.media = [[SimulatedMedium() for _ in range(world_size)] for _ in self.options]
-        self.manager: TieringManager
+        self.manager: OffloadManager
         self.lower: LowerTiers
         self.transfers: list[HeldTransfers] = []
         self.queues: list[list[HeldQueue]] = []
@@ -288,9 +288,8 @@ class SimulatedTiering:
         host = make_manager(self.config.policy, self.num_slots, record_events=True, quotas=quotas)
         self.transfers, self.queues = [], []
         side = scheduler_side(self.config, environment, host, self.options, make_stores=self._make_stores)
-        assert isinstance(side.manager, TieringManager)
-        self.manager = side.manager
-        self.lower = self.manager.lower
+        assert side.lower is not None
+        self.manager, self.lower = side.manager, side.lower
         return side
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
@@ -492,14 +491,14 @@ class ListedMedium:
 
     Attributes:
         tier: what the engine's scheduler side knows of it.
-        manager: the manager of host memory above it.
+        lower: what the scheduler side knows of all tiers.
         shards: the shards of its medium.
         queues: the workers' queues to these.
         blocks_per_chunk: blocks in a chunk.
     """
 
     tier: TierState
-    manager: TieringManager
+    lower: LowerTiers
     shards: Sequence[SimulatedMedium]
     queues: Sequence[LinkedQueue]
     blocks_per_chunk: int
@@ -511,12 +510,12 @@ class ListedMedium:
 
     def retention(self, key: OffloadKey) -> Retention | None:
         """What the first shard was asked for a chunk that this engine has stored; ``None`` for others."""
-        (name,) = self.manager.lower.names_of([key])
+        (name,) = self.lower.names_of([key])
         return None if name in self.shards[0].inherited else self.shards[0].retained.get(name)
 
     def find(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Note]:
         """Those of the chunks, and of all others whose key is known, that are on all shards, with what was noted of them."""
-        lower = self.manager.lower
+        lower = self.lower
         known = sorted({*keys, *(() if lower.has_renamed else self.shards[0].chunks)})
         names = dict(zip(known, lower.names_of(known), strict=True))
         notes = self.shards[0].notes
@@ -543,7 +542,7 @@ class TieredOffloading:
 
     Attributes:
         shards: the media's shards, by tier and number of the shard; made when a worker first opens them.
-        manager, queues: of the engine made last, the manager, and the queues per tier.
+        lower, queues: of the engine made last, the lower tiers, and the queues per tier.
     """
 
     def __init__(
@@ -562,7 +561,7 @@ class TieredOffloading:
         self._num_epochs = 0
         self._rows: dict[int, ByteRows] = {}
         self.shards: dict[tuple[int, int], SimulatedMedium] = {}
-        self.manager: TieringManager
+        self.lower: LowerTiers
         self.queues: list[list[LinkedQueue]] = []
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
@@ -571,8 +570,8 @@ class TieredOffloading:
         host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events, quotas=quotas)
         options = [plan.options for plan in self._plans]
         side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
-        assert isinstance(side.manager, TieringManager)
-        self.manager, self.queues, self._rows = side.manager, [[] for _ in options], {}
+        assert side.lower is not None
+        self.lower, self.queues, self._rows = side.lower, [[] for _ in options], {}
         return side
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
@@ -603,10 +602,10 @@ class TieredOffloading:
 
     def listed_media(self) -> Iterator[ListedMedium]:
         """Yield the tiers that list their chunks, under the engine made last."""
-        for at, (tier, queues) in enumerate(zip(self.manager.lower.tiers, self.queues, strict=True)):
+        for at, (tier, queues) in enumerate(zip(self.lower.tiers, self.queues, strict=True)):
             if tier.options.is_listed:
                 shards = [self._shard(at, shard) for shard in range(len(queues))]
-                yield ListedMedium(tier, self.manager, shards, queues, self.config.blocks_per_chunk)
+                yield ListedMedium(tier, self.lower, shards, queues, self.config.blocks_per_chunk)
 
     def share(self, other: TieredOffloading, num_shards: int) -> None:
         """Use the shards of another engine's tiers where other machines share them."""

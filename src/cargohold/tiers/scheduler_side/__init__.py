@@ -4,12 +4,10 @@ from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.scheduler_side.ahead import Ahead, Prefetches
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
-from cargohold.tiers.scheduler_side.manager import TieringManager
-from cargohold.tiers.scheduler_side.pace import Pace, StepPace
-from cargohold.tiers.scheduler_side.plan import HostStates, Wanted, sources_per_token
+from cargohold.tiers.scheduler_side.plan import Wanted, sources_per_token
 from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.promises import Promises
-from cargohold.tiers.scheduler_side.tasks import TierCommand, TierTask, random_epoch
+from cargohold.tiers.scheduler_side.tasks import TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import (
     MAX_ANNOUNCED,
     UNKNOWN,
@@ -29,19 +27,14 @@ __all__ = [
     "Chain",
     "ChunksFound",
     "Fetch",
-    "HostStates",
     "LowerTiers",
-    "Pace",
     "Prefetcher",
     "Prefetches",
     "Promises",
-    "StepPace",
-    "TierCommand",
     "TierEvent",
     "TierOptions",
     "TierTask",
     "TieringConfig",
-    "TieringManager",
     "Waiting",
     "Wanted",
     "WriteMode",

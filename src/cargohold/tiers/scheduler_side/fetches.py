@@ -176,6 +176,11 @@ class Fetches:
         for fetch in [fetch for fetch in self._live if fetch.expires_at <= now]:
             fetch.release()
 
+    def release_all(self) -> None:
+        """Release all fetches."""
+        for fetch in list(self._live):
+            fetch.release()
+
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""
         loads = [task for task in self._tasks if task.kind is JobKind.LOAD]

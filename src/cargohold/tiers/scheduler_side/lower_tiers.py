@@ -25,12 +25,13 @@ from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.protocol import Clock, Outage, TransferOutcome
 from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import HEALTHY, TierHealth
+from cargohold.tiers.messages import TierCommand
 from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
 from cargohold.tiers.scheduler_side.listing import Lister
 from cargohold.tiers.scheduler_side.pace import SteppedClock
 from cargohold.tiers.scheduler_side.promises import Promises
-from cargohold.tiers.scheduler_side.tasks import TaskTable, TierCommand, TierTask, random_epoch
+from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
 from cargohold.tiers.scheduler_side.writing import Writes
 
@@ -394,6 +395,23 @@ class LowerTiers:
         self._progressed_at = self.clock()
         self._conclude(task, is_done=outcome is TransferOutcome.DONE)
         return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether workers have jobs that have not ended."""
+        return bool(self._tasks)
+
+    def retire(self) -> None:
+        """Use the tiers no more, and release all that is held but for what jobs in flight read and write; ``end`` does that."""
+        for tier, writes in zip(self.tiers, self.writes, strict=True):
+            tier.retire()
+            writes.clear()
+        self._to_rank.clear()
+        self._fetches.release_all()
+        self.promises.give_up_all()
+        for task in self._tasks.take_wanted():
+            task.is_cancelled = True
+            self._conclude(task, is_done=False)
 
     def outages(self) -> list[Outage]:
         """Return which tiers are out of use, as a whole or in part."""

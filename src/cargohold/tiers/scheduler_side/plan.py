@@ -8,11 +8,11 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from cargohold.blocks import ABSENT, NOT_YET, GroupUnits, PrefixHit, longest_hit
-from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
+from cargohold.cache.manager import ChunkKeys, ChunkStates, OffloadKey, OffloadManager
+from cargohold.pace import StepPace
 from cargohold.protocol import AttentionKind
 from cargohold.tiers.scheduler_side.fetches import Chain
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
-from cargohold.tiers.scheduler_side.pace import StepPace
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN
 
 _UNREAD: Final = 255
@@ -69,22 +69,6 @@ class Plan(NamedTuple):
 
 
 # --- presence of chunks in one group; these implement ``cargohold.blocks.UnitStates`` ---------------------------------
-
-
-class HostStates:
-    """Presence in host memory."""
-
-    def __init__(self, manager: OffloadManager, keys: ChunkKeys) -> None:
-        self._manager = manager
-        self._keys = keys.keys
-
-    def run(self, first: int, end: int) -> bytes:
-        """Return the states of chunks ``[first, end)``, up to the first absent one."""
-        return self._manager.lookup_run(self._keys[first:end])
-
-    def window(self, first: int, end: int) -> bytes:
-        """Return the states of chunks ``[first, end)``."""
-        return self._manager.lookup(self._keys[first:end])
 
 
 class DeepStates:
@@ -165,7 +149,7 @@ class Planner:
 
     def host_hit(self, wanted: Wanted, limit_tokens: int) -> int:
         """Return how many leading tokens host memory can give back without a lower tier, computed tokens included."""
-        groups = [GroupUnits(keys.group, keys.chunk_tokens, HostStates(self._host, keys)) for keys in wanted.keys]
+        groups = [GroupUnits(keys.group, keys.chunk_tokens, ChunkStates(self._host, keys)) for keys in wanted.keys]
         return longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens).num_tokens
 
     def deep_hit(

@@ -39,11 +39,11 @@ from typing import Final
 
 from cargohold.blocks import NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.pace import StepPace
 from cargohold.protocol import SchedulerEnvironment, StepView
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side.fetches import Fetch
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
-from cargohold.tiers.scheduler_side.pace import StepPace
 from cargohold.tiers.scheduler_side.plan import Plan, Planner, Wanted
 from cargohold.tiers.scheduler_side.tasks import TierTask
 

@@ -9,7 +9,7 @@
 A promised chunk is pinned in host memory until every shared tier that can take it has it: a host memory smaller than a prompt
 would evict the prompt's start before its turn comes. A tier that puts it off is offered it again. No promise lasts longer than
 ``hold_s``, which is as long as the other engine waits, so a tier that hangs does not keep host memory from other requests; but
-it lasts for ``HOLD_STEPS`` steps, however long they take: what one step begins is reported one or two steps later.
+it lasts for ``deadlines.HOLD_STEPS`` steps, however long they take: what one step begins is reported one or two steps later.
 
 Hard limits are kept: a tier whose daily allowance is spent or whose writes are suspended gets nothing, and ``states`` says so.
 """
@@ -24,46 +24,11 @@ from typing import Final
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
+from cargohold.deadlines import Deadline, HoldTime
 from cargohold.protocol import Clock
 from cargohold.tiers.scheduler_side.writing import Writes
 
-HOLD_STEPS: Final = 8
-"""Steps for which a promise lasts at least, from when it is made, and again from when host memory has the chunk."""
 _NEVER: Final = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """The end of a wait: ``at`` seconds of the engine's clock, but not before so many ``steps`` of the engine."""
-
-    at: float
-    steps: int
-
-
-class Patience:
-    """How long something is held.
-
-    Args:
-        clock: monotonic time in seconds.
-        hold_s: seconds for which things are held, unless that is less than ``HOLD_STEPS`` steps.
-    """
-
-    def __init__(self, clock: Clock, hold_s: float) -> None:
-        self._clock = clock
-        self._hold_s = hold_s
-        self._num_steps = 0
-
-    def note_step(self) -> None:
-        """Count a step. Call it once in every step."""
-        self._num_steps += 1
-
-    def deadline(self) -> Deadline:
-        """Return until when something that begins now is held."""
-        return Deadline(self._clock() + self._hold_s, self._num_steps + HOLD_STEPS)
-
-    def has_passed(self, deadline: Deadline) -> bool:
-        """Whether a deadline is over."""
-        return self._num_steps >= deadline.steps and self._clock() >= deadline.at
 
 
 @dataclass(slots=True)
@@ -88,7 +53,7 @@ class Promises:
         host: the manager of host memory; promised chunks are pinned there.
         writes: what is written to each tier below. Those that other machines share get promised chunks.
         clock: time in which the engine steps.
-        hold_s: seconds after which a promise is given up, unless that is less than ``HOLD_STEPS`` steps.
+        hold_s: seconds after which a promise is given up, unless that is less than ``deadlines.HOLD_STEPS`` steps.
 
     Attributes:
         num_broken: number of promised chunks that no shared tier got, since that was last taken.
@@ -103,7 +68,7 @@ class Promises:
         for of in self._writes:
             of.is_promised = self.__contains__
         self._clock = clock
-        self._patience = Patience(clock, hold_s)
+        self._hold_time = HoldTime(clock, hold_s)
         self._made: dict[OffloadKey, _Promise] = {}
         # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
         self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
@@ -146,7 +111,7 @@ class Promises:
         """
         if self.obstacle:
             return
-        until = self._patience.deadline()
+        until = self._hold_time.deadline()
         are_there = [tier.known(keys) for tier in self._tiers]
         missing = [key for key, *answers in zip(keys, *are_there, strict=True) if True not in answers]
         for key in missing:
@@ -164,7 +129,7 @@ class Promises:
         ready = [key for key, state in zip(promised, self._host.lookup(promised), strict=True) if state == READY]
         for key in ready:
             promise = self._made[key]
-            promise.pin, promise.until = self._host.prepare_load([key]), self._patience.deadline()
+            promise.pin, promise.until = self._host.prepare_load([key]), self._hold_time.deadline()
         for writes in self._writes:
             writes.promised.add(ready, {key: self._made[key].parent for key in ready})
 
@@ -214,10 +179,10 @@ class Promises:
 
     def give_up_late(self) -> None:
         """Forget the promises whose time is over. Call it once in every step."""
-        self._patience.note_step()
+        self._hold_time.note_step()
         if self._clock() < self._check_at:
             return
-        self.give_up([key for key, promise in self._made.items() if self._patience.has_passed(promise.until)])
+        self.give_up([key for key, promise in self._made.items() if self._hold_time.has_passed(promise.until)])
         self._check_at = min((promise.until.at for promise in self._made.values()), default=_NEVER)
 
     def note_reset(self) -> None:

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from cargohold.cache.manager import OffloadKey
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
+from cargohold.tiers.messages import TierCommand, both
 from cargohold.tiers.port import (
     ACCESS_OF,
     DONE,
@@ -35,31 +36,6 @@ _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 def random_epoch() -> bytes:
     """Return 16 random bytes: a name that no other engine has and that nobody can predict."""
     return secrets.token_bytes(16)
-
-
-@dataclass(frozen=True, slots=True)
-class TierCommand:
-    """A job as every worker gets it, for its queue of one tier.
-
-    Attributes:
-        job_id: id of the job.
-        tier: index of the tier; 0 is the fastest.
-        kind: what to do.
-        keys: the chunks' names in the tier, in any order.
-        slots: for loads and stores, their slots in host memory, parallel to ``keys``.
-        parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
-        timeout_s: the job is given up after this time.
-        notes: for stores and new retentions, what else is known of each chunk, parallel to ``keys``; empty if that is nothing.
-    """
-
-    job_id: int
-    tier: int
-    kind: JobKind
-    keys: tuple[OffloadKey, ...]
-    slots: tuple[int, ...]
-    parents: tuple[OffloadKey | None, ...]
-    timeout_s: float
-    notes: tuple[Note, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -277,9 +253,3 @@ class TaskTable:
         place = task.tier, ACCESS_OF[task.kind]
         self._num_chunks[place] += change * len(task.keys)
         self._num_jobs[place] += change * (task.kind not in SHOW_NOTHING)
-
-
-def both(left: bytes, right: bytes) -> bytes:
-    """Merge two workers' verdicts on the same chunks: success, or that a chunk can be tried again, is what both say."""
-    assert len(left) == len(right), "two workers were asked for different chunks"
-    return (int.from_bytes(left) & int.from_bytes(right)).to_bytes(len(left))

@@ -6,18 +6,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import compress
 from typing import TypeAlias
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
+from cargohold.pace import Pace
 from cargohold.protocol import Clock, Locality, Outage, Times
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
 from cargohold.tiers.port import ACCESS_OF, SHOW_NOTHING, Access, Found, JobKind
-from cargohold.tiers.scheduler_side.pace import LookUpGain, Pace
+from cargohold.tiers.scheduler_side.pace import LookUpGain
 from cargohold.tiers.scheduler_side.tasks import TierTask
 
 
@@ -300,6 +301,12 @@ class TierState:
         elif not self.can_be_relied_on:
             # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
             self._note_events(AllChunksRemoved())
+
+    def retire(self) -> None:
+        """Be off for good, because the connector has turned lower tiers off."""
+        self.health = replace(self.health, is_off=True)
+        self._note_outage(self.health)
+        self.clear()
 
     def _note_outage(self, news: TierHealth) -> None:
         now = self._clock()

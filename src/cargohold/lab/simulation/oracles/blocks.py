@@ -190,7 +190,7 @@ class EventOracle(Oracle):
     def _compare_storage(self, medium: ListedMedium) -> None:
         announced = {offload_key(*prefix) for prefix in self._stored.get("LOCAL", Counter())}
         sides = live_sides(self._engine.scheduler.connector)
-        if not any(side.manager is medium.manager for side in sides) or not medium.tier.can_be_relied_on:
+        if not any(side.lower is medium.lower for side in sides) or not medium.tier.can_be_relied_on:
             self.require(not announced, f"{len(announced)} blocks are announced in a tier that nobody can use")
             return
         there = medium.find({*announced, *self._keys_of_requests()})

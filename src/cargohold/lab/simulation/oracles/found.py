@@ -13,7 +13,6 @@ from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.lab.simulation.replica import Oracle, Replica
 from cargohold.lab.simulation.tiers import ListedMedium
 from cargohold.protocol import AttentionKind, BlockIds, RequestView
-from cargohold.tiers.scheduler_side import TieringManager
 from cargohold.tiers.scheduler_side.prefetch import MAX_AGAIN
 
 
@@ -44,8 +43,7 @@ class FoundOracle(Oracle):
         self._sides = [
             side
             for side, _ in offloading_sides(engine.scheduler.connector)
-            if isinstance(side.manager, TieringManager)
-            and [group.kind for group in engine.layout.groups] == [AttentionKind.FULL]
+            if side.lower is not None and [group.kind for group in engine.layout.groups] == [AttentionKind.FULL]
         ]
         for side in self._sides:
             self._watch(side)
@@ -69,16 +67,17 @@ class FoundOracle(Oracle):
             state = side.requests[request.request_id]
             is_over = state.lookup is not None
             num_found = 0 if state.lookup is None else state.lookup.num_computed_tokens + num_external_tokens
-            is_explained = not self._owes_all(state)
+            is_explained = not self._owes_all(side, state)
             admit(request, blocks, num_external_tokens)
             if is_over:
                 self._check(side, state, num_found, self._asked.pop(request.request_id), is_explained=is_explained)
 
         vars(side)["get_num_new_matched_tokens"], vars(side)["update_state_after_alloc"] = looked_up, admitted
 
-    def _owes_all(self, state: RequestState) -> bool:
+    def _owes_all(self, side: OffloadingScheduler, state: RequestState) -> bool:
         """Whether a request that is about to be admitted is to get all that there is."""
-        gave_up = state.waiting is not None and state.waiting.num_again >= MAX_AGAIN
+        waiting = None if side.below is None else side.below.waiting_of(state.request.request_id)
+        gave_up = waiting is not None and waiting.num_again >= MAX_AGAIN
         return not (state.notes or gave_up or state.was_admitted or state.params.max_load_tokens is not None)
 
     def _check(
@@ -89,9 +88,8 @@ class FoundOracle(Oracle):
         # The rest of a chunk is not worth a load.
         if inside or at >= len(keys.keys) or (at + 1) * keys.chunk_tokens >= state.request.num_tokens:
             return
-        assert isinstance(side.manager, TieringManager)
         key = keys.keys[at]
-        is_in_host = side.manager.host.lookup([key]) == bytes([READY])
+        is_in_host = side.manager.lookup([key]) == bytes([READY])
         # What was there when the last step ended may have gone with a reset since.
         is_below = self._since.get(key, self._engine.num_steps) < asked and any(
             key in medium.find([key]) for medium in self._media() if medium.tier.knows_all

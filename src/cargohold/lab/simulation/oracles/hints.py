@@ -20,7 +20,6 @@ from cargohold.lab.simulation.fault_wrappers import FaultyManager
 from cargohold.lab.simulation.replica import STEP_S, Oracle, Replica
 from cargohold.lab.simulation.tiers import ListedMedium
 from cargohold.protocol import Hint, HintKind, HintOutcome, HintStatus, RequestView
-from cargohold.tiers.scheduler_side import TieringManager
 
 _DEFAULTS: Final = HintConfig()
 _LATE_S = 2.0
@@ -95,9 +94,9 @@ class HintOracle(Oracle):
 
     def at_end(self) -> None:
         """Compare what hints ask with what disks were told."""
-        sides = {id(side.manager): side for side in live_sides(self._engine.scheduler.connector)}
+        sides = {id(side.lower): side for side in live_sides(self._engine.scheduler.connector)}
         for medium in self._media():
-            side = sides.get(id(medium.manager))
+            side = sides.get(id(medium.lower))
             if side is not None and medium.is_certain and medium.tier.ranks and not self._is_excused():
                 self._check_retentions(side, medium)
 
@@ -214,6 +213,6 @@ class HintOracle(Oracle):
 
 def _tier_manager(manager: object) -> TierManager | None:
     """The manager of host memory itself, without what is around it."""
-    while isinstance(manager, FaultyManager | TieringManager):
+    while isinstance(manager, FaultyManager):
         manager = manager.inner
     return manager if isinstance(manager, TierManager) else None

@@ -14,9 +14,9 @@ from cargohold.lab.simulation.connectors import guards_of, live_sides
 from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.replica import STEP_S, Oracle, Replica
 from cargohold.lab.simulation.transfers import LinkProfile
+from cargohold.pace import REACH
 from cargohold.protocol import Stats, add_stats, is_level, last_name
 from cargohold.tiers import BreakerConfig
-from cargohold.tiers.scheduler_side.pace import REACH
 
 
 @dataclass(slots=True)

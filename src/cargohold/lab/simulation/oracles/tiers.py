@@ -20,7 +20,6 @@ from cargohold.lab.simulation.fault_wrappers import FaultyManager
 from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.lab.simulation.replica import Oracle, Replica
 from cargohold.protocol import ConnectorGuard, RequestView
-from cargohold.tiers.scheduler_side import TieringManager
 from cargohold.tiers.scheduler_side.pace import SteppedClock
 
 
@@ -73,7 +72,7 @@ class TierOracle(Oracle):
                 guards,
                 side.manager,
                 side.jobs,
-                not isinstance(side.manager, TieringManager),
+                side.lower is None,
                 side.name == "offloading",
             )
             for side, guards in offloading_sides(engine.scheduler.connector)

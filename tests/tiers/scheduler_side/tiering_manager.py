@@ -1,4 +1,4 @@
-"""The manager of host memory with tiers below it."""
+"""A manager of host memory that tells the tiers below it what the connector would tell them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,218 @@
+"""Tiers below host memory, as a guest: requests wait for what they have, and what host memory gets is written down to them.
+
+``LowerTiers`` knows what is in the tiers and what is on its way from and to them; ``Prefetcher`` knows who waits, and for what.
+This guest tells both of what the kernel does, and carries their messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cargohold.cache.manager import ChunkKeys, OffloadKey
+from cargohold.connector.kernel.guest import Admission, Guest, Part
+from cargohold.connector.kernel.jobs import Origins, Store
+from cargohold.connector.kernel.requests import RequestState
+from cargohold.protocol import (
+    BlockIds,
+    Episode,
+    KVConnectorOutput,
+    RequestView,
+    SchedulerEnvironment,
+    StepView,
+    TransferOutcome,
+)
+from cargohold.tiers.messages import TierMessage, TierReport
+from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Waiting, Wanted, sources_per_token
+
+
+class TiersBelow(Guest):
+    """Lets requests wait for chunks of lower tiers, and tells these what host memory gets and gives back.
+
+    Args:
+        lower: the tiers; ``lower.host`` is the kernel's manager.
+        prefetcher: fetches chunks for those who wait.
+        new_id: makes an id for a job, which no other job of the connector has.
+        environment: facts about the engine.
+
+    Attributes:
+        num_announced: tells how many leading tokens of a request will come to the tiers if they are not there yet.
+        on_ask: told of a request's chunks before tiers are asked for them; ``None`` if nobody listens.
+    """
+
+    name = "lower tiers"
+
+    def __init__(
+        self, lower: LowerTiers, prefetcher: Prefetcher, new_id: Callable[[], int], environment: SchedulerEnvironment
+    ) -> None:
+        lower.host.admit_all()  # what host memory refused would be missing in the tiers, too
+        self._lower = lower
+        self._prefetcher = prefetcher
+        self._new_id = new_id
+        self._clock, self._observe = environment.clock, environment.observe
+        self._tiers = ("host", *(tier.name for tier in lower.tiers))
+        self.num_announced: Callable[[RequestState], int] = lambda _: 0
+        self.on_ask: Callable[[RequestView, Sequence[ChunkKeys]], None] | None = None
+        # By request, its wait from the first look-up until it is admitted; by store, the chunks that it brings.
+        self._waiting: dict[str, Waiting] = {}
+        self._storing: dict[int, Sequence[Part]] = {}
+
+    def waiting_of(self, request_id: str) -> Waiting | None:
+        """Return a request's wait: for inspection."""
+        return self._waiting.get(request_id)
+
+    # --- requests wait ------------------------------------------------------------------------------------------------
+
+    def must_wait(
+        self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_found_tokens: int | None
+    ) -> bool:
+        """Whether a request still waits for the tiers, or, once it was looked up in host memory, begins to."""
+        wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, limit_tokens, state.tenant)
+        waiting = self._waiting.get(state.request.request_id)
+        if num_found_tokens is not None:
+            return self._begins_to_wait(state, waiting, wanted, num_found_tokens)
+        if waiting is not None and waiting.has_expired:
+            waiting = None
+            del self._waiting[state.request.request_id]
+            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
+        if waiting is not None and waiting.num_announced:
+            # The first request of an engine waits before a worker has said what the engine's namespace is.
+            waiting.num_announced = self.num_announced(state)
+        return self._prefetcher.must_wait(waiting, wanted)
+
+    def _begins_to_wait(
+        self, state: RequestState, waiting: Waiting | None, wanted: Wanted, num_found_tokens: int
+    ) -> bool:
+        if waiting is not None:
+            return self._prefetcher.begins_again(waiting, wanted, num_found_tokens)
+        if wanted.limit_tokens - num_found_tokens < state.chunk_tokens:
+            return False
+        found = num_found_tokens, self.num_announced(state)
+        if self.on_ask is None:
+            waiting = self._prefetcher.begin(wanted, state.notes, *found)
+        else:
+            on_ask = partial(self.on_ask, state.request, state.keys)
+            waiting = self._prefetcher.begin(wanted, state.notes, *found, on_ask)
+        self._waiting[state.request.request_id] = waiting
+        return waiting.must_wait
+
+    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> Origins | None:
+        """Return the tier that each token was fetched from for this request."""
+        waiting = self._waiting.get(state.request.request_id)
+        if waiting is None or not (sources := waiting.sources):
+            return None
+        wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, num_hit_tokens)
+        return Origins(self._tiers, sources_per_token(wanted, sources, num_hit_tokens))
+
+    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+        """Release the chunks that were held for it: its load holds them now."""
+        waiting = self._waiting.pop(state.request.request_id, None)
+        if waiting is None:
+            return
+        if waiting.fetch is not None and self._observe is not None:
+            self._tell_fetched(state.request.request_id, waiting)
+        waiting.end()
+
+    def _tell_fetched(self, request_id: str, waiting: Waiting) -> None:
+        assert waiting.fetch is not None and self._observe is not None
+        now = self._clock()
+        began_at = now - (self._lower.clock() - waiting.fetch.started_at)
+        facts = {"chunks": len(waiting.fetch.sources)}
+        self._observe(Episode("prefetch", (request_id,), began_at, now, facts))
+
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """End its wait."""
+        if (waiting := self._waiting.pop(state.request.request_id, None)) is not None:
+            waiting.end()
+
+    def where_is(self, key: OffloadKey) -> str:
+        """Whether a tier has a chunk, or it is on its way from there."""
+        return self._prefetcher.whereabouts(key)
+
+    # --- chunks come into host memory and are used --------------------------------------------------------------------
+
+    def chunks_used(self, state: RequestState) -> None:
+        """Let the tiers know of the use."""
+        for keys in state.keys:
+            self._lower.note_used(keys.keys)
+
+    def store_begins(self, store: Store, parts: Sequence[Part]) -> None:
+        """Remember which chunks come before those that are stored."""
+        self._storing[store.job_id] = parts
+
+    def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
+        """Let chunks be written down that have come into host memory."""
+        parts = self._storing.pop(store.job_id, ())
+        if outcome is not TransferOutcome.DONE or store.is_spoiled:
+            return
+        parents: dict[OffloadKey, OffloadKey | None] = {} if parts else dict.fromkeys(store.handle.keys)
+        for part in parts:
+            parents.update(part.parents())
+        self._lower.note_new_in_host(store.handle.keys, parents)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step_begins(self, step: StepView) -> None:
+        """Do what those need who wait."""
+        self._prefetcher.begin_step(step)
+
+    def rider(self) -> TierMessage | None:
+        """Return the jobs for the tiers' queues on the workers."""
+        commands, cancelled = self._lower.take_commands(self._new_id), self._lower.take_cancelled()
+        return TierMessage(commands, cancelled) if commands or cancelled else None
+
+    def worker_reported(self, output: KVConnectorOutput) -> None:
+        """Take in how jobs have gone, and what tiers have lost: chunks of jobs that ended count as lost after these jobs."""
+        report = output.worker_meta if isinstance(output.worker_meta, TierReport) else None
+        if report is not None:
+            self._lower.note_emptied(at for at, losses in report.losses.items() if losses.is_all)
+            self._lower.note_report(report.answers, report.health, report.namespace, report.listings, report.seconds)
+        for job_id, outcome in output.finished.jobs.items():
+            self._lower.end(job_id, outcome)
+        for at, losses in report.losses.items() if report is not None else ():
+            self._lower.note_lost(at, losses.keys)
+
+    def step_ends(self) -> None:
+        """Do what answers that have come allow."""
+        self._prefetcher.end_step()
+
+    def is_busy(self) -> bool:
+        """Whether chunks are still to be written down, or are being fetched."""
+        return self._lower.is_settling
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def may_reset(self) -> bool:
+        """Not while chunks are on their way: they would be remembered under the wrong name."""
+        return not self._lower.is_fetching
+
+    def reset(self) -> None:
+        """Forget what the tiers have: from now on, chunks have other names there."""
+        self._lower.reset()
+
+    def shutdown(self) -> Guest | None:
+        """End all waits, and use the tiers no more."""
+        for waiting in self._waiting.values():
+            waiting.end()
+        self._waiting.clear()
+        self._storing.clear()
+        self._lower.retire()
+        return _LastJobs(self._lower) if self._lower.is_busy else None
+
+
+class _LastJobs(Guest):
+    """What is left of lower tiers that are turned off: jobs whose slots in host memory workers still read or write."""
+
+    name = "lower tiers' last jobs"
+
+    def __init__(self, lower: LowerTiers) -> None:
+        self._lower = lower
+
+    def worker_reported(self, output: KVConnectorOutput) -> None:
+        """Give back the slots of jobs that have ended."""
+        for job_id, outcome in output.finished.jobs.items():
+            self._lower.end(job_id, outcome)
+
+    def is_busy(self) -> bool:
+        """Whether jobs are still to end: without steps, nobody would hear of it."""
+        return self._lower.is_settling

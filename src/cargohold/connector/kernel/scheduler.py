@@ -1,0 +1,412 @@
+"""The scheduler side of the kernel: what is there, what to load, what to store, and when that is safe."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
+
+from cargohold.cache.manager import OffloadManager
+from cargohold.connector.kernel.config import KernelConfig
+from cargohold.connector.kernel.guest import Admission
+from cargohold.connector.kernel.jobs import (
+    NOTHING_TO_DO,
+    JobTable,
+    Load,
+    LockHolder,
+    OffloadingMetadata,
+    RequestHolder,
+    Store,
+    TouchHolder,
+)
+from cargohold.connector.kernel.loads import Loads, TierLookup
+from cargohold.connector.kernel.requests import NEVER, RequestState
+from cargohold.connector.kernel.shared import Shared
+from cargohold.connector.kernel.stores import EagerStores, MakeStores
+from cargohold.errors import ContractError
+from cargohold.pace import StepPace
+from cargohold.protocol import (
+    AttentionKind,
+    BlockIds,
+    CacheReport,
+    ConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    KVConnectorSchedulerOutput,
+    RequestView,
+    SchedulerContext,
+    SchedulerEnvironment,
+    Stats,
+    StepView,
+)
+
+logger = logging.getLogger(__name__)
+
+HOST_TIER: Final = "host"
+"""Name of host memory in reports."""
+
+
+class KernelScheduler(KVConnectorScheduler):
+    """Moves chunks between the device and host memory, and tells guests of it.
+
+    A derived class makes the guests, from what the kernel shares, and adds them to ``_guests``.
+
+    Args:
+        config: options.
+        environment: facts about the engine.
+        manager: plans which chunks host memory holds.
+        make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
+    """
+
+    name = "offloading"
+
+    def __init__(
+        self,
+        config: KernelConfig,
+        environment: SchedulerEnvironment,
+        manager: OffloadManager,
+        make_stores: MakeStores = EagerStores,
+    ) -> None:
+        holder = LockHolder() if environment.applies_locks else RequestHolder()
+        self._shared = Shared(
+            config,
+            environment.layout,
+            manager,
+            HOST_TIER,
+            holder,
+            JobTable(environment.clock),
+            environment.clock,
+            environment.finds_partial_loads,
+            environment.prefix_caching,
+        )
+        self._guests = self._shared.guests
+        self._pace = StepPace(environment.clock, environment.max_step_tokens)
+        self._requests: dict[str, RequestState] = {}
+        # Those who were told what they can load, since the last step.
+        self._told: list[RequestState] = []
+        self._lookup = TierLookup(
+            manager,
+            self._shared.jobs,
+            self._guests,
+            shares_loads=environment.prefix_caching and environment.shares_loads,
+            shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
+            full_hits=environment.full_hits,
+        )
+        self._loads = Loads(self._shared, self._requests)
+        self._stores = make_stores(self._shared, self._requests)
+        # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
+        self._lingering: set[str] = set()
+        self._give_up_after_s = environment.give_up_loads_after_s
+        self._loads_in_step = environment.loads_in_step
+
+    @property
+    def jobs(self) -> JobTable:
+        """Transfers in flight: for inspection."""
+        return self._shared.jobs
+
+    @property
+    def manager(self) -> OffloadManager:
+        """The manager of the tier: for inspection."""
+        return self._shared.manager
+
+    @property
+    def requests(self) -> Mapping[str, RequestState]:
+        """The requests that the connector knows, by id: for inspection."""
+        return self._requests
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Number of engine blocks in a chunk: for inspection."""
+        return self._shared.config.blocks_per_chunk
+
+    @property
+    def max_store_blocks(self) -> int:
+        """Maximum number of device blocks that stores in flight may hold."""
+        return self._shared.max_store_blocks
+
+    @property
+    def held_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held until their KV is stored: for inspection."""
+        return self._stores.held_blocks
+
+    @property
+    def holds_outlive_requests(self) -> bool:
+        """Whether blocks being copied are held for the copy itself; otherwise only their request holds them."""
+        return self._shared.holder.outlives_requests
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def bind_scheduler_context(self, context: SchedulerContext) -> None:
+        """Keep the context; from now on hold blocks by touching them."""
+        self._shared.context = context
+        self._shared.holder = TouchHolder(context)
+
+    def on_new_request(self, request: RequestView) -> None:
+        """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
+        shared = self._shared
+        config = shared.config
+        state = RequestState.create(
+            request, shared.layout, config.blocks_per_chunk, store_generated=config.store_generated
+        )
+        self._guests.request_new(state)
+        self._requests[request.request_id] = state
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
+        """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
+
+        Returns what guests tell the client, too.
+        """
+        keeps_blocks = self._needs_request(request.request_id)
+        if keeps_blocks:
+            self._lingering.add(request.request_id)
+        state = self._requests[request.request_id]
+        state.lookup, state.has_ended = None, True
+        self._stores.end_request(state, block_ids)
+        self._guests.request_ended(state, block_ids)
+        return keeps_blocks, self._guests.told_at_end(state)
+
+    def explain(self, request_id: str) -> CacheReport:
+        """Return what was decided for the request, and why; forget the request."""
+        state = self._requests.pop(request_id)
+        return CacheReport(dict(state.restored_tokens), tuple(state.notes))
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the computed ones the tier can give back; long loads are asynchronous."""
+        state = self._requests[request.request_id]
+        if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
+            # A load might get stuck, too, and take more blocks out of service.
+            state.note_once("nothing was looked up: copies that do not end hold too many blocks")
+            return 0, False
+        num_tokens = self._lookup.find(state, num_computed_tokens)
+        self._guests.request_asked(state, num_tokens is not None)
+        if num_tokens is None:
+            return None, False
+        num_external_tokens = num_tokens - num_computed_tokens
+        if num_external_tokens:
+            self._told.append(state)
+        state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
+        return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
+
+    def get_shared_prefix_end(self, request: RequestView) -> int:
+        """Return how far full attention is kept if windows or states are not, as the last look-up has found it."""
+        lookup = self._requests[request.request_id].lookup
+        return 0 if lookup is None else lookup.shared_end
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
+        state = self._requests[request.request_id]
+        self._stores.note_blocks(state, blocks)
+        self._guests.request_placed(state, blocks)
+        lookup, state.lookup = state.lookup, None
+        if lookup is None:
+            state.was_admitted = True
+            return  # no look-up came before: the load has ended, or the engine did not ask
+        # Chunks are marked as used by no look-up, which may be repeated any number of times.
+        num_ready = self._mark_used(state)
+        state.is_marked = False
+        num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
+        sources: Mapping[str, int] = {}
+        if num_external_tokens:
+            sources = self._loads.plan(state, blocks, lookup, num_hit_tokens)
+        admission = Admission(lookup.num_computed_tokens, num_hit_tokens, sources, is_first=not state.was_admitted)
+        self._guests.request_admitted(state, admission)
+        self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
+        why_no_more = "though more was found: the engine took no more"
+        if lookup.num_tokens <= num_hit_tokens:
+            why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
+        self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
+        state.was_admitted = True
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        """Return this step's loads, and the stores of the chunks that its tokens complete.
+
+        Raises ``ContractError`` if a job does not end in time, and its blocks are held by its request alone: they can be
+        released only once the workers have stopped.
+        """
+        self._pace.begin(step)
+        self._keep_for_waiting()
+        self._guests.step_begins(step)
+        given_up = self._give_up_overdue()
+        finish_stores = self._must_finish_stores(step)
+        stores = tuple(self._stores.plan(step))
+        loads, release = self._loads.take_planned(), self._take_released()
+        rider = self._guests.rider()
+        if not (loads or stores or finish_stores or release or given_up or rider):
+            return NOTHING_TO_DO  # most steps
+        return OffloadingMetadata(loads, stores, finish_stores, release, given_up, rider)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
+        self._guests.worker_reported(output)
+        self._loads.note_copied(output.stats)
+        self._loads.note_invalid(output.invalid_block_ids)
+        if output.finished.step_failed or output.invalid_block_ids:
+            self._spoil_stores(output.finished.spoiled_requests)
+        for job_id, outcome in output.finished.jobs.items():
+            is_stuck, since = self._shared.jobs.is_stuck(job_id), self._shared.jobs.since(job_id)
+            job = self._shared.jobs.end(job_id)
+            if isinstance(job, Load):
+                if is_stuck:
+                    self._loads.end_stuck(job, outcome)
+                else:
+                    self._loads.end(job, outcome, output)
+                self._guests.load_ended(job, since, outcome)
+            elif isinstance(job, Store):
+                self._stores.end(job, outcome)
+                self._guests.store_ended(job, since, outcome)
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        """Return locks and unlocks, if blocks are held by locks."""
+        self._pace.end(self._shared.stats)
+        self._guests.step_ends()
+        return self._shared.holder.take_report()
+
+    def has_pending_work(self) -> bool:
+        """Whether jobs are in flight, blocks of ended requests are kept or still to be stored, or a guest is busy."""
+        is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
+        return is_busy or self._guests.is_busy()
+
+    # --- on demand ----------------------------------------------------------------------------------------------------
+
+    def num_stuck_references(self) -> int:
+        """Return the number of references that it holds for copies that did not end in time."""
+        return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
+
+    def reset_cache(self) -> bool:
+        """Forget every chunk, unless a job is in flight or a guest says no."""
+        # Engines may not show a connector their requests until it is reset: how far these have come is to be asked then.
+        for state in self._requests.values():
+            state.max_computed_tokens = NEVER
+        is_reset = not self._shared.jobs and self._guests.may_reset() and self._shared.manager.reset()
+        if is_reset:
+            self._guests.reset()
+        return is_reset
+
+    def shutdown(self) -> None:
+        """Let guests release what they hold: the manager may outlive this connector."""
+        self._guests.shutdown()
+
+    def get_stats(self) -> Stats:
+        """Return the kernel's counters since the last call."""
+        stats = dict(self._shared.stats)
+        self._shared.stats.clear()
+        return stats
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _fits_in_step(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bool:
+        """Whether the load of a hit may be part of the step that computes the rest of the request."""
+        if not (self._loads_in_step and self.holds_outlive_requests):
+            return False
+        num_blocks = sum((num_hit_tokens - num_computed_tokens) // keys.group.block_tokens for keys in state.keys)
+        num_rest = max(1, state.request.num_tokens - num_hit_tokens)
+        return self._loads.fits_in_step(num_blocks, self._pace.predict(num_rest))
+
+    def _keep_for_waiting(self) -> None:
+        """Mark what was found for requests that wait for room on the device, so that it is still there when they have it.
+
+        It is used once, however long they wait; in later steps it only counts as used then.
+        """
+        for state in self._told:
+            if state.lookup is None:
+                continue  # it was admitted, or has ended
+            if not state.is_marked:
+                self._mark_used(state)
+                state.is_marked = True
+            ends = [(keys.keys, state.lookup.num_tokens // keys.chunk_tokens) for keys in state.keys]
+            self._shared.manager.renew(keys[end - 1] for keys, end in ends if end)
+        self._told.clear()
+
+    def _mark_used(self, state: RequestState) -> list[int]:
+        """Mark a request's chunks as used, unless that was done while it waited; return how many leading ones are there."""
+        manager = self._shared.manager
+        if state.is_marked:
+            return [len(manager.lookup_run(keys.keys)) for keys in state.keys]
+        num_ready = [manager.touch(keys.keys) for keys in state.keys]
+        self._guests.chunks_used(state)
+        return num_ready
+
+    def _give_up_overdue(self) -> tuple[int, ...]:
+        """Stop waiting for jobs that have not ended in time; return the loads among them.
+
+        Their blocks and slots stay held until all workers have reported them, however late: a copy may still be at work.
+        """
+        shared = self._shared
+        is_safe = self._give_up_after_s is not None and self.holds_outlive_requests
+        limit_s = shared.config.job_timeout_s
+        if self._give_up_after_s is not None and is_safe:
+            limit_s = min(limit_s, self._give_up_after_s)
+        overdue = shared.jobs.take_overdue(limit_s)
+        if overdue and not is_safe:
+            raise ContractError(self.name, f"its workers did not end job {overdue[0].job_id} within {limit_s:g} s")
+        for job in overdue:
+            self._note_stuck(job, limit_s)
+        return tuple(job.job_id for job in overdue if isinstance(job, Load))
+
+    def _note_stuck(self, job: Load | Store, limit_s: float) -> None:
+        shared = self._shared
+        is_load = isinstance(job, Load)
+        shared.stats["loads_failed" if is_load else "stores_failed"] += 1
+        shared.failures.warning(
+            "a %s of %d blocks did not end within %g s; they and their slots in %s are out of service until it ends",
+            "load" if is_load else "store",
+            len(job.block_ids),
+            limit_s,
+            shared.tier,
+        )
+        if isinstance(job, Load) and (state := self._requests.get(job.request_id)) is not None:
+            num_tokens = len(job.origins.tiers)
+            state.notes.append(
+                f"the load from {shared.tier} did not end within {limit_s:g} s; {num_tokens} tokens are computed instead"
+            )
+
+    def _spoil_stores(self, spoiled_requests: AbstractSet[str]) -> None:
+        """Give up stores in flight: a step computed with KV that was not there, and its chunks must never be found.
+
+        Which stores copy from that step cannot be told here, so all are given up, or all of ``spoiled_requests`` if it has
+        failed for these alone: failures are rare, and chunks that are given up are offered again.
+        """
+        for store in self._shared.jobs.stores():
+            if spoiled_requests and spoiled_requests.isdisjoint(store.request_ids):
+                continue
+            store.is_spoiled = True
+            for request_id in store.request_ids & self._requests.keys():
+                self._requests[request_id].offer_again_from(0)
+
+    def _needs_request(self, request_id: str) -> bool:
+        """Whether a store reads the request's blocks and only the request's own references protect them."""
+        return not self._shared.holder.outlives_requests and self._shared.jobs.is_storing(request_id)
+
+    def _must_finish_stores(self, step: StepView) -> bool:
+        """Whether this step may overwrite blocks that stores read: of preempted requests, or that windows have left behind."""
+        if self._shared.holder.outlives_requests or not self._shared.jobs.num_store_blocks:
+            return False
+        gives_blocks_back = any(group.kind is not AttentionKind.FULL for group in self._shared.layout.groups)
+        return gives_blocks_back or any(self._needs_request(request_id) for request_id in step.preempted_req_ids)
+
+    def _take_released(self) -> tuple[str, ...]:
+        """Return the ended requests whose last store has ended since the last step; they need not linger any more."""
+        if not self._lingering:
+            return ()
+        released = tuple(sorted(lingering for lingering in self._lingering if not self._needs_request(lingering)))
+        self._lingering.difference_update(released)
+        return released
+
+    def _note_lookup(
+        self, state: RequestState, num_computed_tokens: int, sources: Mapping[str, int], why_no_more: str
+    ) -> None:
+        num_tokens = state.request.num_tokens
+        num_missing = num_tokens - num_computed_tokens - sum(sources.values())
+        left = (
+            f"{num_missing} were left to compute, {why_no_more}"
+            if num_missing
+            else "only the last is computed again, for its logits"
+        )
+        found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self._shared.tier: 0}).items())
+        state.notes.append(f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; {left}")
+        if not state.was_admitted:
+            self._shared.stats["asked_tokens"] += num_tokens
+            self._shared.stats["device_hit_tokens"] += num_computed_tokens
