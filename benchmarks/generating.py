@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.environment import NotInstalledError
+from cargohold.protocol import metrics
 
 NOTHING = "no connector"
 IDLE = "a connector that does nothing"
@@ -191,8 +192,10 @@ class Engine:
 
 def _says_that_a_connector_is_off(output: Any) -> bool:
     """Whether vLLM's scheduler tells its client that a connector of ours was turned off in this step."""
+    from cargohold.integrations.vllm.metrics import TransferStats  # noqa: PLC0415  # where vLLM is installed
+
     stats = output.scheduler_stats and output.scheduler_stats.kv_connector_stats
-    return bool(stats and stats.get("connectors_off"))
+    return bool(stats and TransferStats(data=stats).values[metrics.FAILURES.of("connector_off")])
 
 
 def _answer_of_disk(command: Any) -> tuple[int, bytes]:

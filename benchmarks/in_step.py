@@ -19,6 +19,7 @@ from cargohold.engine.config import EngineConfig, plan_engine
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.outputs import RequestOutput
+from cargohold.protocol import metrics
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 16
@@ -86,7 +87,7 @@ def run(*, quick: bool) -> dict[str, Any]:
                 with patch.object(loads, "MAX_IN_STEP_S", loads.MAX_IN_STEP_S if way == "within" else -1.0):
                     turns[way].append(play(engine, prompts))
                 grown = {name: value - before.get(name, 0) for name, value in engine.stats().items()}
-                shares[way] = round(grown.get("loads_in_step", 0) / grown["loads"], 2)
+                shares[way] = round(grown.get(metrics.LOADS_IN_STEP, 0) / grown[metrics.PLANNED.of("load")], 2)
     return {
         "workload": {"model": MODEL, "dtype": "float32", "block_tokens": BLOCK_TOKENS, **vars(workload)},
         "loads_within_a_step": shares,

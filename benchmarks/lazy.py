@@ -9,6 +9,7 @@ from typing import Any
 
 from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.cli.demo import require_offloading
+from cargohold.protocol import metrics
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 16
@@ -58,8 +59,8 @@ def _measure(visits: Sequence[list[int]], num_blocks: int, offload: OffloadConfi
         stats = llm.stats()
         mib = llm.plan.layout.block_bytes / 2**20
     return {
-        "stored_mib": round(stats.get("store_blocks", 0) * mib, 1),
-        "loaded_mib": round(stats.get("load_blocks", 0) * mib, 1),
+        "stored_mib": round(stats.get(metrics.COPIED_BLOCKS.of("store"), 0) * mib, 1),
+        "loaded_mib": round(stats.get(metrics.COPIED_BLOCKS.of("load"), 0) * mib, 1),
         "device_hit_tokens": sum(out.metrics.device_tokens for out in outputs),
         "restored_tokens": sum(sum(out.metrics.restored_tokens.values()) for out in outputs),
         "ttft_median_s": round(median(out.metrics.ttft_s or 0.0 for out in outputs), 4),

@@ -1,4 +1,6 @@
-"""Put what benchmarks have measured into README and docs, from ``benchmarks/results``: ``python tools/texts.py``.
+"""Put into README and docs what benchmarks have measured, from ``benchmarks/results``, and what is declared in the source.
+
+``python tools/texts.py``.
 
 A figure stands in a line of its own or in a table, which is known by how it begins. ``--check`` writes nothing, and exits with
 1 if a text is not what would be written.
@@ -13,6 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plots import TRACES, measured_on, restored, result, sooner
+
+from cargohold.protocol import Kind, metrics
+from cargohold.serve.families import OWN_FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = r"\n\|[-:| ]+\|\n(?:\|.*\n)+"
@@ -120,7 +125,20 @@ def steps() -> Iterator[Text]:
     yield table("docs/policies.md", titles, rows)
 
 
-PARTS: tuple[Callable[[], Iterator[Text]], ...] = (restores, in_vllm, under_load, hits, steps)
+def all_metrics() -> Iterator[Text]:
+    """What is counted, from the declarations."""
+    rows = []
+    for family in (*metrics.FAMILIES, *OWN_FAMILIES):
+        where = "both" if family in metrics.FAMILIES else "server"
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        kind = "" if family.kind is Kind.COUNTER else f"{family.kind.value}: "
+        rows.append(
+            (f"`{family.sample}`", labels, family.unit, where if family.is_exported else "stats", kind + family.help)
+        )
+    yield table("docs/operating.md", "| name | labels | unit | where | what |", rows)
+
+
+PARTS: tuple[Callable[[], Iterator[Text]], ...] = (restores, in_vllm, under_load, hits, steps, all_metrics)
 
 
 def main() -> int:

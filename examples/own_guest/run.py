@@ -6,8 +6,11 @@ python run.py [MODEL]
 import logging
 import sys
 
+from unused import UNUSED
+
 from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.engine.model.info import describe_model
+from cargohold.protocol import metrics
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 BLOCK_TOKENS = 16
@@ -31,8 +34,9 @@ def main() -> None:
             llm.generate([prompt(number)], SamplingParams(max_tokens=1))
             llm.settle()
         stats = llm.stats()
-    print(f"{stats['stored_chunks']} chunks stored, {stats['removed_chunks']} evicted")
-    assert stats["removed_chunks"] > 0
+    stored, evicted = (int(stats[family.of("host")]) for family in (metrics.STORED, metrics.REMOVED))
+    print(f"{stored} chunks stored, {evicted} evicted, {int(stats[UNUSED.of()])} of them unused")
+    assert evicted > 0
 
 
 if __name__ == "__main__":

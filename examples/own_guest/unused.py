@@ -7,7 +7,9 @@ from cargohold.connector.kernel.guest import Admission, Guest, GuestView
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.protocol import BlockIds, TransferOutcome
+from cargohold.protocol.metrics import counter
 
+UNUSED = counter("evicted_unused_chunks", "chunks", "Evicted before any request has used them.", start=[()])
 logger = logging.getLogger("cargohold.evicted_unused")  # vLLM shows loggers below "cargohold"
 
 
@@ -19,7 +21,6 @@ class EvictedUnused(Guest):
     def __init__(self, view: GuestView) -> None:
         self._view = view
         self._unused: dict[bytes, None] = {}
-        self._num_gone = 0
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         if outcome is TransferOutcome.DONE and len(self._unused) < 10_000:
@@ -35,9 +36,9 @@ class EvictedUnused(Guest):
         gone = [key for key, there in zip(followed, found, strict=True) if there != READY]
         for key in gone:
             del self._unused[key]
-        self._num_gone += len(gone)
         if gone:
-            logger.info("%d chunks evicted unused, %d so far", len(gone), self._num_gone)
+            self._view.count(UNUSED.of(), len(gone))
+            logger.info("%d chunks evicted unused", len(gone))
 
     def reset(self) -> None:
         self._unused.clear()  # dropped, not evicted

@@ -6,6 +6,7 @@ python run.py [MODEL]
 import sys
 
 from cargohold import LLM, OffloadConfig, SamplingParams
+from cargohold.protocol import metrics
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 
@@ -18,7 +19,7 @@ def main() -> None:
             prompt = [3 + (37 * number + 11 * at) % 200 for at in range(250)]
             (out,) = llm.generate([prompt], SamplingParams(max_tokens=1))
             llm.settle()
-        stored = llm.stats()["stored_chunks"]
+        stored = llm.stats()[metrics.STORED.of("host")]
     print(f"{stored} chunks stored, {out.metrics.restored_tokens['host']} tokens restored")
     assert out.metrics.restored_tokens["host"] > 0
 

@@ -11,6 +11,7 @@ from oldest_ends import OldestEnds
 from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.cache.policies import POLICIES, ReplacementPolicy
 from cargohold.cache.tier_manager import TierManager
+from cargohold.protocol import metrics
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 
@@ -37,7 +38,7 @@ def main() -> None:
     with LLM(MODEL, num_device_blocks=64, dtype="float32", offload=offload) as llm:
         (out,) = llm.generate("Once upon a time", SamplingParams(max_tokens=40))
         llm.settle()
-        stored = llm.stats()["stored_chunks"]
+        stored = llm.stats()[metrics.STORED.of("host")]
     print(f"In an engine: {len(out.token_ids)} tokens generated, {stored} chunks stored.")
 
     assert hits(OldestEnds) > hits(POLICIES["fifo"])

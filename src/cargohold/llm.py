@@ -16,7 +16,7 @@ from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.engine_thread import Answer, Asked, Mailbox
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
-from cargohold.protocol import HintEvent, HintOutcome, KVEvent, TierContents
+from cargohold.protocol import HintEvent, HintOutcome, KVEvent, Tally, TierContents
 
 T = TypeVar("T")
 
@@ -178,8 +178,8 @@ class LLM(BaseLLM):
         """KV events since the last call, if ``kv_events`` is on."""
         return self._ask(LLMEngine.take_events)
 
-    def stats(self) -> dict[str, float]:
-        """Counters of the connector since the start: lookups, hits, blocks moved, failures; see ``docs/usage.md``."""
+    def stats(self) -> Tally:
+        """What the connector has counted since the start, and what there is now; see ``docs/usage.md``."""
         return self._ask(LLMEngine.stats)
 
     def contents(self) -> Sequence[TierContents]:
@@ -331,7 +331,7 @@ class AsyncLLM(BaseLLM):
         """KV events since the last call, if ``kv_events`` is on."""
         return await self._ask(LLMEngine.take_events)
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> Tally:
         """Counters of the connector since the start; see ``LLM.stats``. Answered between two steps."""
         return await self._ask(LLMEngine.stats)
 

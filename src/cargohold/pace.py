@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from cargohold.protocol import Clock, StepView
+from cargohold.protocol import Clock, StepView, Tally, metrics
 
 _KEEP: Final = 0.8
 """Weight that earlier measurements keep with each new one."""
@@ -129,7 +129,7 @@ class StepPace:
             num_prompt_tokens = sum([count for count in shares if count >= _PROMPT_TOKENS])
         self._begun.append((num_tokens, num_prompt_tokens, self._clock()))
 
-    def end(self, stats: Counter[str]) -> None:
+    def end(self, stats: Tally) -> None:
         """Note that the workers have reported the oldest step in flight, and measure it.
 
         Counts in ``stats`` the steps that mostly compute prompts: their tokens of prompts, and how long they took.
@@ -139,8 +139,8 @@ class StepPace:
         (num_tokens, num_prompt_tokens, since), now = self._begun.popleft(), self._clock()
         since, self._ended_at = max(since, self._ended_at), now
         if 2 * num_prompt_tokens > num_tokens:
-            stats["prefill_tokens"] += num_prompt_tokens
-            stats["prefill_s"] += now - since  # type: ignore[assignment]  # a Counter counts whatever can be added
+            stats[metrics.PREFILL_TOKENS.of()] += num_prompt_tokens
+            stats[metrics.PREFILL_SECONDS.of()] += now - since
         if not num_tokens:
             return
         steps = self._measured.get(num_tokens.bit_length())

@@ -17,6 +17,7 @@ from rich.console import Console
 from cargohold import OffloadConfig
 from cargohold.cli.top import draw
 from cargohold.errors import ConfigError
+from cargohold.protocol import metrics
 from cargohold.serve.records import Scrape, metrics_url
 from tests.command import Command
 from tests.forks import ForkedCommand
@@ -180,7 +181,7 @@ cargohold_load_seconds_count{tier="host",engine="0"} %d
 
 def test_what_happened_between_two_looks_is_told_and_a_restart_is_no_negative_number() -> None:
     first, second = Scrape.parse(0.0, COUNTED % (5, 6, 6)), Scrape.parse(1.0, COUNTED % (5, 9, 9))
-    (window,) = second.since(first).times("cargohold_load_seconds").values()
+    (window,) = second.since(first).times(metrics.LOAD).values()
     assert (window.num_values, window.quantile(0.5)) == (3, float("inf"))
-    (window,) = first.since(second).times("cargohold_load_seconds").values()
+    (window,) = first.since(second).times(metrics.LOAD).values()
     assert (window.num_values, window.quantile(0.5)) == (6, 0.1), "it has restarted: since then"

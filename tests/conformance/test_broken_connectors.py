@@ -27,6 +27,7 @@ from cargohold.protocol import (
     StepView,
     WorkerEnvironment,
 )
+from cargohold.protocol.metrics import counter, gauge
 from examples.own_connector.shelf import Orders, ShelfScheduler, ShelfWorker
 
 
@@ -264,14 +265,14 @@ def test_steps_may_be_planned_before_all_tokens_are_known() -> None:
 
 
 class Shrinking(ShelfScheduler):
-    counter = "saved_blocks"
+    series = counter("saved_blocks", "blocks", "Saved.").of()
 
     def get_stats(self) -> Stats:
-        return {self.counter: -1}
+        return {self.series: -1}
 
 
 class Owing(Shrinking):
-    counter = "num_saved_blocks"
+    series = gauge("saved_blocks_now", "blocks", "Saved.").of()
 
 
 @pytest.mark.parametrize(("broken", "message"), [(Shrinking, "counters fell"), (Owing, "less than nothing")])

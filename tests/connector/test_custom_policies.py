@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cargohold import LLM
+from cargohold.protocol import metrics
 from examples.own_policy.oldest_ends import OldestEnds
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
 from tests.llms import SettledLLM
@@ -53,6 +54,6 @@ def test_one_that_fails_costs_what_it_was_to_keep(
     llm = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     assert tokens(ask(llm, prompts())) == expected
     stats = llm.stats()
-    assert stats["connectors_off" if place == "host" else "disk_failures"] > 0
+    assert stats[metrics.FAILURES.of("connector_off") if place == "host" else metrics.TIER_FAILURES.of("disk")] > 0
     assert "ZeroDivisionError('no idea')" in caplog.text or "ZeroDivisionError: no idea" in caplog.text
     assert tokens(ask(llm, prompts())) == expected

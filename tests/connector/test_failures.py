@@ -18,6 +18,7 @@ from cargohold.protocol import (
     FinishedTransfers,
     KVConnectorOutput,
     TransferOutcome,
+    metrics,
 )
 from cargohold.transfer import Direction
 from tests.connector.common import alone, evict_everything, finish, prompt, serve_and_lose
@@ -130,7 +131,7 @@ def test_a_load_that_failed_in_part_reports_what_it_restored(
     finish(engine, offloading)
     assert engine.tokens("second") == engine.tokens("first")
     report, stats = engine.outputs["second"].cache_report, engine.scheduler.connector.get_stats()
-    assert sum(report.restored_tokens.values()) == stats.get("host_hit_tokens", 0) == num_kept
+    assert sum(report.restored_tokens.values()) == stats.get(metrics.PROMPT.of("host"), 0) == num_kept
     assert any(f"{28 - num_kept} tokens are computed instead" in note for note in report.notes)
 
 
@@ -222,7 +223,7 @@ def test_a_failed_load_is_logged_once_and_not_per_block(caplog: pytest.LogCaptur
     offloading.transfers[0].auto = True
     finish(engine, offloading)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert engine.scheduler.connector.get_stats()["loads_failed"] == 1
+    assert engine.scheduler.connector.get_stats()[metrics.FAILURES.of("load")] == 1
 
 
 def test_a_connector_that_fails_during_a_step_keeps_its_blocks_until_the_workers_have_stopped(
@@ -305,7 +306,7 @@ def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else
         assert offloading.manager.num_ready == num_ready - num_bad, "what could not be read is not found again"
     assert not connector.held_references() and not side.jobs
     assert engine.scheduler.reset_cache()
-    assert sum(engine.connector.get_stats().get("num_stuck_copies", 0) for _ in range(2)) == 0
+    assert sum(engine.connector.get_stats().get(metrics.STUCK_COPIES, 0) for _ in range(2)) == 0
 
 
 def test_a_request_whose_load_is_stuck_is_told_so_and_its_id_can_be_used_again() -> None:

@@ -13,7 +13,7 @@ from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
 from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import TransferOutcome, metrics
 from cargohold.tiers import JobKind, JobStatus, StoreOutcome
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
@@ -222,7 +222,7 @@ def test_what_a_tier_puts_off_is_written_in_time_and_announced(stores: str, outc
     tiering.media[0][0].not_now = [outcome] * 14
     engine = prefill(tiering)
     assert announcement(engine)[0] == 40
-    assert "promises_broken" not in tiering.lower.take_stats()
+    assert metrics.FAILURES.of("promise") not in tiering.lower.take_stats()
     assert restored(decode(tiering, params=engine.outputs["r"].kv_transfer_params), "r") == {"shared": 40}
 
 
@@ -233,7 +233,7 @@ def test_what_a_tier_has_no_room_for_is_not_announced_and_the_note_says_so() -> 
     engine = prefill(tiering, max_num_batched_tokens=8)
     assert announcement(engine)[0] == 0
     assert "no more, because of the chunk from token 0 on: tier shared has no room for it" in notes(engine)
-    assert tiering.lower.take_stats()["promises_broken"] == 1
+    assert tiering.lower.take_stats()[metrics.FAILURES.of("promise")] == 1
 
 
 def test_a_tier_that_has_put_off_everything_for_long_gets_no_more_promises() -> None:

@@ -11,7 +11,7 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.lab.simulation.replica import STEP_S
 from cargohold.lab.simulation.transfers import HeldTransfers
-from cargohold.protocol import KVConnectorOutput, TransferOutcome
+from cargohold.protocol import KVConnectorOutput, TransferOutcome, metrics
 from cargohold.transfer import CopyJob, Direction
 from tests.connector.common import alone, finish, prompt, serve_and_lose
 
@@ -36,11 +36,11 @@ class Bench:
 
     def note_loads(self, block_s: float) -> None:
         """Loads have taken so many seconds for each block."""
-        stats = {"load_blocks": 2, "load_s": 2 * block_s}
+        stats = {metrics.COPIED_BLOCKS.of("load"): 2, metrics.COPY_SECONDS.of("load"): 2 * block_s}
         self.engine.connector.update_connector_output(KVConnectorOutput(stats=stats))
 
     def num_in_step(self) -> float:
-        return self.engine.connector.get_stats().get("loads_in_step", 0)
+        return self.engine.connector.get_stats().get(metrics.LOADS_IN_STEP, 0)
 
     def check(self, name: str, number: int = 0) -> None:
         finish(self.engine, self.offloading)

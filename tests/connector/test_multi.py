@@ -41,6 +41,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
     WorkerMetadata,
     add_stats,
+    metrics,
 )
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.effort import examples
@@ -325,10 +326,13 @@ def test_a_child_cannot_unlock_what_another_has_locked() -> None:
 
 def test_reports_events_stats_and_answers_are_merged() -> None:
     pair = Pair()
-    pair.left.stats, pair.right.stats = {"loads": 1}, {"loads": 2}
-    assert pair.multi.get_stats() == {"left.loads": 1, "right.loads": 2}
+    loads = metrics.PLANNED.of("load")
+    pair.left.stats, pair.right.stats = {loads: 1}, {loads: 2}
+    assert pair.multi.get_stats() == {loads._replace(connector="left"): 1, loads._replace(connector="right"): 2}
     pair.multi.children[1].name = "left"
-    assert pair.multi.get_stats() == {"left.loads": 3}, "counters of one name are summed, as on the workers"
+    assert pair.multi.get_stats() == {loads._replace(connector="left"): 3}, (
+        "counters of one name are summed, as on the workers"
+    )
     pair.multi.children[1].name = "right"
     pair.left.events = [BlockRemoved((b"l",), 0, "left")]
     pair.right.events = [BlockRemoved((b"r",), 0, "right")]
@@ -539,7 +543,7 @@ def test_a_misbehaving_child_does_not_take_the_others_with_it(what: str, first: 
     assert broken is not None
     assert MISBEHAVIOUR[what] in broken.rule
     assert engine.outputs["c"].cache_report.restored_tokens == {"host": 40}, "the other still works"
-    assert connector.get_stats()[f"{broken.connector}.connectors_off"] == 1
+    assert connector.get_stats()[metrics.FAILURES.of("connector_off")._replace(connector=broken.connector)] == 1
 
 
 class Speechless(SimulatedOffloading):
@@ -651,11 +655,11 @@ def test_what_a_child_holds_that_is_turned_off_is_not_counted() -> None:
     assert isinstance(connector, MultiConnectorScheduler)
     engine.add("r", prompt(0, 30), 1)
     finish(engine, *tiers)
-    told = engine.scheduler.connector.get_stats()
-    assert told["offloading.num_ready_chunks"] == 14
+    told, ready = engine.scheduler.connector.get_stats(), metrics.READY_CHUNKS._replace(connector="offloading")
+    assert told[ready] == 14
     connector.children[0].break_off("made for this test")
     told = add_stats(told, engine.scheduler.connector.get_stats())
-    assert told["offloading.num_ready_chunks"] == tiers[1].manager.num_ready == 7
+    assert told[ready] == tiers[1].manager.num_ready == 7
     engine.scheduler.connector.break_off("made for this test")
     told = add_stats(told, engine.scheduler.connector.get_stats())
-    assert told["offloading.num_ready_chunks"] == 0
+    assert told[ready] == 0

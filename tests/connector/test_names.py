@@ -160,4 +160,4 @@ def test_a_named_connector_and_a_named_tier_serve_the_embedded_engine(chat_model
         (output,) = llm.generate([list(range(3, 80))])
         names = llm.stats()
     assert output.error is None
-    assert any("folder" in name for name in names)
+    assert any("folder" in str(name) for name in names)

@@ -8,7 +8,9 @@ import pytest
 
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.protocol import (
+    Stats,
     TransferOutcome,
+    metrics,
 )
 from cargohold.transfer import Direction
 from tests.connector.common import evict_everything, finish, prompt, serve_and_lose
@@ -89,11 +91,11 @@ def test_prompt_tokens_are_counted_once_however_often_a_request_is_preempted() -
     stats = engine.scheduler.connector.get_stats()
     requests = engine.requests.values()
     assert sum(request.num_preemptions for request in requests) > 0
-    assert stats["asked_tokens"] == 2 * 3 * 21
-    assert stats["device_hit_tokens"] == sum(request.num_first_device_tokens for request in requests)
+    assert stats[metrics.ASKED.of()] == 2 * 3 * 21
+    assert stats[metrics.FOUND_ON_DEVICE.of()] == sum(request.num_first_device_tokens for request in requests)
     told = sum(sum(output.cache_report.restored_tokens.values()) for output in engine.outputs.values())
-    assert 0 < stats["host_hit_tokens"] < told, "a request is told of what was loaded for it later, too"
-    assert stats["device_hit_tokens"] + stats["host_hit_tokens"] <= stats["asked_tokens"]
+    assert 0 < stats[metrics.PROMPT.of("host")] < told, "a request is told of what was loaded for it later, too"
+    assert stats[metrics.FOUND_ON_DEVICE.of()] + stats[metrics.PROMPT.of("host")] <= stats[metrics.ASKED.of()]
 
 
 def test_a_token_that_was_restored_again_after_a_preemption_is_told_once() -> None:
@@ -107,7 +109,9 @@ def test_a_token_that_was_restored_again_after_a_preemption_is_told_once() -> No
         finish(engine, offloading)
     told = {name: sum(output.cache_report.restored_tokens.values()) for name, output in engine.outputs.items()}
     assert all(told[name] <= request.num_tokens for name, request in engine.requests.items())
-    assert 0 < sum(told.values()) < engine.scheduler.connector.get_stats()["load_tokens"], "nothing was loaded twice"
+    assert 0 < sum(told.values()) < engine.scheduler.connector.get_stats()[metrics.LOAD_TOKENS.of()], (
+        "nothing was loaded twice"
+    )
 
 
 def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
@@ -156,27 +160,33 @@ def test_copies_are_counted_by_how_they_ended() -> None:
     engine = SimulatedEngine(simulated_layout(60), offloading, max_num_batched_tokens=64)
     (transfers,) = offloading.transfers
 
-    def counted() -> dict[str, float]:
+    def counted() -> Stats:
         stats = engine.connector.get_stats()
-        return {
-            name: count
-            for name, count in stats.items()
-            if count and name.removeprefix("num_").startswith(("loads", "loaded_b", "stores", "stored_", "ready_"))
-        }
+        looked_at = metrics.PLANNED, metrics.PLANNED_BLOCKS, metrics.FAILURES, metrics.STORED, metrics.OTHER_LEVELS
+        return {series: count for series, count in stats.items() if count and series.family in looked_at}
 
     transfers.auto = False
     engine.add("first", prompt(0, 30), 1)
     engine.step()
     transfers.complete(transfers.pending[0], TransferOutcome.FAILED)
     finish(engine, offloading)
-    assert counted() == {"stores": 1, "stored_blocks": 7, "stores_failed": 1}
+    assert counted() == {
+        metrics.PLANNED.of("store"): 1,
+        metrics.PLANNED_BLOCKS.of("store"): 7,
+        metrics.FAILURES.of("store"): 1,
+    }
     assert offloading.manager.num_ready == 0
     transfers.auto = True
     evict_everything(engine)
     engine.add("second", prompt(0, 30), 1)
     finish(engine, offloading)
-    assert counted() == {"stores": 1, "stored_blocks": 7, "stored_chunks": 7, "num_ready_chunks": 7}
+    assert counted() == {
+        metrics.PLANNED.of("store"): 1,
+        metrics.PLANNED_BLOCKS.of("store"): 7,
+        metrics.STORED.of("host"): 7,
+        metrics.READY_CHUNKS: 7,
+    }
     evict_everything(engine)
     engine.add("third", prompt(0, 30), 1)
     finish(engine, offloading)
-    assert counted() == {"loads": 1, "loaded_blocks": 7}
+    assert counted() == {metrics.PLANNED.of("load"): 1, metrics.PLANNED_BLOCKS.of("load"): 7}

@@ -11,7 +11,7 @@ import pytest
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
 from cargohold.lab.simulation.tiers import SimulatedTiering
-from cargohold.protocol import MEDIUM_STORAGE, BlockRemoved, BlockStored
+from cargohold.protocol import MEDIUM_STORAGE, BlockRemoved, BlockStored, metrics
 from cargohold.tiers import JobKind, TierJob
 from cargohold.tiers.scheduler_side import TierOptions, fetches
 from tests.connector.common import alone, evict_everything, prompt
@@ -251,7 +251,7 @@ def test_a_tier_that_is_off_on_a_worker_is_not_used_any_more(world_size: int, ca
     assert not asked and not tiering.lower.writes[0].backlog
     assert caplog.text.count("tier disk is off") == 1 and "left alone" not in caplog.text
     assert on_storage(engine, BlockRemoved) == announced
-    assert engine.connector.get_stats()["disk_off"] == 1
+    assert engine.connector.get_stats()[metrics.OTHER.of("disk_off")] == 1
 
 
 def compute_slowly(engine: SimulatedEngine, clock: VirtualClock, step_s: float) -> None:
@@ -476,7 +476,7 @@ def test_a_long_prompt_is_restored_as_far_as_it_can_be_looked_up_in_time(restore
         serve(engine, tiering, f"visit {number}", prompt(0, 241), 1)
         assert 40 <= restored(engine, f"visit {number}")["shared"] <= 100, "half a second is enough for 25 chunks of 60"
         assert engine.requests[f"visit {number}"].times.load_wait_s < 0.7
-    assert tiering.lower.tiers[0].stats["failures"] == 0
+    assert tiering.lower.tiers[0].stats[metrics.TIER_FAILURES.of("shared")] == 0
 
 
 def test_answers_of_some_tiers_count_when_another_does_not_answer_in_time() -> None:

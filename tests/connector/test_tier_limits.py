@@ -15,7 +15,7 @@ from cargohold.cache import make_manager
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import tier_options
 from cargohold.lab.simulation import VirtualClock, simulated_layout
-from cargohold.protocol import ServedModel, TransferOutcome
+from cargohold.protocol import ServedModel, TransferOutcome, metrics
 from cargohold.tiers import (
     BreakerState,
     DiskTierConfig,
@@ -98,7 +98,7 @@ def test_many_small_chunks_are_written_without_one_being_refused() -> None:
         setup.step()
         setup.finish()
         assert setup.queue.health() == TierHealth()
-        assert setup.lower.take_stats()["disk_stored_chunks"] == 4096
+        assert setup.lower.take_stats()[metrics.STORED.of("disk")] == 4096
 
 
 def test_many_waiting_prompts_are_asked_for_without_one_being_refused() -> None:
@@ -140,7 +140,7 @@ def test_a_worker_reports_the_health_of_a_tier_when_it_changes_and_only_then() -
     probe(3)
     assert healths[-1] == {(3, 0): TierHealth()}
     stats = worker.take_stats()
-    assert (stats["disk_failures"], stats["disk_suspensions"]) == (3, 1)
+    assert (stats[metrics.TIER_FAILURES.of("disk")], stats[metrics.SUSPENSIONS.of("disk")]) == (3, 1)
     worker.shutdown()
 
 

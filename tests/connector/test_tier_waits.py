@@ -13,6 +13,7 @@ from cargohold.engine.core.roster import QueuePolicy
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
 from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.lab.simulation.transfers import HeldTransfers
+from cargohold.protocol import metrics
 from cargohold.tiers import JobKind, TierJob
 from cargohold.tiers.scheduler_side import Chain, Fetch, Waiting, prefetch, tier_state
 from tests.connector.common import alone, evict_everything, prompt
@@ -441,4 +442,4 @@ def test_a_long_pause_between_steps_is_no_failure_of_a_tier() -> None:
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance(3600)
     serve(engine, tiering, "second", prompt(1, 45))
-    assert "disk_failures" not in engine.connector.get_stats()
+    assert metrics.TIER_FAILURES.of("disk") not in engine.connector.get_stats()

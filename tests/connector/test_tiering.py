@@ -14,7 +14,7 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.lab.simulation import SimulatedEngine
 from cargohold.lab.simulation.fingerprints import GroupPlan, layout_of
 from cargohold.lab.simulation.tiers import SimulatedTiering
-from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored
+from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored, metrics
 from cargohold.tiers import JobKind, JobStatus, TierJob
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
@@ -85,8 +85,10 @@ def test_a_damaged_chunk_is_a_miss_from_there_on_and_is_written_again(world_size
     serve(engine, tiering, "second", prompt(0, 45))
     assert restored(engine, "second") == {"disk": 16}
     stats = engine.scheduler.connector.get_stats()
-    assert not stats["removed_chunks"], "what was never there has not gone"
-    assert stats["num_ready_chunks"] == stats["stored_chunks"] + stats["disk_loaded_chunks"]
+    assert not stats[metrics.REMOVED.of("host")], "what was never there has not gone"
+    assert (
+        stats[metrics.READY_CHUNKS] == stats[metrics.STORED.of("host")] + stats[metrics.OTHER.of("disk_loaded_chunks")]
+    )
     engine = make_engine(tiering)
     serve(engine, tiering, "third", prompt(0, 45))
     assert restored(engine, "third") == {"disk": 44}

@@ -19,7 +19,7 @@ from cargohold import LLM, ConfigError, OffloadConfig, RequestOutput, SamplingPa
 from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
-from cargohold.protocol import BlockStored, SchedulerEnvironment
+from cargohold.protocol import BlockStored, SchedulerEnvironment, metrics
 from cargohold.tiers import (
     DiskTierConfig,
     FaultyTier,
@@ -207,8 +207,12 @@ def test_bytes_to_and_from_a_disk_and_damage_are_counted(
     with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
         ask(first, prompts(2))
         block_bytes, stats = first.plan.layout.block_bytes, first.stats()
-        assert stats["disk_stored_bytes"] == 2 * 27 * block_bytes == stats["disk_stored_chunks"] * block_bytes
-        assert not {"disk_loaded_bytes", "disk_corrupt_chunks"} & stats.keys()
+        assert (
+            stats[metrics.MOVED.of("disk", "in")]
+            == 2 * 27 * block_bytes
+            == stats[metrics.STORED.of("disk")] * block_bytes
+        )
+        assert not stats[metrics.MOVED.of("disk", "out")] and not stats[metrics.CORRUPT.of("disk")]
     (data,) = tmp_path.rglob("*.data")
     contents = bytearray(data.read_bytes())
     contents[100] ^= 1  # the first chunk
@@ -216,8 +220,12 @@ def test_bytes_to_and_from_a_disk_and_damage_are_counted(
     again = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     ask(again, prompts(2))
     stats = again.stats()
-    assert stats["disk_corrupt_chunks"] == 1
-    assert stats["disk_loaded_bytes"] == 49 * block_bytes == stats["disk_loaded_chunks"] * block_bytes
+    assert stats[metrics.CORRUPT.of("disk")] == 1
+    assert (
+        stats[metrics.MOVED.of("disk", "out")]
+        == 49 * block_bytes
+        == stats[metrics.OTHER.of("disk_loaded_chunks")] * block_bytes
+    )
 
 
 def test_a_directory_that_disappears_costs_misses(

@@ -13,6 +13,7 @@ import pytest
 from cargohold import LLM, AsyncLLM, ConfigError, EngineDeadError, OffloadConfig, RequestError, SamplingParams
 from cargohold.engine.engine_thread import Answer
 from cargohold.engine.llm_engine import LLMEngine
+from cargohold.protocol import metrics
 from tests.llms import scheduler_of, thread_of
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def test_answers_are_those_of_the_other_door(
         assert streamed == expected[0]
         assert progress == [(1, 3), (2, 3), (3, 3)]
         assert await llm.settle()
-        assert (await llm.stats())["stored_chunks"] > 0
+        assert (await llm.stats())[metrics.STORED.of("host")] > 0
         assert await llm.take_events() == []
         assert await llm.reset_cache()
         (again,) = await llm.generate(prompts[0], SHORT)

@@ -16,7 +16,7 @@ import pytest
 
 from cargohold import LLM, EngineDeadError, OffloadConfig, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
-from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView
+from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView, metrics
 from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import in_engine, scheduler_of, thread_of
 
@@ -426,4 +426,4 @@ def test_many_threads_that_ask_stream_abort_and_give_up_leave_nothing_behind(
     status = llm.status
     assert (status.num_running, status.num_waiting, status.num_loading) == (0, 0, 0)
     assert status.num_free_blocks == status.num_blocks
-    assert "connectors_off" not in llm.stats()
+    assert metrics.FAILURES.of("connector_off") not in llm.stats()

@@ -10,7 +10,7 @@ import pytest
 
 from cargohold import AsyncLLM, Hint, HintConfig, OffloadConfig, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
-from cargohold.protocol import MAX_HINTS, ClassFactory, HintOutcome, HintStatus, RequestView, parse_hints
+from cargohold.protocol import MAX_HINTS, ClassFactory, HintOutcome, HintStatus, RequestView, metrics, parse_hints
 from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import SettledLLM, in_engine
 from tests.models import save_model
@@ -44,7 +44,7 @@ def test_each_hint_of_a_request_has_one_outcome_and_changes_no_token(llm: Settle
     ]
     assert any("3600 s at most" in note for note in out.cache_notes)
     stats = llm.stats()
-    assert {name: stats[f"hints_{name}"] for name in HintStatus if f"hints_{name}" in stats} == {
+    assert {series.labels[0]: count for series, count in stats.items() if series.family is metrics.HINTS} == {
         "accepted": 1,
         "clipped": 1,
         "rejected": 1,
@@ -57,9 +57,9 @@ def test_a_hint_without_a_request_acts_on_what_is_there(llm: SettledLLM) -> None
     llm.generate(PROMPT, ONE)
     (outcome,) = llm.hint(Hint.pin(ttl_s=60, lease="mine"), prompt=PROMPT)
     assert (outcome.status, outcome.num_tokens) == (HintStatus.ACCEPTED, 64)
-    assert llm.stats()["num_pinned_chunks"] == 4
+    assert llm.stats()[metrics.PINNED_CHUNKS] == 4
     assert [outcome.status for outcome in llm.hint(Hint.release("mine"))] == [HintStatus.ACCEPTED]
-    assert llm.stats()["num_pinned_chunks"] == 0
+    assert llm.stats()[metrics.PINNED_CHUNKS] == 0
     assert [event.end for event in llm.take_hint_events()] == ["released"]
     assert [outcome.status for outcome in llm.hint(Hint.retain(), request_id="nobody")] == [HintStatus.MISSING]
     with pytest.raises(RequestError):
@@ -173,7 +173,7 @@ def test_a_hint_with_tokens_of_its_own_is_about_that_prefix(llm: SettledLLM) -> 
     assert carried(known) == [HintStatus.ACCEPTED]
     assert carried(unknown) == [HintStatus.MISSING]
     assert carried("text") == [HintStatus.REJECTED]
-    assert llm.stats()["num_pinned_chunks"] == 40 // 16
+    assert llm.stats()[metrics.PINNED_CHUNKS] == 40 // 16
 
 
 def test_a_second_action_of_the_same_name_does_not_change_what_the_first_is_about(llm: SettledLLM) -> None:

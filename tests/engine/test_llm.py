@@ -41,6 +41,7 @@ from cargohold.protocol import (
     FinishedTransfers,
     RequestView,
     StepView,
+    metrics,
 )
 from cargohold.protocol.checks import AnnouncedBlocks
 from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
@@ -282,7 +283,7 @@ def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step_harm
         gc.enable()
     assert llm.settle()
     assert llm.status.num_running == 0
-    assert "offloading.connectors_off" not in llm.stats()
+    assert not llm.stats()[metrics.FAILURES.of("connector_off")._replace(connector="offloading")]
 
 
 def forget_in_a_cycle(stream: Generator[RequestOutput]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cargohold import LLM, OffloadConfig, SamplingParams
+from cargohold.protocol import metrics
 
 
 def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]) -> None:
@@ -20,12 +21,12 @@ def test_stats_count_what_was_moved(tiny_model: Callable[[str], str], make_llm: 
         llm.generate(prompt, SamplingParams(max_tokens=1))
     stats = llm.stats()
     # 65 tokens are eight whole blocks.
-    assert stats["store_blocks"] == stats["stored_blocks"] == 24
-    assert "load_blocks" not in stats
-    assert stats["num_ready_chunks"] == stats["stored_chunks"] == 24
+    assert stats[metrics.COPIED_BLOCKS.of("store")] == stats[metrics.PLANNED_BLOCKS.of("store")] == 24
+    assert metrics.COPIED_BLOCKS.of("load") not in stats
+    assert stats[metrics.READY_CHUNKS] == stats[metrics.STORED.of("host")] == 24
     restored = llm.generate(prompts[0], SamplingParams(max_tokens=1))[0].metrics.restored_tokens["host"]
     assert restored == 64
-    assert llm.stats()["load_blocks"] == 8
+    assert llm.stats()[metrics.COPIED_BLOCKS.of("load")] == 8
     assert llm.stats() == llm.stats(), "asking changes nothing"
 
 
@@ -39,7 +40,8 @@ def test_both_sides_of_a_connector_count_under_one_name(
         llm.generate([number, *range(64)], SamplingParams(max_tokens=1))
     stats = llm.stats()
     for name in ("lazy", "offloading"):
-        assert stats[f"{name}.store_blocks"] == stats[f"{name}.stored_blocks"] > 0
+        copied, planned = metrics.COPIED_BLOCKS.of("store"), metrics.PLANNED_BLOCKS.of("store")
+        assert stats[copied._replace(connector=name)] == stats[planned._replace(connector=name)] > 0
 
 
 def test_there_is_nothing_to_count_without_a_connector(
@@ -56,5 +58,5 @@ def test_what_came_in_has_gone_or_is_there(tiny_model: Callable[[str], str], mak
         for number in range(12):
             llm.generate([number, *range(90)], SamplingParams(max_tokens=1))
         stats = llm.stats()
-        assert stats["removed_chunks"] > 0
-        assert stats["num_ready_chunks"] == stats["stored_chunks"] - stats["removed_chunks"]
+        assert stats[metrics.REMOVED.of("host")] > 0
+        assert stats[metrics.READY_CHUNKS] == stats[metrics.STORED.of("host")] - stats[metrics.REMOVED.of("host")]

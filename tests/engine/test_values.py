@@ -11,6 +11,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
+from cargohold.protocol import metrics
 
 MakeLLM = Callable[..., LLM]
 PROMPT = list(range(5, 45))
@@ -78,7 +79,7 @@ def test_a_salt_of_a_subclass_is_the_text_and_turns_nothing_off(salt: str, llama
         for value in (salt, "anne", salt, None)
     ]
     assert hits == [0, 36, 36, 0]
-    assert "connectors_off" not in llm.stats()
+    assert metrics.FAILURES.of("connector_off") not in llm.stats()
 
 
 def test_a_request_is_aborted_by_the_member_of_an_enumeration_that_is_its_id(llama: MakeLLM) -> None:
@@ -124,7 +125,7 @@ def test_parameters_that_cannot_be_read_are_the_fault_of_their_client_alone(llam
     with pytest.raises(RequestError, match="kv_transfer_params cannot be read: the service is away"):
         llm.generate([PROMPT], kv_transfer_params=FromAfar())
     assert llm.generate([PROMPT], SamplingParams(max_tokens=2))[0].finish_reason == "length"
-    assert "connectors_off" not in llm.stats()
+    assert metrics.FAILURES.of("connector_off") not in llm.stats()
 
 
 def test_parameters_that_change_while_the_request_is_served_change_nothing(
@@ -136,4 +137,4 @@ def test_parameters_that_change_while_the_request_is_served_change_nothing(
     params["max_store_tokens"] = "nonsense"
     while engine.has_work():
         engine.step()
-    assert engine.stats().get("stored_chunks", 0) == 0
+    assert engine.stats().get(metrics.STORED.of("host"), 0) == 0

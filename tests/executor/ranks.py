@@ -32,10 +32,13 @@ from cargohold.protocol import (
     WorkerEnvironment,
     WorkerMetadata,
 )
+from cargohold.protocol.metrics import counter
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
 from cargohold.transfer.port import SharedStores
+
+RANKS = counter("ranks", "ranks", "How many have counted.").of()
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class ProbingWorker(KVConnectorWorker):
 
     def get_stats(self) -> Stats:
         self.calls.append("get_stats")
-        return {"ranks": 1}
+        return {RANKS: 1}
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         self.calls.append("build_connector_worker_meta")
@@ -240,7 +243,7 @@ class NumpyWorker(ProbingWorker):
     """Reports counters as numbers of numpy."""
 
     def get_stats(self) -> Stats:
-        return {"ranks": np.float64(1)}
+        return {RANKS: np.float64(1)}
 
 
 class CollectorWorker(ProbingWorker):

@@ -34,6 +34,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
 )
 from tests.executor.ranks import (
+    RANKS,
     Calls,
     CollectorWorker,
     CountlessWorker,
@@ -165,7 +166,7 @@ def test_jobs_end_when_the_last_rank_has_reported_them(kind: str, make_executor:
 
 @pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
 def test_stats_of_all_ranks_are_added_up(kind: str, make_executor: MakeExecutor) -> None:
-    assert make_executor(kind).execute(step(0)).connector.stats == {"ranks": 2}
+    assert make_executor(kind).execute(step(0)).connector.stats == {RANKS: 2}
 
 
 @pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
@@ -181,7 +182,7 @@ def test_stats_that_were_counted_with_numpy_can_be_carried(make_executor: MakeEx
     """Found by trying: the engine died of them."""
     output = make_executor("multiprocess", connectors=Probing(NumpyWorker)).execute(step(0))
     assert output.connector_error is None
-    assert output.connector.stats == {"ranks": 2}
+    assert output.connector.stats == {RANKS: 2}
 
 
 def test_a_connector_whose_report_cannot_be_carried_is_turned_off_alone(make_executor: MakeExecutor) -> None:

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from cargohold import LLM, ConfigError, DiskTierConfig, EngineDeadError, OffloadConfig, UnsupportedModelError
 from cargohold.connector.offloading.factory import OffloadingFactory
+from cargohold.protocol import metrics
 from tests.executor.ranks import FailingLoads, WrapsTransfersOnRank, stores_nothing
 from tests.executor.split import OFFLOAD, OPTIONS, SAMPLING, MakeModel, prompts, serve
 
@@ -82,11 +83,13 @@ def test_what_both_workers_hold_is_kept_once(
         assert tokens == alone
         assert restored > 100
         if found_on_disk:
-            assert stats["disk_loaded_bytes"] > 0
+            assert stats[metrics.MOVED.of("disk", "out")] > 0
         else:
-            assert stats["store_blocks"] == stats["stored_chunks"]
-            assert stats["disk_stored_bytes"] == stats["stored_chunks"] * layout.block_bytes
-            assert stats["load_blocks"] == 2 * stats["loaded_blocks"], "each worker loads all"
+            assert stats[metrics.COPIED_BLOCKS.of("store")] == stats[metrics.STORED.of("host")]
+            assert stats[metrics.MOVED.of("disk", "in")] == stats[metrics.STORED.of("host")] * layout.block_bytes
+            assert stats[metrics.COPIED_BLOCKS.of("load")] == 2 * stats[metrics.PLANNED_BLOCKS.of("load")], (
+                "each worker loads all"
+            )
 
     forgetful = WrapsTransfersOnRank(OffloadingFactory(OFFLOAD), rank=1, wrap=stores_nothing)
     tokens, _ = serve(make_llm(model, **OPTIONS, tensor_parallel_size=2, offload=forgetful))

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ContractError
-from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator, TransferOutcome, messages
+from cargohold.protocol import (
+    FinishedTransfers,
+    KVConnectorOutput,
+    OutputAggregator,
+    TransferOutcome,
+    messages,
+    metrics,
+)
 
 
 @dataclass(frozen=True)
@@ -85,22 +92,27 @@ def test_requests_complete_like_jobs_and_fail_if_any_rank_failed_them(
         assert merged.failed_recving == {ident for ident in now if ended[ident][1]}
 
 
+A = metrics.STORED.of("a")
+
+
 def test_metadata_and_stats_are_merged_in_rank_order_and_blocks_united() -> None:
     outputs = [
         KVConnectorOutput(
-            invalid_block_ids=frozenset({rank, 7}), worker_meta=Trail((rank,)), stats={"a": rank, f"b{rank}": 1}
+            invalid_block_ids=frozenset({rank, 7}),
+            worker_meta=Trail((rank,)),
+            stats={A: rank, metrics.STORED.of(f"b{rank}"): 1},
         )
         for rank in range(3)
     ]
     merged = OutputAggregator(3).aggregate(outputs)
     assert merged.worker_meta == Trail((0, 1, 2))
-    assert merged.stats == {"a": 3, "b0": 1, "b1": 1, "b2": 1}
+    assert merged.stats == {A: 3, **{metrics.STORED.of(f"b{rank}"): 1 for rank in range(3)}}
     assert merged.invalid_block_ids == {0, 1, 2, 7}
-    assert outputs[0].stats == {"a": 0, "b0": 1}, "inputs are left alone"
+    assert outputs[0].stats == {A: 0, metrics.STORED.of("b0"): 1}, "inputs are left alone"
 
 
 def test_a_worker_that_reports_without_metadata_takes_no_part_in_merging_it() -> None:
-    silent = KVConnectorOutput(stats={"a": 1})
+    silent = KVConnectorOutput(stats={A: 1})
     merged = OutputAggregator(4).aggregate([silent, output(1), silent, output(3)])
     assert merged.worker_meta == Trail((1, 3))
 

@@ -34,9 +34,10 @@ from cargohold.protocol import (
     SchedulerContext,
     Stats,
     StepView,
+    Tally,
     TierContents,
     TurnEnd,
-    add_stats,
+    metrics,
 )
 
 NUM_BLOCKS = 6
@@ -194,7 +195,7 @@ ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
     ("report_to_scheduler", KVConnectorSchedulerOutput((), ("1",))),  # type: ignore[arg-type]  # that is the point
     ("report_to_scheduler", ((1,), ())),
     ("get_stats", None),
-    ("get_stats", {"x": "many"}),
+    ("get_stats", {metrics.READY_CHUNKS: "many"}),
     ("get_stats", {3: 1}),
     ("take_events", None),
     ("take_events", [("stored", 1)]),
@@ -230,7 +231,7 @@ def test_an_answer_of_another_type_turns_it_off(
     if method == "explain":
         assert answered.notes == (str(guard.broken),)
     elif method == "get_stats":
-        assert answered == {"connectors_off": 1}
+        assert answered == {metrics.FAILURES.of("connector_off"): 1}
     elif method == "get_outages":
         assert [outage.what for outage in answered] == ["everything"]
     else:
@@ -417,13 +418,19 @@ def test_a_connector_that_is_turned_off_holds_nothing_that_a_reset_could_forget(
 
 
 def test_levels_of_a_connector_that_is_turned_off_are_taken_back(guard: ConnectorGuard, inner: Scripted) -> None:
-    told: dict[str, float] = {}
-    for inner.stats in ({"stores": 2, "num_ready_chunks": 5}, {"num_ready_chunks": -2, "child.num_held": 1}):
-        told = dict(add_stats(told, guard.get_stats()))
-    assert told == {"stores": 2, "num_ready_chunks": 3, "child.num_held": 1}
+    stores, ready, held = (
+        metrics.PLANNED.of("store"),
+        metrics.READY_CHUNKS,
+        metrics.STUCK_COPIES._replace(connector="child"),
+    )
+    told = Tally()
+    given: tuple[Stats, ...] = {stores: 2, ready: 5}, {ready: -2, held: 1}
+    for inner.stats in given:
+        told.add(guard.get_stats())
+    assert told == {stores: 2, ready: 3, held: 1}
     guard.break_off("made for this test")
-    told = dict(add_stats(told, guard.get_stats()))
-    assert told == {"stores": 2, "num_ready_chunks": 0, "child.num_held": 0, "connectors_off": 1}
+    told.add(guard.get_stats())
+    assert told == {stores: 2, ready: 0, held: 0, metrics.FAILURES.of("connector_off"): 1}
     assert guard.get_stats() == {}, "once"
 
 
@@ -436,8 +443,8 @@ def test_a_connector_that_is_turned_off_is_out_of_use(guard: ConnectorGuard, inn
 
 
 def test_stats_that_are_none_turn_a_connector_off(guard: ConnectorGuard, inner: Scripted) -> None:
-    inner.stats = {"num_ready_chunks": "many"}  # type: ignore[dict-item]  # nonsense on purpose
-    assert guard.get_stats() == {"connectors_off": 1}
+    inner.stats = {metrics.READY_CHUNKS: "many"}  # type: ignore[dict-item]  # nonsense on purpose
+    assert guard.get_stats() == {metrics.FAILURES.of("connector_off"): 1}
     assert guard.broken is not None
 
 
@@ -495,7 +502,7 @@ def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) 
     elif name == "take_events":
         assert not list(answer)
     elif name == "get_stats":
-        assert answer == {"connectors_off": 1}
+        assert answer == {metrics.FAILURES.of("connector_off"): 1}
     elif name == "get_outages":
         assert [outage.what for outage in answer] == ["everything"]
     elif name == "has_pending_work":

@@ -18,6 +18,7 @@ from cargohold.protocol import (
     Stats,
     TransferOutcome,
     WorkerConnectorGuard,
+    metrics,
 )
 
 
@@ -51,7 +52,7 @@ class Scripted(KVConnectorWorker):
 
     def get_stats(self) -> Stats:
         self._note("get_stats")
-        return {"copies": 1}
+        return {metrics.STORED.of("host"): 1}
 
     def clear_connector_metadata(self) -> None:
         self._note("clear_connector_metadata")
@@ -137,8 +138,9 @@ def test_loads_whose_bad_blocks_it_could_not_name_have_failed() -> None:
         ("get_finished", FinishedTransfers(jobs={"s1": TransferOutcome.DONE}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
         ("get_finished", FinishedTransfers(jobs={1: True}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
         ("get_block_ids_with_load_errors", {"7"}, "no block ids"),
-        ("get_stats", None, "no names and numbers"),
-        ("get_stats", {"copies": "many"}, "no names and numbers"),
+        ("get_stats", None, "no time series and numbers"),
+        ("get_stats", {metrics.STORED.of("host"): "many"}, "no time series and numbers"),
+        ("get_stats", {"copies": 1}, "no time series and numbers"),
     ],
 )
 def test_an_answer_that_no_executor_could_carry_stops_it(

@@ -57,6 +57,7 @@ from cargohold.lab.simulation.transfers import LinkTransfers
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
+    ConnectorGuard,
     FinishedTransfers,
     Hint,
     HintEnd,
@@ -258,7 +259,7 @@ def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
 
 @mutant(connector="multi", faults="raises", first_seed=28)
 def still_counts_the_chunks_of_a_connector_that_was_turned_off(patch: Patch) -> None:
-    patch.setattr("cargohold.protocol.guard.is_level", lambda counter: False)
+    patch.setattr(ConnectorGuard, "_keep_levels", lambda self, stats: stats)
 
 
 @mutant(workload="tiny-pool")

@@ -9,6 +9,9 @@ from cargohold import protocol
 from cargohold.errors import ConfigError
 from examples.own_connector.shelf import ShelfScheduler, ShelfWorker
 
+LOADED = protocol.metrics.counter(
+    "stranger_loaded_tokens", "tokens", "Loaded by a connector of somebody else.", start=[()]
+).of()
 FAULTS = ("none", "spoils", "fails", "raises")
 
 
@@ -27,7 +30,7 @@ class Scheduler(ShelfScheduler):
         self._num_loaded += num_new
 
     def get_stats(self) -> protocol.Stats:
-        stats = {"loaded_tokens": self._num_loaded}
+        stats: dict[protocol.Series, float] = {LOADED: self._num_loaded}
         self._num_loaded = 0
         return stats
 

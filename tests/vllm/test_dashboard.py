@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytest.importorskip("fastapi", reason="vLLM's own server needs it, too")
 
+from unittest.mock import ANY
+
 from prometheus_client import REGISTRY, generate_latest
 
 from cargohold.integrations.vllm.metrics import FirstTokens
+from cargohold.protocol import Tally, metrics
+from cargohold.protocol.metrics import Bucket
 from cargohold.serve.dashboard import Engine
 from cargohold.serve.records import Scrape
 from tests.vllm.common import forget, make_prompts, restored
@@ -91,7 +94,7 @@ def test_parts_of_several_replicas_are_no_part_of_the_whole(tmp_path: Path) -> N
 
 
 def test_a_request_is_counted_once_and_only_if_it_has_a_token() -> None:
-    now, stats = [100.0], Counter[str]()
+    now, stats = [100.0], Tally()
     first_tokens = FirstTokens(lambda: now[0])
     arrived = time.time()
     served, aborted, quick = (
@@ -110,6 +113,6 @@ def test_a_request_is_counted_once_and_only_if_it_has_a_token() -> None:
     for _ in range(2):
         first_tokens.look(stats)
     first_tokens.note_ended(served, stats)
-    counted = {name: value for name, value in stats.items() if "_sum_" not in name}
-    assert counted == {"hit_ttft_le_5000ms": 1, "miss_ttft_le_5000ms": 1}
-    assert stats["hit_ttft_sum_le_5000ms"] == pytest.approx(3, abs=1)
+    hit, miss = (metrics.TTFT.of(label)._replace(bucket=Bucket(5.0, is_sum=False)) for label in ("hit", "miss"))
+    total = hit._replace(bucket=Bucket(5.0, is_sum=True))
+    assert stats == {hit: 1, miss: 1, total: pytest.approx(3, abs=1), total._replace(labels=("miss",)): ANY}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.protocol import WAITS_MS, Times, TransferOutcome
+from cargohold.protocol import Tally, TransferOutcome, metrics
+from cargohold.protocol.metrics import counter, gauge
 from cargohold.transfer import Direction
+from tests.counting import ENDED, CountsEnds
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -141,36 +142,52 @@ def test_a_connector_that_is_turned_off_holds_nothing_any_more(
     assert "everything" in label and "made for this test" in label and since == pytest.approx(time.time(), abs=300)
 
 
+def test_a_metric_of_a_guest_of_ones_own_is_shown_from_the_start(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    engine = start(vllm_model("llama"), {**EAGER, "guests": [f"{CountsEnds.__module__}:{CountsEnds.__name__}"]})
+    assert series("cargohold_ended_requests_total") == {"quietly": 0}
+    ask_twice(engine, make_prompts(2, 330))
+    engine.settle()
+    engine.ask(make_prompts(1, 40, seed=6), 1)
+    assert series("cargohold_ended_requests_total")["quietly"] >= 4
+    assert TransferStats.of({ENDED.of("quietly"): 1}).reduce() == {'ended_requests{how="quietly"}': 1}, "vLLM's log"
+
+
 def test_levels_of_a_connector_of_ones_own_can_go_down() -> None:
-    metrics = PromMetrics(CONFIG, TYPES, ["model_name", "engine"], {0: ["tiny", "0"]})
-    for held, level in ((5, 3), (1, -1)):
-        metrics.observe({"held": held, "num_held": level})
-    assert series("cargohold_connector_total")["held"] == 6
-    assert series("cargohold_connector_level") == {"num_held": 2}
+    held, now = counter("held", "blocks", "Were held.").of(), gauge("held_now", "blocks", "Are held.").of()
+    shown = PromMetrics(CONFIG, TYPES, ["model_name", "engine"], {0: ["tiny", "0"]})
+    for more, level in ((5, 3), (1, -1)):
+        shown.observe(TransferStats.of({held: more, now: level}).data)
+    assert series("cargohold_held_total") == {"": 6}
+    assert series("cargohold_held_now") == {"": 2}
 
 
 @given(st.lists(st.lists(st.floats(0, 100), max_size=10), max_size=4))
 def test_histograms_are_what_was_measured(intervals: list[list[float]]) -> None:
-    metrics = PromMetrics(CONFIG, TYPES, ["model_name", "engine"], {0: ["tiny", "0"]})
-    times = Times("host_load")
+    shown = PromMetrics(CONFIG, TYPES, ["model_name", "engine"], {0: ["tiny", "0"]})
     for interval in intervals:
-        counted: collections.Counter[str] = collections.Counter()
+        counted = Tally()
         for seconds in interval:
-            times.note(seconds, counted)
-        metrics.observe(dict(counted))
+            metrics.LOAD.of("host").note(seconds, counted)
+        shown.observe(TransferStats.of(counted).data)
     values = [seconds for interval in intervals for seconds in interval]
     buckets = series("cargohold_load_seconds_bucket")
-    for bound in WAITS_MS:
-        assert buckets[f"host{float(bound / 1000)}"] == sum(value <= bound / 1000 for value in values)
+    for bound in metrics.LOAD.bounds_s[:-1]:
+        assert buckets[f"host{bound}"] == sum(value <= bound for value in values)
     assert series("cargohold_load_seconds_count")["host"] == len(values)
     assert series("cargohold_load_seconds_sum")["host"] == pytest.approx(sum(values))
 
 
 def test_the_log_shows_what_an_interval_brought_and_no_levels() -> None:
     """Found by reading: as so many chunks in host memory it showed by how many there were more, or less."""
-    stats = TransferStats(data={"stored_chunks": 2, "num_ready_chunks": 1})
-    stats = stats.aggregate(TransferStats(data={"removed_chunks": 4, "load_s": 0.12345, "num_ready_chunks": -4}))
-    assert stats.reduce() == {"load_s": 0.123, "removed_chunks": 4, "stored_chunks": 2}
+    stats = TransferStats.of({metrics.STORED.of("host"): 2, metrics.READY_CHUNKS: 1})
+    more = {metrics.REMOVED.of("host"): 4, metrics.PREFILL_SECONDS.of(): 0.12345, metrics.READY_CHUNKS: -4}
+    assert stats.aggregate(TransferStats.of(more)).reduce() == {
+        "prefill_seconds": 0.123,
+        'removed_chunks{tier="host"}': 4,
+        'stored_chunks{tier="host"}': 2,
+    }
 
 
 def test_what_is_done_for_a_request_is_in_its_trace(
@@ -212,10 +229,12 @@ def test_levels_are_shown_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_metrics.Counter, "inc", note)
     types = {Gauge: ray_wrappers.RayGaugeWrapper, Counter: ray_wrappers.RayCounterWrapper}
     types[Histogram] = ray_wrappers.RayHistogramWrapper
-    metrics = PromMetrics(CONFIG, types, ["model_name", "engine"], {0: ["tiny", "0"]})
+    shown_by_vllm = PromMetrics(CONFIG, types, ["model_name", "engine"], {0: ["tiny", "0"]})
     for stored, removed in ((5, 0), (3, 4)):
-        change = {"stored_chunks": stored, "removed_chunks": removed, "num_host_bytes": stored - removed}
-        metrics.observe({counter: value for counter, value in change.items() if value})
+        change = {metrics.STORED: stored, metrics.REMOVED: removed, metrics.TIER_READY: stored - removed}
+        shown_by_vllm.observe(
+            TransferStats.of({family.of("host"): value for family, value in change.items() if value}).data
+        )
     assert shown["cargohold_stored_chunks"] == [5, 3]
     assert shown["cargohold_tier_ready_bytes"] == [5, 4]
 

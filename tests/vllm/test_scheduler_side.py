@@ -14,7 +14,7 @@ from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockView, NotedTables
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.lab.simulation import simulated_layout
-from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd
+from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd, metrics
 
 LAYOUT = simulated_layout(20)
 
@@ -73,7 +73,7 @@ def test_where_a_prompt_comes_from_is_counted_once_however_often_it_is_admitted(
     for num_computed in (8, 24):  # it was preempted, and finds what it has computed itself
         side.get_num_new_matched_tokens(request, num_computed)
         side.update_state_after_alloc(request, blocks, 0)
-    assert (side._stats["device_tokens"], side._stats["computed_tokens"]) == (8, 32)
+    assert (side._stats[metrics.PROMPT.of("device")], side._stats[metrics.PROMPT.of("computed")]) == (8, 32)
 
 
 def test_a_key_that_other_connectors_answer_is_left_to_them() -> None:

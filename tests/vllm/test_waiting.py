@@ -16,7 +16,7 @@ from vllm.config import CacheConfig
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.layout import shares_load_ends
-from cargohold.protocol import AttentionKind, KVCacheGroup
+from cargohold.protocol import AttentionKind, KVCacheGroup, metrics
 from cargohold.transfer import Direction
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, tokens
 from tests.vllm.engine import Answer, Engine
@@ -254,7 +254,7 @@ def test_who_wants_nothing_cached_gets_nothing_restored_and_does_not_wait(
     engine.step()
     assert status(engine, "loads") == "WAITING_FOR_REMOTE_KVS"
     assert status(engine, "scores") == "RUNNING"
-    assert engine.side._stats["deferred_lookups"] == 0
+    assert engine.side._stats[metrics.DEFERRED_LOOKUPS.of()] == 0
     ended: dict[str, Any] = {}
     while engine.is_busy:
         ended |= engine.step()

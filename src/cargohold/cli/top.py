@@ -23,11 +23,17 @@ from rich.text import Text
 from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, Answers, MetricsKeyOption, app
 from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
+from cargohold.protocol import metrics
+from cargohold.serve.families import GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, UP
 from cargohold.serve.records import Scrape, metrics_url, scrape, tiers_of
 
 _MAX_AT_ONCE: Final = 32
 _COLOURS: Final = ("green", "blue", "magenta", "cyan", "yellow")
 """Colours of the tiers, in their order; what was computed has none."""
+_MAX_OWN: Final = 16
+"""Time series of somebody else that are shown."""
+_NOT_SHOWN: Final = ("_bucket", "_sum", "_created")
+_OURS: Final = {f"{family.sample}{end}" for family in (*metrics.FAMILIES, *OWN_FAMILIES) for end in ("", "_count")}
 _WIDE: Final = 1000
 """Columns beyond those of any terminal: a table as wide as it wants to be."""
 
@@ -44,24 +50,24 @@ def draw(name: str, now: Scrape, before: Scrape | None) -> RenderableType:
     parts = [_requests(now, grown, span_s), _prompts(grown, tiers)]
     if tiers:
         parts += [_Places(now, grown, span_s, tiers), _speeds(grown), _ages(now)]
-        parts += _troubles(now)
+        parts += [*_troubles(now), *_own(now, grown)]
     else:
-        is_ours = "cargohold_up" in now.samples
+        is_ours = now.of(UP)
         why = "it is starting" if is_ours else "no Cargohold here: its /metrics has none of our time series"
         parts.append(Text(why, style="yellow"))
     return Panel(Group(*parts), title=Text(name), title_align="left")
 
 
 def _requests(now: Scrape, grown: Scrape, span_s: float | None) -> Text:
-    states = now.by("cargohold_engine_requests", "state")
+    states = now.by(IN_ENGINE, "state")
     running = states.get("running", now.known("vllm:num_requests_running"))
     waiting = states.get("waiting", now.known("vllm:num_requests_waiting"))
     if waiting is not None:
         waiting += states.get("loading", 0)
     told = (f"{_known(number)} {what}" for number, what in ((running, "running"), (waiting, "waiting")))
     text = Text(f"requests: {', '.join(told)}")
-    tokens = grown.known("cargohold_generated_tokens_total", "vllm:generation_tokens_total")
-    refused = grown.known("cargohold_refused_requests_total")
+    tokens = grown.known(GENERATED, "vllm:generation_tokens_total")
+    refused = grown.known(REFUSED)
     if refused:
         text.append(f", {_rate(refused, span_s)} refused", style="bold red")
     return text.append(f"; {_rate(tokens, span_s) or '?'} tokens generated")
@@ -69,9 +75,9 @@ def _requests(now: Scrape, grown: Scrape, span_s: float | None) -> Text:
 
 def _prompts(grown: Scrape, tiers: Sequence[str]) -> RenderableType:
     """Where prompts came from, as a bar and in words."""
-    if "cargohold_prompt_tokens_total" not in grown.samples:
+    if not grown.of(metrics.PROMPT):
         return Text("prompts: not known", style="dim")
-    found = grown.by("cargohold_prompt_tokens_total", "tier")
+    found = grown.by(metrics.PROMPT, "tier")
     total = sum(found.values())
     if not total:
         return Text("prompts: none", style="dim")
@@ -126,7 +132,8 @@ class _Places:
         """What is in each tier, row by row."""
         yield "full", "", "tokens", "of", "in use", "pinned"
         ready, capacity, *others = (
-            self.now.by(f"cargohold_tier_{kind}_tokens", "tier") for kind in ("ready", "capacity", "in_use", "pinned")
+            self.now.by(metrics.IN_TOKENS[family], "tier")
+            for family in (metrics.TIER_READY, metrics.TIER_CAPACITY, metrics.TIER_IN_USE, metrics.TIER_PINNED)
         )
         for tier, colour in self._colours():
             held, most = ready.get(tier), capacity.get(tier)
@@ -140,9 +147,9 @@ class _Places:
         """What went into each tier and out of it, row by row."""
         yield "in", "out", "evicted"
         moved: Counter[tuple[str, str]] = Counter()
-        for labels, value in self.grown.samples.get("cargohold_moved_bytes_total", {}).items():
+        for labels, value in self.grown.of(metrics.MOVED).items():
             moved[dict(labels)["tier"], dict(labels)["direction"]] += value  # type: ignore[assignment]  # a Counter adds what can be added
-        removed = self.grown.by("cargohold_removed_chunks_total", "tier")
+        removed = self.grown.by(metrics.REMOVED, "tier")
         for tier in self.tiers:
             ways = (moved.get((tier, way)) for way in ("in", "out"))
             told = (_rate(amount, self.span_s, as_bytes=True) for amount in ways)
@@ -150,27 +157,28 @@ class _Places:
 
 
 def _speeds(grown: Scrape) -> Text:
-    restore_s = grown.total("cargohold_load_seconds_sum") + grown.total("cargohold_wait_seconds_sum")
-    prefill_s = grown.total("cargohold_prefill_seconds_total")
-    restored = grown.total("cargohold_load_tokens_total")
+    restore_s = grown.seconds(metrics.LOAD) + grown.seconds(metrics.WAIT)
+    prefill_s = grown.total(metrics.PREFILL_SECONDS)
+    restored = grown.total(metrics.LOAD_TOKENS)
     restoring = restored / restore_s if restored and restore_s else None
-    computing = grown.total("cargohold_prefill_tokens_total") / prefill_s if prefill_s else None
+    computing = grown.total(metrics.PREFILL_TOKENS) / prefill_s if prefill_s else None
     text = Text(f"speed: restoring {_known(restoring)} tokens/s, computing {_known(computing)} tokens/s")
     if restoring and computing:
         text.append(f" ({restoring / computing:.1f} times)", style="" if restoring > computing else "bold red")
-    for what in ("load", "fetch", "look_up", "wait"):
-        for tier, window in sorted(grown.times(f"cargohold_{what}_seconds").items()):
+    for family in (metrics.LOAD, metrics.FETCH, metrics.LOOK_UP, metrics.WAIT):
+        what = family.name.removesuffix("_seconds").replace("_", "-")
+        for tier, window in sorted(grown.times(family).items()):
             half, most = window.quantile(0.5), window.quantile(0.95)
             if half is not None and most is not None:
-                of = "" if what in {"load", "wait"} else f" {tier}"
-                text.append(f"; {what.replace('_', '-')}{of} {_time(half)} (95%: {_time(most)})")
+                of = "" if family in {metrics.LOAD, metrics.WAIT} else f" {tier}"
+                text.append(f"; {what}{of} {_time(half)} (95%: {_time(most)})")
     return text
 
 
 def _ages(now: Scrape) -> Text:
     text = Text(style="dim")
-    kept = now.times("cargohold_lifetime_seconds").get("host")
-    gap = now.times("cargohold_reuse_gap_seconds").get("")
+    kept = now.times(metrics.LIFETIME).get("host")
+    gap = now.times(metrics.REUSE_GAP).get("")
     for what, window in (
         ("half of the chunks in host memory stayed for", kept),
         ("half of the reuses came within", gap),
@@ -183,8 +191,8 @@ def _ages(now: Scrape) -> Text:
 
 def _troubles(now: Scrape) -> Iterator[Text]:
     clock = time.time()
-    retries = now.samples.get("cargohold_outage_retry_timestamp_seconds", {})
-    for labels, since in now.samples.get("cargohold_outage_since_timestamp_seconds", {}).items():
+    retries = now.of(metrics.OUTAGE_RETRY)
+    for labels, since in now.of(metrics.OUTAGE_SINCE).items():
         if not since:
             continue
         of, retry_at = dict(labels), retries.get(labels, 0)
@@ -193,11 +201,25 @@ def _troubles(now: Scrape) -> Iterator[Text]:
             again = f"tried again in {_time(retry_at - clock)}"
         told = f"{of.get('tier')}: {of.get('what')} out of use for {_time(clock - since)}: {of.get('reason')}; {again}"
         yield Text(told, style="bold red")
-    failed = {kind: number for kind, number in now.by("cargohold_failures_total", "kind").items() if number}
+    failed = {kind: number for kind, number in now.by(metrics.FAILURES, "kind").items() if number}
     if failed:
         yield Text(
             "failed since the start: " + ", ".join(f"{kind} {n:,.0f}" for kind, n in failed.items()), style="yellow"
         )
+
+
+def _own(now: Scrape, grown: Scrape) -> Iterator[Text]:
+    """What connectors and guests of somebody else count, by its own name."""
+    told = []
+    for name in sorted(now.samples):
+        if name.startswith("cargohold_") and name not in _OURS and not name.endswith(_NOT_SHOWN):
+            of = grown if name.endswith(("_total", "_count")) else now
+            for labels, value in of.samples.get(name, {}).items():
+                told.append(
+                    " ".join((name.removeprefix("cargohold_"), *(text for _, text in sorted(labels)), _count(value)))
+                )
+    if told:
+        yield Text(f"own: {', '.join(told[:_MAX_OWN])}", style="dim")
 
 
 def _count(number: float | None) -> str:

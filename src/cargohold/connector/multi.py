@@ -37,6 +37,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
     add_stats,
 )
+from cargohold.protocol.metrics import of_connector, part_of_connector
 
 
 class MultiConnectorScheduler(HookDispatcher):
@@ -195,7 +196,7 @@ class MultiConnectorScheduler(HookDispatcher):
         """Return all children's counters, with the child's name in front; counters of equal names are summed."""
         stats: Stats = {}
         for child in self._children:
-            stats = add_stats(stats, {f"{child.name}.{name}": value for name, value in child.get_stats().items()})
+            stats = add_stats(stats, of_connector(child.name, child.get_stats()))
         return stats
 
     def get_finished_count(self) -> int | None:
@@ -231,8 +232,7 @@ class MultiConnectorScheduler(HookDispatcher):
         )
         # Blocks that one child could not load spoil stores of other children from the same step: all children learn of them.
         worker_meta = None if meta is None else meta.children[at].worker_meta
-        name = f"{self._children[at].name}."
-        stats = {key.removeprefix(name): value for key, value in output.stats.items() if key.startswith(name)}
+        stats = part_of_connector(self._children[at].name, output.stats)
         return KVConnectorOutput(own, output.invalid_block_ids, worker_meta, stats)
 
     def _learn_of_errors(self, meta: MultiWorkerMetadata) -> None:

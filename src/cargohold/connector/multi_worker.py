@@ -21,6 +21,7 @@ from cargohold.protocol import (
     WorkerMetadata,
     add_stats,
 )
+from cargohold.protocol.metrics import of_connector
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ class MultiConnectorWorker(KVConnectorWorker):
         stats: Stats = {}
         for child, output in zip(self._children, self._outputs, strict=False):
             if output.stats:
-                stats = add_stats(stats, {f"{child.name}.{key}": value for key, value in output.stats.items()})
+                stats = add_stats(stats, of_connector(child.name, output.stats))
         return stats
 
     def clear_connector_metadata(self) -> None:

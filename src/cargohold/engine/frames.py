@@ -44,6 +44,7 @@ from cargohold.protocol import (
     TransferOutcome,
     UndeliveredMetadata,
     WorkerEnvironment,
+    metrics,
 )
 
 _INT32 = "i"
@@ -85,7 +86,7 @@ class _WireOutput(msgspec.Struct, array_like=True):
     step_failed: bool
     invalid_block_ids: list[int]
     worker_meta: bytes | None
-    stats: dict[str, float]
+    stats: list[metrics.Row]
     connector_error: str | None
 
 
@@ -162,8 +163,7 @@ class StepCodec:
                 step_failed=finished.step_failed,
                 invalid_block_ids=list(report.invalid_block_ids),
                 worker_meta=raw,
-                # numpy's floats are floats too, but not for msgpack.
-                stats={name: float(value) for name, value in report.stats.items()},
+                stats=metrics.pack(report.stats),
                 connector_error=output.connector_error or undelivered,
             )
         )
@@ -184,7 +184,7 @@ class StepCodec:
             finished=finished,
             invalid_block_ids=frozenset(wire.invalid_block_ids),
             worker_meta=worker_meta,
-            stats=wire.stats,
+            stats=metrics.unpack(wire.stats),
         )
         sampled: Mapping[str, int | None] = wire.sampled
         return StepOutput(sampled=sampled, connector=report, connector_error=wire.connector_error or problem)

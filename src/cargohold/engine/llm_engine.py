@@ -29,9 +29,11 @@ from cargohold.protocol import (
     KVEvent,
     Prefix,
     Stats,
+    Tally,
     TierContents,
     add_stats,
     hints_in,
+    metrics,
     parse_hints,
 )
 
@@ -94,7 +96,7 @@ class LLMEngine:
         self._live: dict[str, _Live] = {}
         self._undelivered: list[RequestOutput] = []
         self._num_requests = 0
-        self._num_hints: dict[str, int] = {}
+        self._own_stats = Tally()
         self._end: BaseException | None = None
         self.made_progress = False
 
@@ -289,11 +291,13 @@ class LLMEngine:
             return []
         return [*self._events.take(), *self.scheduler.take_events()]
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> Tally:
         """Counters of the connector since the start, both sides of it, summed over the workers, and of deferred look-ups."""
         self._stats = add_stats(self._stats, self.scheduler.connector.get_stats())
-        num_deferred = self.scheduler.num_deferred_lookups
-        return {**self._stats, **self._num_hints, **({"deferred_lookups": num_deferred} if num_deferred else {})}
+        total = Tally(add_stats(self._stats, self._own_stats))
+        if num_deferred := self.scheduler.num_deferred_lookups:
+            total[metrics.DEFERRED_LOOKUPS.of()] = num_deferred
+        return total
 
     def contents(self) -> Sequence[TierContents]:
         """What the connector keeps, tier by tier: pins in force, what tenants have, and prefixes of the last requests."""
@@ -348,8 +352,7 @@ class LLMEngine:
 
     def _count(self, outcomes: Sequence[HintOutcome]) -> None:
         for outcome in outcomes:
-            name = f"hints_{outcome.status}"
-            self._num_hints[name] = self._num_hints.get(name, 0) + 1
+            self._own_stats[metrics.HINTS.of(outcome.status.value)] += 1
 
     def _check_alive(self) -> None:
         if self._end is not None:

@@ -28,7 +28,8 @@ from cargohold.protocol.messages import (
     Locality,
     TransferOutcome,
 )
-from cargohold.protocol.stats import KeptPrefix, Outage, Pin, Stats, TenantUse, TierContents
+from cargohold.protocol.metrics import Series, Stats
+from cargohold.protocol.reports import KeptPrefix, Outage, Pin, TenantUse, TierContents
 
 _LOCALITIES: Final = (None, "LOCAL", "REMOTE")
 _FIELDS: Final[Mapping[type, Mapping[str, Any]]] = {
@@ -67,8 +68,8 @@ def checked_block_ids(block_ids: Iterable[Any]) -> frozenset[int]:
 
 def checked_stats(stats: Any) -> Stats:
     """Check the answer of either side's ``get_stats``, and return it."""
-    if not isinstance(stats, Mapping) or not (_are_all(stats, str) and _are_all(stats.values(), int | float)):
-        raise TypeError(f"{stats!r} are no names and numbers")
+    if not isinstance(stats, Mapping) or not (_are_all(stats, Series) and _are_all(stats.values(), int | float)):
+        raise TypeError(f"{stats!r} are no time series and numbers")
     return stats
 
 

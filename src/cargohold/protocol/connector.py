@@ -57,7 +57,8 @@ from cargohold.protocol.messages import (
     KVEvent,
     WorkerMetadata,
 )
-from cargohold.protocol.stats import Episode, Outage, Stats, TierContents
+from cargohold.protocol.metrics import Stats
+from cargohold.protocol.reports import Episode, Outage, TierContents
 
 
 class KVConnectorScheduler(ABC):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, TypeVar
@@ -44,12 +44,14 @@ from cargohold.protocol.messages import (
     KVConnectorSchedulerOutput,
     KVEvent,
 )
-from cargohold.protocol.stats import Outage, Stats, is_level
+from cargohold.protocol.metrics import FAILURES, Kind, Series, Stats, Tally
+from cargohold.protocol.reports import Outage
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_TURNED_OFF: Final = FAILURES.of("connector_off")
 _NO_METADATA: ConnectorMetadata = EmptyMetadata()
 
 NOT_CONTAINED: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -159,7 +161,7 @@ class ConnectorGuard(HookDispatcher):
         self._touched = BlockLedger()
         self._locked = BlockLedger()
         self._announced = AnnouncedBlocks()
-        self._levels: defaultdict[str, float] = defaultdict(float)
+        self._levels = Tally()
         self._is_off_counted = False
         self.name = inner.name
         self.worker_metadata_type = inner.worker_metadata_type
@@ -300,16 +302,16 @@ class ConnectorGuard(HookDispatcher):
 
     def _keep_levels(self, stats: Stats) -> Stats:
         """Note levels, to set them back to 0 when it is off: its chunks cannot be found then."""
-        for counter, value in stats.items():
-            if is_level(counter):
-                self._levels[counter] += value
+        for series, value in stats.items():
+            if series.family.kind is Kind.GAUGE:
+                self._levels[series] += value
         return stats
 
     def _withdraw_levels(self, _: ContractError) -> Stats:
-        levels, self._levels = self._levels, defaultdict(float)
-        count = {} if self._is_off_counted else {"connectors_off": 1}
+        levels, self._levels = self._levels, Tally()
+        count: dict[Series, float] = {} if self._is_off_counted else {_TURNED_OFF: 1}
         self._is_off_counted = True
-        return {**count, **{counter: -level for counter, level in levels.items() if level}}
+        return {**count, **{series: -level for series, level in levels.items() if level}}
 
     def _keep_announced(self, events: Iterable[KVEvent]) -> Sequence[KVEvent]:
         """Note what it announces, to take that back when it is off: nobody can load it then."""

@@ -14,7 +14,7 @@ from typing import Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, 
 
 from cargohold.errors import ContractError
 from cargohold.protocol.engine_view import Adapter, ExtraKey
-from cargohold.protocol.stats import Stats, add_stats
+from cargohold.protocol.metrics import Stats, add_stats
 
 
 class TransferOutcome(IntEnum):

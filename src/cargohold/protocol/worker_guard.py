@@ -20,7 +20,7 @@ from cargohold.protocol.messages import (
     UndeliveredMetadata,
     WorkerMetadata,
 )
-from cargohold.protocol.stats import Stats
+from cargohold.protocol.metrics import Stats
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ import functools
 import hashlib
 import re
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
@@ -27,7 +26,8 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.llm import AsyncLLM
 from cargohold.option_values import parse_bytes
-from cargohold.protocol import Hint, KeptPrefix, Pin, TenantUse, last_name, times_part
+from cargohold.protocol import Hint, KeptPrefix, Pin, Stats, Tally, TenantUse, metrics
+from cargohold.protocol.metrics import over_connectors
 from cargohold.serve.desk import Hall, client_of, hall_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Message, fitting, in_turn
@@ -42,8 +42,6 @@ page_router = APIRouter()
 
 _MAX_SHOWN: Final = 50
 _LOOK_S: Final = 0.2
-_WAITS: Final = frozenset({"host_load", "wait"})
-"""What requests wait for when they are restored: loads to the device, and answers and fetches of lower tiers."""
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -192,7 +190,7 @@ async def reset(request: Request) -> Response:
 
 
 @router.get("/metrics")
-async def metrics(request: Request) -> Response:
+async def prometheus(request: Request) -> Response:
     """All metrics, in the text format of Prometheus; those of single tenants only with a key."""
     hall = hall_of(request)
     await hall.watch.look(_LOOK_S)
@@ -261,14 +259,14 @@ class Vessel:
         return asdict(self)
 
 
-def vessels(llm: AsyncLLM, stats: Mapping[str, float]) -> list[Vessel]:
+def vessels(llm: AsyncLLM, stats: Stats) -> list[Vessel]:
     """All places, the fastest first. Of several connectors, what they keep in places of the same name is added up.
 
     Args:
         llm: the model.
         stats: its counters.
     """
-    total = _added_up(stats)
+    total = over_connectors(stats)
     configs = [config for _, config in own_configs(llm.offload)]
     host = [_host(llm, configs, total)] if configs else []
     limits: dict[str, float | None] = {}
@@ -279,26 +277,17 @@ def vessels(llm: AsyncLLM, stats: Mapping[str, float]) -> list[Vessel]:
     return [_device(llm), *host, *(_lower(name, limit, total) for name, limit in limits.items())]
 
 
-def _added_up(stats: Mapping[str, float]) -> Counter[str]:
-    """Counters of several connectors together."""
-    total: Counter[str] = Counter()
-    for name, value in stats.items():
-        total[last_name(name)] += value  # type: ignore[assignment]  # a Counter counts whatever can be added
-    return total
-
-
-def moved(llm: AsyncLLM, stats: Mapping[str, float]) -> Moved:
+def moved(llm: AsyncLLM, stats: Stats) -> Moved:
     """What the engine has moved and computed since the start."""
-    below, total = vessels(llm, stats)[1:], _added_up(stats)
-    waits = [(part, value) for name, value in total.items() if (part := times_part(name)) and part.name in _WAITS]
+    below, total = vessels(llm, stats)[1:], over_connectors(stats)
     return Moved(
         up_bytes=sum(place.out_bytes for place in below),
         down_bytes=sum(place.in_bytes for place in below),
         evicted_chunks=sum(place.evicted_chunks or 0 for place in below),
-        restored_tokens=total["load_tokens"],
-        restore_s=sum(value for part, value in waits if part.sum_counter is None),
-        prefill_tokens=total["prefill_tokens"],
-        prefill_s=total["prefill_s"],
+        restored_tokens=total[metrics.LOAD_TOKENS.of()],
+        restore_s=total.seconds(metrics.LOAD) + total.seconds(metrics.WAIT),
+        prefill_tokens=total[metrics.PREFILL_TOKENS.of()],
+        prefill_s=total[metrics.PREFILL_SECONDS.of()],
     )
 
 
@@ -309,7 +298,7 @@ def _device(llm: AsyncLLM) -> Vessel:
     return Vessel("device", status.num_cached_blocks * block_bytes, capacity, used * block_bytes)
 
 
-def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Mapping[str, float]) -> Vessel:
+def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Tally) -> Vessel:
     layout = llm.plan.layout
     block_bytes = layout.block_bytes * layout.num_shards
     slots = [(OffloadingFactory(config).num_slots(layout), config.blocks_per_chunk * block_bytes) for config in configs]
@@ -317,25 +306,25 @@ def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Mapping[str, f
     mean_chunk_bytes = capacity / max(1, sum(num_slots for num_slots, _ in slots))
     return Vessel(
         "host",
-        total.get("num_ready_chunks", 0) * mean_chunk_bytes,
+        total[metrics.READY_CHUNKS] * mean_chunk_bytes,
         capacity,
-        in_bytes=total.get("store_blocks", 0) * layout.block_bytes,
-        out_bytes=total.get("load_blocks", 0) * layout.block_bytes,
-        stored_chunks=total.get("stored_chunks", 0),
-        evicted_chunks=total.get("removed_chunks", 0),
+        in_bytes=total[metrics.COPIED_BLOCKS.of("store")] * layout.block_bytes,
+        out_bytes=total[metrics.COPIED_BLOCKS.of("load")] * layout.block_bytes,
+        stored_chunks=total[metrics.STORED.of("host")],
+        evicted_chunks=total[metrics.REMOVED.of("host")],
     )
 
 
-def _lower(name: str, limit: float | None, total: Mapping[str, float]) -> Vessel:
+def _lower(name: str, limit: float | None, total: Tally) -> Vessel:
     return Vessel(
         name,
-        total.get(f"num_{name}_bytes", 0),
+        total[metrics.TIER_READY.of(name)],
         limit,
-        in_bytes=total.get(f"{name}_stored_bytes", 0),
-        out_bytes=total.get(f"{name}_loaded_bytes", 0),
-        stored_chunks=total.get(f"{name}_stored_chunks", 0),
-        suspended=int(total.get(f"num_{name}_suspended", 0)),
-        is_off=bool(total.get(f"{name}_off", 0)),
+        in_bytes=total[metrics.MOVED.of(name, "in")],
+        out_bytes=total[metrics.MOVED.of(name, "out")],
+        stored_chunks=total[metrics.STORED.of(name)],
+        suspended=int(total[metrics.OTHER_LEVELS.of(f"num_{name}_suspended")]),
+        is_off=bool(total[metrics.OTHER.of(f"{name}_off")]),
     )
 
 

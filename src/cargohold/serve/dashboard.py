@@ -9,22 +9,20 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from cargohold.connector.metrics import TTFT
+from cargohold.protocol import metrics
 from cargohold.serve.cache import Vessel, page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
+from cargohold.serve.families import IN_ENGINE, REFUSED, UP
 from cargohold.serve.gate import Gate, Hosts, connections
 from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Moved, Scrape, scrape, tiers_of
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
-
-_SINCE: Final = "cargohold_outage_since_timestamp_seconds"
-_RETRY: Final = "cargohold_outage_retry_timestamp_seconds"
 
 Ask = Callable[[str], Scrape]
 
@@ -64,7 +62,7 @@ class Engine:
             return "connecting"
         if self._now.error:
             return f"not reachable: {self._now.error}"
-        if self._now.known("cargohold_up") == 0:  # vLLM's server answers once it serves
+        if self._now.known(UP) == 0:  # vLLM's server answers once it serves
             return "not serving" if tiers_of(self._now) else "starting"
         return "serving"
 
@@ -77,13 +75,13 @@ class Engine:
         return self._known(self._now) | {"engine": _requests(self._now), "totals": since_start.as_json()}
 
     def _known(self, now: Scrape) -> dict[str, Any]:
-        outages = [(dict(labels), since, labels) for labels, since in now.samples.get(_SINCE, {}).items() if since]
+        outages = [(dict(labels), since, labels) for labels, since in now.of(metrics.OUTAGE_SINCE).items() if since]
         lines = [
             {"time": since, "level": "WARNING", "text": f"tier {of.get('tier')}: {of.get('what')}: {of.get('reason')}"}
             for of, since, _ in outages
         ]
         out = Counter(of.get("tier", "") for of, _, _ in outages)
-        off = {of.get("tier", "") for of, _, labels in outages if labels not in now.samples.get(_RETRY, {})}
+        off = {of.get("tier", "") for of, _, labels in outages if labels not in now.of(metrics.OUTAGE_RETRY)}
         return {
             "state": self.state,
             "now": self._clock(),
@@ -97,25 +95,25 @@ class Engine:
 
 def _add(bucket: Bucket, grown: Scrape) -> None:
     """Count what has happened."""
-    for tier, tokens in grown.by("cargohold_prompt_tokens_total", "tier").items():
+    for tier, tokens in grown.by(metrics.PROMPT, "tier").items():
         bucket.tokens[tier] += int(tokens)
-    bucket.num_requests += int(grown.total(f"{TTFT.name}_count"))
-    bucket.ttft_s += grown.total(f"{TTFT.name}_sum")
+    bucket.num_requests += int(grown.total(f"{metrics.TTFT.sample}_count"))
+    bucket.ttft_s += grown.seconds(metrics.TTFT)
     moved = _moved(grown)
     bucket.moved += Moved(
         up_bytes=sum(value for (tier, way), value in moved.items() if way == "out" and tier != "device"),
         down_bytes=sum(value for (tier, way), value in moved.items() if way == "in" and tier != "device"),
-        evicted_chunks=grown.total("cargohold_removed_chunks_total"),
-        restored_tokens=grown.total("cargohold_load_tokens_total"),
-        restore_s=grown.total("cargohold_load_seconds_sum") + grown.total("cargohold_wait_seconds_sum"),
-        prefill_tokens=grown.total("cargohold_prefill_tokens_total"),
-        prefill_s=grown.total("cargohold_prefill_seconds_total"),
+        evicted_chunks=grown.total(metrics.REMOVED),
+        restored_tokens=grown.total(metrics.LOAD_TOKENS),
+        restore_s=grown.seconds(metrics.LOAD) + grown.seconds(metrics.WAIT),
+        prefill_tokens=grown.total(metrics.PREFILL_TOKENS),
+        prefill_s=grown.total(metrics.PREFILL_SECONDS),
     )
 
 
 def _moved(scraped: Scrape) -> dict[tuple[str, str], float]:
     """Bytes by tier and direction."""
-    series = scraped.samples.get("cargohold_moved_bytes_total", {})
+    series = scraped.of(metrics.MOVED)
     return {
         (dict(labels).get("tier", ""), dict(labels).get("direction", "")): value for labels, value in series.items()
     }
@@ -125,12 +123,12 @@ def _vessel(now: Scrape, tier: str, num_out: int, is_off: bool) -> Vessel:
     moved = _moved(now)
     return Vessel(
         tier,
-        now.by("cargohold_tier_ready_bytes", "tier").get(tier, 0),
-        now.by("cargohold_tier_capacity_bytes", "tier").get(tier),
+        now.by(metrics.TIER_READY, "tier").get(tier, 0),
+        now.by(metrics.TIER_CAPACITY, "tier").get(tier),
         used_bytes=_used_bytes(now) if tier == "device" else None,
         in_bytes=moved.get((tier, "in"), 0),
         out_bytes=moved.get((tier, "out"), 0),
-        evicted_chunks=now.by("cargohold_removed_chunks_total", "tier").get(tier),
+        evicted_chunks=now.by(metrics.REMOVED, "tier").get(tier),
         suspended=num_out,
         is_off=is_off,
     )
@@ -139,18 +137,18 @@ def _vessel(now: Scrape, tier: str, num_out: int, is_off: bool) -> Vessel:
 def _used_bytes(now: Scrape) -> float:
     """Bytes that requests are using now on the device. vLLM tells which part of it, of each replica."""
     part = now.total("vllm:kv_cache_usage_perc") / now.num_replicas
-    capacity = now.by("cargohold_tier_capacity_bytes", "tier").get("device", 0)
-    return now.by("cargohold_tier_in_use_bytes", "tier").get("device", part * capacity)
+    capacity = now.by(metrics.TIER_CAPACITY, "tier").get("device", 0)
+    return now.by(metrics.TIER_IN_USE, "tier").get("device", part * capacity)
 
 
 def _requests(now: Scrape) -> dict[str, Any]:
     """How many requests there are, as far as the engine says that: vLLM does not tell those that wait for loads apart."""
-    states: dict[str, float | None] = {**now.by("cargohold_engine_requests", "state")}
+    states: dict[str, float | None] = {**now.by(IN_ENGINE, "state")}
     if not states:
         states = {state: now.known(f"vllm:num_requests_{state}") for state in ("running", "waiting")}
     return {
         **{state: states.get(state) for state in ("running", "waiting", "loading")},
-        "refused": now.known("cargohold_refused_requests_total"),
+        "refused": now.known(REFUSED),
         "connector_error": None,
     }
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,7 +26,7 @@ from cargohold.engine.core.roster import QueuePolicy
 from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import CargoholdError, EngineDeadError
 from cargohold.llm import AsyncLLM
-from cargohold.protocol import TierContents
+from cargohold.protocol import Stats, TierContents
 from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
 from cargohold.serve.settings import Client, ServeConfig
@@ -295,8 +295,8 @@ class Watch:
         log: the last warnings.
     """
 
-    def __init__(self, desk: Desk, looked: Callable[[AsyncLLM, Mapping[str, float]], object]) -> None:
-        self.stats: Mapping[str, float] = {}
+    def __init__(self, desk: Desk, looked: Callable[[AsyncLLM, Stats], object]) -> None:
+        self.stats: Stats = {}
         self.contents: Sequence[TierContents] = ()
         self.log = LogLines()
         self._desk = desk

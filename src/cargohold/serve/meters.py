@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from cargohold.connector.factory import lower_tiers
-from cargohold.connector.metrics import (
-    PROMPT,
-    TTFT,
-    TTFT_MS,
-    Family,
-    Kind,
-    OutageLevels,
-    Series,
-    counter,
-    for_operators,
-    from_the_start,
-    gauge,
-    series_of,
-)
+from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.llm import AsyncLLM
-from cargohold.protocol import Times, times_part
+from cargohold.protocol import Family, Kind, Series, Stats, Tally, metrics
+from cargohold.protocol.metrics import Bucket
 from cargohold.serve.desk import Desk, State, Watch
-from cargohold.serve.records import COMPUTED, DEVICE, Record
-
-_ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
-_ENDS: Final = [(endpoint, state) for endpoint in _ENDPOINTS for state in ("finished", "gone", "failed")]
-
-UP: Final = gauge("up", "Whether requests are taken.")
-REQUESTS: Final = counter("requests", "Requests that have ended, by how.", "endpoint", "state", start=_ENDS)
-REFUSED: Final = counter("refused_requests", "Requests that found the queue full.")
-ANSWERS: Final = gauge("answers_in_progress", "Answers that clients wait for.")
-IN_ENGINE: Final = gauge("engine_requests", "Requests in the engine.", "state")
-GENERATED: Final = counter("generated_tokens", "Tokens generated.")
-OWN_FAMILIES: Final = (UP, REQUESTS, REFUSED, ANSWERS, IN_ENGINE, GENERATED)
-"""All families that servers have beside those of connectors."""
-
-_TTFT: Final = {label: Times(f"{label}_ttft", TTFT_MS) for (label,) in TTFT.start}
+from cargohold.serve.families import ANSWERS, GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, REQUESTS, UP
+from cargohold.serve.records import Record
 
 
 class Meters(Collector):
@@ -52,21 +25,19 @@ class Meters(Collector):
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._seen: tuple[Desk, Watch] | None = None
-        # Under the names that connectors give it: theirs count no requests that they were not asked about.
-        self._stats: Counter[str] = Counter()
-        self._own: Counter[Series] = Counter({Series(REQUESTS, values): 0 for values in REQUESTS.start})
-        self._own[Series(GENERATED)] = 0
+        self._own = Tally({family.of(*labels): 0 for family in OWN_FAMILIES for labels in family.start})
+        # Connectors count no requests that they were not asked about.
+        self._prompts = Tally()
 
     def count(self, record: Record) -> None:
         """Count a request that has ended."""
-        self._own[Series(REQUESTS, (record.endpoint, record.state))] += 1
+        self._own[REQUESTS.of(record.endpoint, record.state)] += 1
         for source, tokens in record.sources().items():
-            name = f"{source}_tokens" if source in (DEVICE, COMPUTED) else f"{source}_hit_tokens"
-            self._stats[name] += tokens
+            self._prompts[metrics.PROMPT.of(source)] += tokens
         outputs = [sequence.metrics.output_tokens for sequence in record.sequences if sequence.metrics is not None]
-        self._own[Series(GENERATED)] += sum(outputs)
+        self._own[GENERATED.of()] += sum(outputs)
         if record.ttft_s is not None:
-            _TTFT[record.cache_label].note(record.ttft_s, self._stats)
+            metrics.TTFT.of(record.cache_label).note(record.ttft_s, self._prompts)
 
     def read_also(self, desk: Desk, watch: Watch) -> None:
         """Show all that there is of an engine. ``desk`` has the model, ``watch`` its counters."""
@@ -78,34 +49,32 @@ class Meters(Collector):
         assert self._seen is not None, "nothing collects before"
         desk, watch = self._seen
         llm = desk.loaded
-        own: dict[Series, float] = {
-            **self._own,
-            Series(UP): desk.state is State.SERVING,
-            Series(ANSWERS): desk.num_answers,
-            Series(REFUSED): desk.num_refused,
-        }
+        found = Tally(self._own)
+        found.update(
+            {UP.of(): desk.state is State.SERVING, ANSWERS.of(): desk.num_answers, REFUSED.of(): desk.num_refused}
+        )
         if llm is not None:
             for state in ("running", "waiting", "loading"):
-                own[Series(IN_ENGINE, (state,))] = getattr(llm.status, f"num_{state}")
-        yield from _shown({series: {"": value} for series, value in own.items()})
-        if llm is not None:
-            yield from _shown(self._of_connectors(llm, watch.stats))
+                found[IN_ENGINE.of(state)] = getattr(llm.status, f"num_{state}")
+            found.add(self._of_connectors(llm, watch.stats))
+        yield from _shown(found)
 
-    def _of_connectors(self, llm: AsyncLLM, stats: Mapping[str, float]) -> dict[Series, dict[str, float]]:
-        """What connectors count by time series, and by counter; of prompts what the server counts itself."""
+    def _of_connectors(self, llm: AsyncLLM, stats: Stats) -> Tally:
+        """What connectors count, and what was there from the start; of prompts what the server counts itself."""
         status, layout = llm.status, llm.plan.layout
         block_bytes = layout.block_bytes * layout.world_size
         device = {
-            "num_device_capacity_bytes": status.num_blocks * block_bytes,
-            "num_device_bytes": status.num_cached_blocks * block_bytes,
-            "num_device_in_use_bytes": (status.num_blocks - status.num_free_blocks) * block_bytes,
+            metrics.TIER_CAPACITY.of("device"): status.num_blocks * block_bytes,
+            metrics.TIER_READY.of("device"): status.num_cached_blocks * block_bytes,
+            metrics.TIER_IN_USE.of("device"): (status.num_blocks - status.num_free_blocks) * block_bytes,
         }
         told = for_operators({**stats, **device}, layout.block_bytes, layout.token_bytes, layout.num_replicas)
-        told |= OutageLevels(epoch=0.0).take_changes(status.outages)
-        told = {name: value for name, value in told.items() if series_of(name).family not in (PROMPT, TTFT)}
-        found: dict[Series, dict[str, float]] = {series: {} for series in from_the_start(lower_tiers(llm.offload))}
-        for name, value in {**told, **self._stats}.items():
-            found.setdefault(series_of(name), {})[name] = value
+        told.add(OutageLevels(epoch=0.0).take_changes(status.outages))
+        found = Tally(dict.fromkeys(metrics.from_the_start(lower_tiers(llm.offload)), 0))
+        found.add(
+            {series: value for series, value in told.items() if series.family not in {metrics.PROMPT, metrics.TTFT}}
+        )
+        found.add(self._prompts)
         return found
 
 
@@ -125,36 +94,34 @@ class OfNobody(Collector):
 # --- as Prometheus reads it -------------------------------------------------------------------------------------------
 
 
-def _shown(found: Mapping[Series, Mapping[str, float]]) -> Iterator[Metric]:
+def _shown(found: Stats) -> Iterator[Metric]:
     """Time series, family by family."""
     made: dict[Family, Metric] = {}
-    for series, values in found.items():
+    histograms: dict[Series, dict[Bucket, float]] = {}
+    for series, value in found.items():
         family = series.family
-        metric = made.setdefault(family, Metric(family.name, family.help, family.kind.value))
-        labels = dict(zip(family.labels, series.values, strict=True))
+        metric = made.setdefault(family, Metric(family.full_name, family.help, family.kind.value))
         if family.kind is Kind.HISTOGRAM:
-            _add_histogram(metric, family, labels, values)
+            buckets = histograms.setdefault(family.of(*series.labels), {})
+            if series.bucket is not None:
+                buckets[series.bucket] = value
         else:
-            suffix = "_total" if family.kind is Kind.COUNTER else ""
-            metric.add_sample(f"{family.name}{suffix}", labels, sum(values.values()))
+            metric.add_sample(family.sample, _labels(series), value)
+    for series, buckets in histograms.items():
+        _add_histogram(made[series.family], series, buckets)
     yield from made.values()
 
 
-def _add_histogram(made: Metric, family: Family, labels: dict[str, str], values: Mapping[str, float]) -> None:
+def _labels(series: Series) -> dict[str, str]:
+    return dict(zip(series.family.labels, series.labels, strict=True))
+
+
+def _add_histogram(made: Metric, series: Series, buckets: Mapping[Bucket, float]) -> None:
     """Add a histogram's samples: numbers up to each bound, as Prometheus has them, from numbers per bucket."""
-    counts: Counter[float] = Counter()
-    total_s = 0.0
-    for counter_name, value in values.items():
-        part = times_part(counter_name)
-        assert part is not None, "only they belong to such a family"
-        if part.sum_counter is None:
-            total_s += value
-        else:
-            counts[part.bound_s] += int(value)
-    num_values = 0
-    for bound in (*family.bounds_s, float("inf")):
-        num_values += counts[bound]
+    name, labels, num_values = series.family.sample, _labels(series), 0.0
+    for bound in series.family.bounds_s:
+        num_values += buckets.get(Bucket(bound, is_sum=False), 0)
         shown = floatToGoString(bound)  # type: ignore[no-untyped-call]  # the package annotates only a part of itself
-        made.add_sample(f"{family.name}_bucket", {**labels, "le": shown}, num_values)
-    made.add_sample(f"{family.name}_count", labels, num_values)
-    made.add_sample(f"{family.name}_sum", labels, total_s)
+        made.add_sample(f"{name}_bucket", {**labels, "le": shown}, num_values)
+    made.add_sample(f"{name}_count", labels, num_values)
+    made.add_sample(f"{name}_sum", labels, sum(value for bucket, value in buckets.items() if bucket.is_sum))

@@ -10,6 +10,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
 from itertools import count
+from math import inf
 from typing import Any, Final, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit, urlunsplit
@@ -18,6 +19,7 @@ from urllib.request import Request, urlopen
 from cargohold.connector.metrics import cache_label
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.errors import ConfigError, one_line
+from cargohold.protocol import Family, metrics
 from cargohold.serve.settings import Client
 
 MAX_RECORDS: Final = 200
@@ -312,20 +314,29 @@ class Scrape:
                 samples.setdefault(sample.name, Counter())[labels] += sample.value  # type: ignore[assignment]  # a Counter adds what can be added
         return cls(at, samples, max(1, len(replicas)))
 
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Return the values of a metric by one of its labels, added up over the others."""
+    def of(self, family: Family) -> Mapping[Labels, float]:
+        """Return the values of a family by their labels."""
+        return self.samples.get(family.sample, {})
+
+    def by(self, family: Family, label: str) -> dict[str, float]:
+        """Return the values of a family by one of its labels, added up over the others."""
         values: Counter[str] = Counter()
-        for labels, value in self.samples.get(name, {}).items():
+        for labels, value in self.of(family).items():
             values[dict(labels).get(label, "")] += value  # type: ignore[assignment]  # a Counter adds what can be added
         return dict(values)
 
-    def known(self, *names: str) -> float | None:
+    def known(self, *what: Family | str) -> float | None:
         """Return the sum of all values of the first of these metrics that there is; ``None`` if there is none."""
+        names = map(_name, what)
         return next((sum(self.samples[name].values()) for name in names if name in self.samples), None)
 
-    def total(self, *names: str) -> float:
+    def total(self, *what: Family | str) -> float:
         """Return the same; 0 if there is none."""
-        return self.known(*names) or 0.0
+        return self.known(*what) or 0.0
+
+    def seconds(self, family: Family) -> float:
+        """Return the sum of a histogram's values."""
+        return self.total(f"{family.sample}_sum")
 
     def since(self, before: Scrape | None) -> Scrape:
         """Return how counters have grown since an earlier scrape, or since the start: if there is none, or it restarted."""
@@ -339,14 +350,18 @@ class Scrape:
         has_restarted = any(value < 0 for values in counters for value in values.values())
         return self if has_restarted else Scrape(self.at, grown)
 
-    def times(self, name: str) -> dict[str, Window]:
-        """Return the histograms of a name, by tier."""
+    def times(self, family: Family) -> dict[str, Window]:
+        """Return the histograms of a family, by tier."""
         buckets: dict[str, Counter[float]] = {}
-        for labels, value in self.samples.get(f"{name}_bucket", {}).items():
+        for labels, value in self.samples.get(f"{family.sample}_bucket", {}).items():
             of = dict(labels)
             buckets.setdefault(of.get("tier", ""), Counter())[float(of["le"])] += value  # type: ignore[assignment]  # as above
-        counts = self.by(f"{name}_count", "tier")
-        return {tier: Window(dict(sorted(found.items())), counts.get(tier, 0)) for tier, found in buckets.items()}
+        return {tier: Window(dict(sorted(found.items())), found[inf]) for tier, found in buckets.items()}
+
+
+def _name(what: Family | str) -> str:
+    """The name of a family's samples; those of other software are named by it."""
+    return what if isinstance(what, str) else what.sample
 
 
 def metrics_url(text: str) -> str:
@@ -380,6 +395,6 @@ def scrape(url: str, key: str | None = None) -> Scrape:
 
 def tiers_of(now: Scrape) -> list[str]:
     """Return the tiers that an engine has, the fastest first."""
-    names = now.by("cargohold_tier_capacity_bytes", "tier") | now.by("cargohold_tier_ready_bytes", "tier")
+    names = now.by(metrics.TIER_CAPACITY, "tier") | now.by(metrics.TIER_READY, "tier")
     order = {"device": 0, "host": 1, "disk": 2}
     return sorted(names, key=lambda name: (order.get(name, len(order)), name))

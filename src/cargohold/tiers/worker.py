@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.protocol import Clock, Stats, TransferOutcome
+from cargohold.protocol import Clock, Stats, Tally, TransferOutcome, metrics
 from cargohold.tiers.chunk_format import NO_DETAILS, Note
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.memory import ByteRows
@@ -199,7 +198,7 @@ class TierWorker:
         self._untold = dict(namespace or {}) if rank == 0 else {}
         # The queue of each job in flight.
         self._queue_of: dict[int, JobQueue] = {}
-        self._stats: Counter[str] = Counter()
+        self._stats = Tally()
 
     def carry_out(self, message: TierMessage) -> None:
         """Start and cancel jobs."""
@@ -265,8 +264,8 @@ class TierWorker:
         health = [queue.health() for queue in self._queues]
         news = {(self._rank, at): now for at, now in enumerate(health) if now != self._health[at]}
         for name, before, now in zip(self._names, self._health, health, strict=True):
-            self._stats[f"{name}_suspensions"] += now.num_open > before.num_open
-            self._stats[f"num_{name}_suspended"] += now.num_open - before.num_open
+            self._stats[metrics.SUSPENSIONS.of(name)] += now.num_open > before.num_open
+            self._stats[metrics.OTHER_LEVELS.of(f"num_{name}_suspended")] += now.num_open - before.num_open
         self._health = health
         namespace, self._untold = self._untold, {}
         listings, self._listings = self._listings, {}
@@ -279,7 +278,7 @@ class TierWorker:
     def take_stats(self) -> Stats:
         """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""
         self._count_bytes()
-        stats, self._stats = self._stats, Counter()
+        stats, self._stats = self._stats, Tally()
         return stats
 
     def shutdown(self) -> None:
@@ -294,14 +293,14 @@ class TierWorker:
         self._knows_bytes = True
         for at, (name, queue) in enumerate(zip(self._names, self._queues, strict=True)):
             before, self._num_bytes[at] = self._num_bytes[at], queue.num_bytes()
-            self._stats[f"num_{name}_bytes"] += self._num_bytes[at] - before
+            self._stats[metrics.TIER_READY.of(name)] += self._num_bytes[at] - before
 
     def _count(self, name: str, job: TierJob) -> None:
-        self._stats[f"{name}_failures"] += job.status in (JobStatus.FAILED, JobStatus.EXPIRED)
-        for answer, counter, amount in (
-            (LoadOutcome.LOADED, "loaded_bytes", self._chunks.shape[1]),
-            (LoadOutcome.CORRUPT, "corrupt_chunks", 1),
-            (StoreOutcome.STORED, "stored_bytes", self._chunks.shape[1]),
+        self._stats[metrics.TIER_FAILURES.of(name)] += job.status in (JobStatus.FAILED, JobStatus.EXPIRED)
+        for answer, series, amount in (
+            (LoadOutcome.LOADED, metrics.MOVED.of(name, "out"), self._chunks.shape[1]),
+            (LoadOutcome.CORRUPT, metrics.CORRUPT.of(name), 1),
+            (StoreOutcome.STORED, metrics.MOVED.of(name, "in"), self._chunks.shape[1]),
         ):
             if job.kind in ONE_BY_ONE and (count := job.answers.count(answer)):
-                self._stats[f"{name}_{counter}"] += count * amount
+                self._stats[series] += count * amount

@@ -8,7 +8,7 @@ import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache import StoreHandle, StoreOffer
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import TransferOutcome, metrics
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch
 from tests.tiers.scheduler_side.world import KEYS, World, key_of
@@ -119,7 +119,7 @@ def test_a_released_fetch_is_cancelled_and_its_slots_are_free() -> None:
     world.end(load, [False] * 4, TransferOutcome.ABANDONED)
     assert (world.manager.num_writing, world.manager.num_free) == (0, 4)
     assert list(world.lower.lookup(KEYS[:4])) == [READY] * 4, "the tier still has them"
-    assert world.lower.tiers[0].stats["failures"] == 0, "and is not to blame"
+    assert world.lower.tiers[0].stats[metrics.TIER_FAILURES.of("tier0")] == 0, "and is not to blame"
 
 
 def test_chunks_that_arrive_for_a_released_fetch_are_ready_and_unpinned() -> None:
@@ -231,7 +231,7 @@ def test_an_idle_tier_has_no_job_and_no_pin() -> None:
     note()
     assert seen == [(True, False), (False, True), (False, True), (True, False), (False, False)]
     stats = world.lower.take_stats()
-    assert (stats["tier0_loaded_chunks"], stats["tier0_not_loaded_chunks"]) == (1, 1)
+    assert (stats[metrics.OTHER.of("tier0_loaded_chunks")], stats[metrics.NOT_LOADED.of("tier0")]) == (1, 1)
     assert not world.lower.take_stats(), "since the last time"
 
 

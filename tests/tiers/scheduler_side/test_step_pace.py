@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
 from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.pace import MAX_AGE_S, StepPace
+from cargohold.protocol import Tally
 
 STEP_TOKENS = 512
 
@@ -26,7 +25,7 @@ class Engine:
 
     def end(self, num_tokens: int) -> None:
         self.clock.advance(0.05 + 0.001 * num_tokens)
-        self.pace.end(Counter())
+        self.pace.end(Tally())
 
     def compute(self, num_tokens: int) -> None:
         self.begin(num_tokens)
@@ -68,7 +67,7 @@ def test_a_step_without_tokens_is_not_measured(sizes: tuple[int, ...]) -> None:
     assert (known is None) is (not sizes)
     engine.pace.begin(SchedulerStep())
     engine.clock.advance(1)
-    engine.pace.end(Counter())
+    engine.pace.end(Tally())
     assert engine.pace.predict(200) == known
 
 
@@ -118,7 +117,7 @@ def test_time_in_which_nothing_was_planned_is_not_measured() -> None:
     engine = Engine()
     for num_tokens in (1, 0, 1):
         engine.compute(num_tokens)
-        engine.pace.end(Counter())  # there is nothing that could have ended
+        engine.pace.end(Tally())  # there is nothing that could have ended
         engine.clock.advance(60)
     assert engine.pace.predict(1) == pytest.approx(0.051, rel=0.01)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.lab.simulation import VirtualClock
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import TransferOutcome, metrics
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -38,7 +38,7 @@ def test_events_follow_what_is_known_of_a_tier_and_end_with_a_reset() -> None:
     (store,) = world.step()
     world.end(store, [True, False])
     stats = world.lower.take_stats()
-    assert (stats["tier0_stored_chunks"], stats["tier0_not_stored_chunks"]) == (1, 1)
+    assert (stats[metrics.STORED.of("tier0")], stats[metrics.NOT_STORED.of("tier0")]) == (1, 1)
     known = follow(world, set())
     assert known == {KEYS[0]}
     for is_there in (False, True):

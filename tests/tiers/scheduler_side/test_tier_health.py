@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.protocol import Outage, TransferOutcome
+from cargohold.protocol import Outage, TransferOutcome, metrics
 from cargohold.tiers import BreakerState, JobKind, TierHealth
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch, fetches
 from tests.tiers.scheduler_side.world import KEYS, World, breaker_state, fail_load, fail_loads, follow, key_of, written
@@ -126,7 +126,7 @@ def test_a_tier_that_is_off_on_a_worker_gets_no_job(caplog: pytest.LogCaptureFix
     for job in jobs:
         world.end(job, [True] * len(job.keys), TransferOutcome.DONE if job is jobs[-1] else TransferOutcome.FAILED)
     assert follow(world, set()) == set(), "what it wrote last is of no use"
-    assert world.lower.take_stats()["tier0_off"] == 1
+    assert world.lower.take_stats()[metrics.OTHER.of("tier0_off")] == 1
     assert caplog.text.count("tier tier0 is off") == 1
     assert "for a while" not in caplog.text, "for it is not tried again"
     world.manager.check()

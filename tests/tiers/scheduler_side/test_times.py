@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from math import isfinite
 
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
 from cargohold.lab.simulation import VirtualClock
 from cargohold.pace import Pace, StepPace
-from cargohold.protocol import Patience
+from cargohold.protocol import Patience, Tally
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.tiers.scheduler_side import TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -77,7 +76,7 @@ def test_the_time_that_computing_takes_is_finite_and_never_negative(
         share = ScheduledTokens("r", (0,) * num_scheduled, 0, 0, ((),), None)
         pace.begin(SchedulerStep(scheduled=(share,) if num_scheduled else ()))
         clock.advance(seconds)
-        pace.end(Counter())
+        pace.end(Tally())
         clock.advance(pause_s)
     predicted = pace.predict(num_tokens)
     assert predicted is None or (isfinite(predicted) and predicted >= 0)

@@ -6,6 +6,7 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.cache import StoreOffer
+from cargohold.protocol import metrics
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import Admission, WriteMode
 from tests.tiers.scheduler_side.world import KEYS, World, key_of
@@ -118,7 +119,7 @@ def test_a_used_chunk_is_written_once_with_its_parent() -> None:
     assert len(world.lower.writes[0].backlog) == 0
     assert world.step() == []
     stats = world.lower.take_stats()
-    assert (stats["tier0_stored_chunks"], stats["tier0_not_stored_chunks"]) == (4, 0)
+    assert (stats[metrics.STORED.of("tier0")], stats[metrics.NOT_STORED.of("tier0")]) == (4, 0)
 
 
 def test_a_chunk_that_the_tier_has_is_not_written_again() -> None:
@@ -223,4 +224,4 @@ def test_a_written_chunk_is_not_written_again_with_every_use() -> None:
             assert command.kind is not JobKind.STORE or world.clock() == 0
             world.end(command, [True] * 4)
         world.clock.advance(60)
-    assert world.lower.tiers[0].stats["stored_chunks"] == 4
+    assert world.lower.tiers[0].stats[metrics.STORED.of("tier0")] == 4

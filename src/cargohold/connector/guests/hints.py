@@ -39,8 +39,10 @@ from cargohold.protocol import (
     RequestView,
     Stats,
     StepView,
+    Tally,
     TransferOutcome,
     level_changes,
+    metrics,
 )
 from cargohold.tiers.scheduler_side import Ahead, Prefetches
 
@@ -166,7 +168,7 @@ class Hints(Guest):
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
         # What the hints of requests that have not ended have led to.
         self._of_request: dict[str, tuple[Grant, ...]] = {}
-        self._stats: Counter[str] = Counter()
+        self._stats = Tally()
         self._levels: Stats = {}
 
     def __bool__(self) -> bool:
@@ -385,10 +387,10 @@ class Hints(Guest):
 
     def take_stats(self, tier: str, chunk_bytes: int) -> Stats:
         """Return counters since the last call, and how the number of pinned chunks has changed since then."""
-        stats, self._stats = dict(self._stats), Counter()
+        stats, self._stats = self._stats, Tally()
         before, self._levels = (
             self._levels,
-            {"num_pinned_chunks": self.num_pinned, f"num_{tier}_pinned_bytes": self.num_pinned * chunk_bytes},
+            {metrics.PINNED_CHUNKS: self.num_pinned, metrics.TIER_PINNED.of(tier): self.num_pinned * chunk_bytes},
         )
         return {**stats, **(level_changes(before, self._levels) if before != self._levels else {})}
 
@@ -531,7 +533,7 @@ class Hints(Guest):
             self._tell(grant.hint, how, grant.tenant)
 
     def _tell(self, hint: Hint, how: HintEnd, tenant: str | None) -> None:
-        self._stats[f"hints_{how.value}"] += 1
+        self._stats[metrics.HINTS.of(how.value)] += 1
         self._events.append(HintEvent(hint.action_id, hint.kind, how, tenant))
 
     def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:

@@ -9,7 +9,6 @@ on. So both are bounded, and neither prefers old chunks or young ones.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +22,6 @@ from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.protocol import (
-    AGES_MS,
     AttentionKind,
     BlockIds,
     Clock,
@@ -31,11 +29,12 @@ from cargohold.protocol import (
     KeptPrefix,
     KVCacheLayout,
     SchedulerEnvironment,
+    Series,
     Stats,
-    Times,
+    Tally,
     TransferOutcome,
-    labelled,
     level_changes,
+    metrics,
 )
 from cargohold.tiers.scheduler_side import LowerTiers
 
@@ -69,10 +68,7 @@ class Meters(Guest):
         self._clock = clock = environment.clock
         self._observe = environment.observe
         self._lower = lower
-        self._stats: Counter[str] = Counter()
-        self._loads = Times(f"{shared.tier}_load")
-        self._stores = Times(f"{shared.tier}_store")
-        self._waits = Times("wait")
+        self._stats = Tally()
         self._ages = ChunkAges(shared.manager, shared.tier, clock, self._stats)
         self.prefixes = Prefixes(shared.manager, shared.layout, clock)
         # By request, since when the engine is told to ask again, as long as it is.
@@ -85,15 +81,15 @@ class Meters(Guest):
         self.chunk_bytes = layout.block_bytes * layout.num_shards * shared.config.blocks_per_chunk
         lower_chunks = {} if lower is None else lower.max_chunks
         self._limits = {
-            f"num_{name}_capacity_bytes": num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
+            metrics.TIER_CAPACITY.of(name): num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
         }
         quotas = getattr(shared.config, "quotas", ())
         self._labels = {quota.tenant: quota.label or f"tenant {at}" for at, quota in enumerate(quotas, 1)}
         for tenant, limits in shared.manager.quotas.items():
             for limit, num_chunks in (("reserved", limits.reserved), ("soft", limits.soft), ("hard", limits.hard)):
                 if num_chunks is not None:
-                    name = labelled(f"num_{shared.tier}_quota_bytes", self._label(tenant), limit)
-                    self._limits[name] = num_chunks * self.chunk_bytes
+                    quota = metrics.QUOTA.of(shared.tier, self._label(tenant), limit)
+                    self._limits[quota] = num_chunks * self.chunk_bytes
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
@@ -133,8 +129,8 @@ class Meters(Guest):
         facts: dict[str, int | str] = {"tokens": num_tokens, "outcome": outcome.name.lower()}
         self._tell("load", (load.request_id,), since, self._clock(), facts)
         if outcome is TransferOutcome.DONE:
-            self._loads.note(self._clock() - since, self._stats)
-            self._stats["load_tokens"] += num_tokens
+            metrics.LOAD.of(self._shared.tier).note(self._clock() - since, self._stats)
+            self._stats[metrics.LOAD_TOKENS.of()] += num_tokens
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """Note how long it took, and follow some of its chunks."""
@@ -144,7 +140,7 @@ class Meters(Guest):
             facts: dict[str, int | str] = {"chunks": len(store.keys), "outcome": outcome.name.lower()}
             self._tell("store", store.request_ids, since, self._clock(), facts)
         if outcome is TransferOutcome.DONE:
-            self._stores.note(self._clock() - since, self._stats)
+            metrics.STORE.of(self._shared.tier).note(self._clock() - since, self._stats)
             if not store.is_spoiled:
                 self._ages.note_stored(store.handle.keys)
 
@@ -166,7 +162,7 @@ class Meters(Guest):
         since = self._not_yet_since.pop(request_id, None)
         if since is not None:
             now = self._clock()
-            self._waits.note(now - since, self._stats)
+            metrics.WAIT.of().note(now - since, self._stats)
             self._tell("wait", (request_id,), since, now)
 
     def _tell_found(self, state: RequestState, admission: Admission) -> None:
@@ -202,17 +198,17 @@ class Meters(Guest):
     def _take_levels(self) -> Stats:
         manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
         num_ready = manager.num_ready
-        levels: dict[str, float] = {
-            "removed_chunks": manager.num_removed - (0 if self._lower is None else self._lower.num_never_there),
-            "num_ready_chunks": num_ready,
-            "num_stuck_copies": self._shared.jobs.num_stuck,
-            f"num_{tier}_bytes": num_ready * chunk_bytes,
-            f"num_{tier}_in_use_bytes": manager.num_pins * chunk_bytes,
-            f"num_{tier}_capacity_bytes": manager.capacity * chunk_bytes,
+        levels: dict[Series, float] = {
+            metrics.REMOVED.of(tier): manager.num_removed - (0 if self._lower is None else self._lower.num_never_there),
+            metrics.READY_CHUNKS: num_ready,
+            metrics.STUCK_COPIES: self._shared.jobs.num_stuck,
+            metrics.TIER_READY.of(tier): num_ready * chunk_bytes,
+            metrics.TIER_IN_USE.of(tier): manager.num_pins * chunk_bytes,
+            metrics.TIER_CAPACITY.of(tier): manager.capacity * chunk_bytes,
             **self._limits,
         }
         for tenant, num_chunks in manager.usage().items():
-            levels[labelled(f"num_{tier}_tenant_bytes", self._label(tenant))] = num_chunks * chunk_bytes
+            levels[metrics.OF_TENANT.of(tier, self._label(tenant))] = num_chunks * chunk_bytes
         before, self._levels = self._levels, levels
         return level_changes(before, levels) if levels != before else {}
 
@@ -227,12 +223,12 @@ class ChunkAges:
         stats: the counters; mutated.
     """
 
-    def __init__(self, manager: OffloadManager, tier: str, clock: Clock, stats: Counter[str]) -> None:
+    def __init__(self, manager: OffloadManager, tier: str, clock: Clock, stats: Tally) -> None:
         self._manager = manager
         self._clock = clock
         self._stats = stats
-        self._lifetimes = Times(f"{tier}_lifetime", AGES_MS)
-        self._gaps = Times("reuse_gap", AGES_MS)
+        self._lifetimes = metrics.LIFETIME.of(tier)
+        self._gaps = metrics.REUSE_GAP.of()
         # When each followed chunk was stored, and when each remembered one was used last; the oldest first.
         self._kept: dict[OffloadKey, float] = {}
         self._used: dict[OffloadKey, float] = {}

@@ -34,6 +34,7 @@ from cargohold.protocol import (
     Clock,
     KVCacheLayout,
     KVConnectorOutput,
+    Series,
     StepView,
     TransferOutcome,
 )
@@ -52,11 +53,13 @@ class GuestView:
         layout: the engine's paged KV.
         clock: monotonic time in seconds.
         lookup: returns one byte per chunk, ``cargohold.blocks.READY`` for those that host memory has; changes nothing.
+        count: adds to a time series, of a family that the guest's module declares; see ``cargohold.protocol.metrics``.
     """
 
     layout: KVCacheLayout
     clock: Clock
     lookup: Callable[[Sequence[OffloadKey]], bytes]
+    count: Callable[[Series, float], None]
 
 
 def find_guest(name: object, key: str = "guests") -> Callable[[GuestView], Guest]:

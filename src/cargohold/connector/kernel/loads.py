@@ -35,6 +35,7 @@ from cargohold.protocol import (
     KVConnectorOutput,
     Stats,
     TransferOutcome,
+    metrics,
 )
 
 
@@ -393,9 +394,9 @@ class Loads:
         shared.jobs.add_load(load)
         timeout_s = shared.config.transfer_timeout_s
         self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), timeout_s, load.is_in_step))
-        shared.stats["loads"] += 1
-        shared.stats["loads_in_step"] += load.is_in_step
-        shared.stats["loaded_blocks"] += len(block_ids)
+        shared.stats[metrics.PLANNED.of("load")] += 1
+        shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step
+        shared.stats[metrics.PLANNED_BLOCKS.of("load")] += len(block_ids)
         return origins.count(len(origins.tiers))
 
     def fits_in_step(self, num_blocks: int, step_s: float | None) -> bool:
@@ -417,8 +418,8 @@ class Loads:
     def note_copied(self, stats: Stats) -> None:
         """Learn from workers' counters how long their copies took."""
         for what in ("load", "store"):
-            if num_blocks := stats.get(f"{what}_blocks"):
-                block_s = stats[f"{what}_s"] / num_blocks
+            if num_blocks := stats.get(metrics.COPIED_BLOCKS.of(what)):
+                block_s = stats[metrics.COPY_SECONDS.of(what)] / num_blocks
                 before = self._block_s.get(what, block_s)
                 self._block_s[what] = before + 0.2 * (block_s - before)
 
@@ -474,7 +475,7 @@ class Loads:
     def _note_restored(self, load: Load, num_tokens: int) -> None:
         counts = load.origins.count(num_tokens)
         if load.is_first:
-            self._shared.stats.update({f"{tier}_hit_tokens": count for tier, count in counts.items()})
+            self._shared.stats.add({metrics.PROMPT.of(tier): count for tier, count in counts.items()})
         state = self._requests.get(load.request_id)
         if state is not None and num_tokens:
             first, known = load.num_computed_tokens, state.restored
@@ -485,7 +486,7 @@ class Loads:
 
     def _note_failure(self, load: Load, outcome: TransferOutcome, bad_keys: set[OffloadKey], num_kept: int) -> None:
         tier = self._shared.tier
-        self._shared.stats["loads_failed"] += 1
+        self._shared.stats[metrics.FAILURES.of("load")] += 1
         too_late = outcome is TransferOutcome.ABANDONED
         reason = "came too late" if too_late else f"failed: {len(bad_keys)} of {len(load.handle.keys)} chunks are bad"
         self._shared.failures.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)

@@ -39,6 +39,8 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     Stats,
     StepView,
+    Tally,
+    metrics,
 )
 
 logger = logging.getLogger(__name__)
@@ -291,8 +293,7 @@ class KernelScheduler(KVConnectorScheduler):
 
     def get_stats(self) -> Stats:
         """Return the kernel's counters since the last call."""
-        stats = dict(self._shared.stats)
-        self._shared.stats.clear()
+        stats, self._shared.stats = self._shared.stats, Tally()
         return stats
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ class KernelScheduler(KVConnectorScheduler):
     def _note_stuck(self, job: Load | Store, limit_s: float) -> None:
         shared = self._shared
         is_load = isinstance(job, Load)
-        shared.stats["loads_failed" if is_load else "stores_failed"] += 1
+        shared.stats[metrics.FAILURES.of("load" if is_load else "store")] += 1
         shared.failures.warning(
             "a %s of %d blocks did not end within %g s; they and their slots in %s are out of service until it ends",
             "load" if is_load else "store",
@@ -408,5 +409,5 @@ class KernelScheduler(KVConnectorScheduler):
         found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self._shared.tier: 0}).items())
         state.notes.append(f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; {left}")
         if not state.was_admitted:
-            self._shared.stats["asked_tokens"] += num_tokens
-            self._shared.stats["device_hit_tokens"] += num_computed_tokens
+            self._shared.stats[metrics.ASKED.of()] += num_tokens
+            self._shared.stats[metrics.FOUND_ON_DEVICE.of()] += num_computed_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import dataclass, field
 
 from cargohold.cache.manager import OffloadManager
@@ -11,7 +10,7 @@ from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import BlockHolder, JobTable
 from cargohold.errors import SparingLog
-from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext
+from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext, Series, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Shared:
     keeps_partial_loads: bool = True
     prefix_caching: bool = True
     context: SchedulerContext | None = None
-    stats: Counter[str] = field(default_factory=Counter)
+    stats: Tally = field(default_factory=Tally)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)
     guests: Guests = field(default_factory=Guests)
@@ -61,6 +60,10 @@ class Shared:
         """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be told."""
         keeps_blocks = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
         return keeps_blocks and self.prefix_caching and self.context is not None
+
+    def count(self, series: Series, amount: float) -> None:
+        """Add to a time series."""
+        self.stats[series] += amount
 
     def num_storable_blocks(self) -> int:
         """Return how many more device blocks stores may hold now."""

@@ -29,6 +29,7 @@ from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.deadlines import Deadline, HoldTime
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, ScheduledRequest, SchedulerContext, StepView, TransferOutcome
+from cargohold.protocol.metrics import DEFERRED_STORES, FAILURES, PLANNED, PLANNED_BLOCKS, STORED, STORED_AGAIN
 
 _SEVERAL: Final = 4
 _FEW_PART: Final = 2
@@ -458,7 +459,7 @@ class EagerStores:
         deferred = frozenset(handle.deferred)
         for offer in offered:
             next_chunk = offer.next_chunk(deferred | self._offered_again(offer, handle))
-            self._shared.stats["stores_deferred"] += next_chunk < offer.of.end
+            self._shared.stats[DEFERRED_STORES.of()] += next_chunk < offer.of.end
             offer.state.note_offered(offer.group, next_chunk)
 
     def _places(self, offered: Sequence[Offer], handle: StoreHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -485,7 +486,7 @@ class EagerStores:
             parts.append(offer.part(stored))
         num_computed = len(taken) - num_again
         self._allowance = min(self._allowance + num_computed - num_again, self._shared.manager.capacity)
-        self._shared.stats["stored_again_chunks"] += num_again
+        self._shared.stats[STORED_AGAIN] += num_again
         return parts
 
 
@@ -522,8 +523,8 @@ class NoStores:
 def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:
     """Add a store to the jobs in flight, and return the message that starts it. Its blocks must be held already."""
     shared.jobs.add_store(store)
-    shared.stats["stores"] += 1
-    shared.stats["stored_blocks"] += len(store.block_ids)
+    shared.stats[PLANNED.of("store")] += 1
+    shared.stats[PLANNED_BLOCKS.of("store")] += len(store.block_ids)
     return StoreJob(store.job_id, store.block_ids, rows, shared.config.transfer_timeout_s)
 
 
@@ -531,9 +532,9 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     """Let a store's chunks be found if they were copied; otherwise give their slots back."""
     if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
-        shared.stats["stored_chunks"] += len(store.handle.keys)
+        shared.stats[STORED.of(shared.tier)] += len(store.handle.keys)
     else:
         store.handle.forfeit()
-        shared.stats["stores_failed"] += 1
+        shared.stats[FAILURES.of("store")] += 1
         reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
         shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)

@@ -14,8 +14,10 @@ from cargohold.protocol import (
     FinishedTransfers,
     KVConnectorWorker,
     Stats,
+    Tally,
     TransferOutcome,
     WorkerMetadata,
+    metrics,
 )
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 
@@ -67,7 +69,7 @@ class KernelWorker(KVConnectorWorker):
         # Requests whose loads were given up in this step.
         self._given_up: set[str] = set()
         self._invalid_block_ids: set[int] = set()
-        self._stats: dict[str, float] = {}
+        self._stats = Tally()
 
     def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
         """Take the paged KV. All groups must share the same regions, so that a block id alone says where a block is."""
@@ -136,7 +138,7 @@ class KernelWorker(KVConnectorWorker):
 
     def get_stats(self) -> Stats:
         """Return blocks copied and seconds taken, per direction, and a guest's counters, since the last call."""
-        stats, self._stats = self._stats, {}
+        stats, self._stats = self._stats, Tally()
         return stats if self._part is None else {**stats, **self._part.take_stats()}
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
@@ -173,8 +175,8 @@ class KernelWorker(KVConnectorWorker):
         if result.outcome is not TransferOutcome.DONE:
             return  # how much a failed job has copied is not known; a job that came too late has copied nothing
         direction = result.job.direction.value
-        for name, amount in ((f"{direction}_blocks", len(result.job.block_ids)), (f"{direction}_s", result.duration_s)):
-            self._stats[name] = self._stats.get(name, 0) + amount
+        self._stats[metrics.COPIED_BLOCKS.of(direction)] += len(result.job.block_ids)
+        self._stats[metrics.COPY_SECONDS.of(direction)] += result.duration_s
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:

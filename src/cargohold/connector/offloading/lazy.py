@@ -29,6 +29,7 @@ from cargohold.protocol import (
     StepView,
     TransferOutcome,
     WorkerEnvironment,
+    metrics,
 )
 
 # --- walks the free queue ahead of eviction ---------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class LazyStores:
         """
         by_key = {_key(block): block for block in unsafe}
         handle = self._shared.manager.prepare_stores([StoreOffer((key,)) for key in by_key])
-        self._shared.stats["stores_deferred"] += bool(handle.deferred)
+        self._shared.stats[metrics.DEFERRED_STORES.of()] += bool(handle.deferred)
         if not handle.keys:
             handle.commit()
             return

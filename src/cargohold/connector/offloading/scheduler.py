@@ -74,7 +74,9 @@ class OffloadingScheduler(KernelScheduler):
         self._hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
         self._hints.coming = self._stores.coming
         self._below = None if lower is None else self._make_below(lower, config, environment)
-        own = own_guests(config.guests, GuestView(environment.layout, environment.clock, manager.lookup))
+        own = own_guests(
+            config.guests, GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
+        )
         guests = (self._events, self._meters, self._handoff, self._hints, self._below, *own)
         self._guests.welcome([guest for guest in guests if guest is not None])
 

@@ -346,7 +346,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if self._scheduler is None:
             return None
         stats = self._scheduler.take_stats(self._mean_block_bytes)
-        return TransferStats(data=stats) if stats else None
+        return TransferStats.of(stats) if stats else None
 
     def reset_cache(self) -> bool | None:
         """Drop everything kept; ``False`` while transfers are in flight."""

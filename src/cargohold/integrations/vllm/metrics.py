@@ -10,26 +10,48 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from prometheus_client import REGISTRY, Histogram
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
 
-from cargohold.connector.metrics import TTFT, TTFT_MS, Family, Kind, Series, cache_label, from_the_start, series_of
+from cargohold.connector.metrics import cache_label
 from cargohold.integrations.vllm import compat
-from cargohold.protocol import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Times, times_part
+from cargohold.protocol import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Family,
+    Kind,
+    KVEvent,
+    Series,
+    Stats,
+    Tally,
+    metrics,
+)
 
 _KINDS: Final[Mapping[Kind, type]] = {Kind.COUNTER: PromCounter, Kind.GAUGE: PromGauge, Kind.HISTOGRAM: Histogram}
+_ROWS: Final = "rows"
 
 _registered: list[Any] = []
 # Time series of the last engine in this process, to be unregistered before the next one: names must be unique.
 
 
 class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's class, or an inert one without it
-    """Counters on their way to vLLM's loggers; ``data`` maps their names to increments."""
+    """Values on their way to vLLM's loggers; ``data`` is what ``pack`` makes of them, because it travels."""
 
-    data: dict[str, float]
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, stats: Stats) -> Self:
+        """Make those of these values."""
+        return cls(data={_ROWS: metrics.pack(stats)} if stats else {})
+
+    @property
+    def values(self) -> Tally:
+        """The values."""
+        return metrics.unpack(self.data.get(_ROWS, ()))
 
     def reset(self) -> None:
         """Start from zero."""
@@ -37,9 +59,9 @@ class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's cl
 
     def aggregate(self, other: TransferStats) -> TransferStats:
         """Add ``other`` to this object, and return this object, as vLLM's own classes do."""
-        total: Counter[str] = Counter(self.data)
-        total.update(other.data)
-        self.data = dict(total)
+        total = self.values
+        total.add(other.values)
+        self.data = {_ROWS: metrics.pack(total)} if total else {}
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -47,8 +69,8 @@ class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's cl
 
         Levels are left out: only their change in the interval is known.
         """
-        is_counter = {name: series_of(name).family.kind is Kind.COUNTER for name in self.data}
-        return {name: round(value, 3) for name, value in sorted(self.data.items()) if is_counter[name]}
+        counted = {str(series): value for series, value in self.values.items() if series.family.kind is Kind.COUNTER}
+        return {name: round(value, 3) for name, value in sorted(counted.items())}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -56,7 +78,7 @@ class TransferStats(compat.KVConnectorStats):  # type: ignore[misc]  # vLLM's cl
 
 
 class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM's class, or an inert one without it
-    """The time series of the connectors, per engine; see ``cargohold.connector.metrics``.
+    """The time series of the connectors, per engine; see ``cargohold.protocol.metrics``.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -81,33 +103,33 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         self._series: dict[tuple[int, Series], Any] = {}
         self._levels: Counter[tuple[int, Series]] = Counter()
         for engine in per_engine_labelvalues:
-            for series in from_the_start(lower):
+            for series in metrics.from_the_start(lower):
                 self._find(engine, series)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counters."""
-        for counter, value in transfer_stats_data.items():
-            series = series_of(counter)
-            shown = self._find(engine_idx, series)
+        """Add an interval's values."""
+        values = TransferStats(data=transfer_stats_data).values
+        for series, value in values.items():
+            shown = self._find(engine_idx, series._replace(bucket=None))
             match series.family.kind:
                 case Kind.COUNTER:
                     shown.inc(value)
                 case Kind.GAUGE:
                     # Added up here, because vLLM's gauges in Ray can only be set.
-                    self._levels[engine_idx, series] += value
+                    self._levels[engine_idx, series] += value  # type: ignore[assignment]  # a Counter adds what can be added
                     shown.set(self._levels[engine_idx, series])
                 case Kind.HISTOGRAM:
-                    part = times_part(counter)
-                    if part is not None and part.sum_counter is not None:
+                    if series.bucket is not None and not series.bucket.is_sum:
                         # The mean of the values in a bucket is in that bucket, so numbers and sum are right.
+                        total = values[series._replace(bucket=series.bucket._replace(is_sum=True))]
                         for _ in range(int(value)):
-                            shown.observe(transfer_stats_data.get(part.sum_counter, 0.0) / value)
+                            shown.observe(total / value)
 
     def _find(self, engine: int, series: Series) -> Any:
         """The time series, made when first asked for."""
         shown = self._series.get((engine, series))
         if shown is None:
-            labels = [*self.per_engine_labelvalues[engine], *series.values]
+            labels = [*self.per_engine_labelvalues[engine], *series.labels]
             shown = self._series[engine, series] = self._made(series.family).labels(*labels)
         return shown
 
@@ -118,9 +140,9 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
                 # Each API server is told only a part of the changes, so the level is the sum over all of them.
                 options = {"multiprocess_mode": "sum"}
             elif family.kind is Kind.HISTOGRAM:
-                options = {"buckets": list(family.bounds_s)}
+                options = {"buckets": list(family.bounds_s[:-1])}
             labelnames = [*self._labelnames, *family.labels]
-            made = kind(name=family.name, documentation=family.help, labelnames=labelnames, **options)
+            made = kind(name=family.full_name, documentation=family.help, labelnames=labelnames, **options)
             self._families[family.name] = made
             _registered.append(made)
         return self._families[family.name]
@@ -180,9 +202,6 @@ class EventTranslator:
         )
 
 
-_TTFT: Final = {label: Times(f"{label}_ttft", TTFT_MS) for (label,) in TTFT.start}
-
-
 class FirstTokens:
     """Measures from when vLLM's front end has received a request until the step after the one that makes its first token.
 
@@ -202,16 +221,16 @@ class FirstTokens:
             label = cache_label(num_restored_tokens, num_device_tokens, request.num_prompt_tokens)
             self._awaited[request.request_id] = request, label
 
-    def look(self, stats: Counter[str]) -> None:
+    def look(self, stats: Tally) -> None:
         """Count in ``stats`` the requests that have their first token by now. Called once a step."""
         if self._awaited:
             for request, _ in list(self._awaited.values()):
                 if request.num_tokens > request.num_prompt_tokens:
                     self.note_ended(request, stats)
 
-    def note_ended(self, request: Any, stats: Counter[str]) -> None:
+    def note_ended(self, request: Any, stats: Tally) -> None:
         """Forget a request. Counts it in ``stats`` if it has a token that was not counted."""
         awaited = self._awaited.pop(request.request_id, None)
         if awaited is not None and request.num_tokens > request.num_prompt_tokens:
             waited_s = self._epoch + self._clock() - request.arrival_time
-            _TTFT[awaited[1]].note(max(0.0, waited_s), stats)
+            metrics.TTFT.of(awaited[1]).note(max(0.0, waited_s), stats)

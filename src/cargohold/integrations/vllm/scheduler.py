@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
@@ -42,10 +41,11 @@ from cargohold.protocol import (
     OutputAggregator,
     Patience,
     Stats,
+    Tally,
     ToolTokens,
-    add_stats,
     hints_in,
     level_changes,
+    metrics,
     parse_hints,
 )
 
@@ -165,7 +165,7 @@ class SchedulerSide:
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = False
         device_bytes = (layout.num_blocks - 1) * layout.block_bytes * layout.world_size
-        self._stats: Counter[str] = Counter({"num_device_capacity_bytes": device_bytes})
+        self._stats = Tally({metrics.TIER_CAPACITY.of("device"): device_bytes})
         self._levels: Stats = {}
         self._stats_due_at = 0.0
         self._outages = OutageLevels(time.time() - clock())
@@ -226,7 +226,8 @@ class SchedulerSide:
         for hint in hints:
             if hint.token_ids:
                 outcomes += self.guard.on_hints(seen.prefix(list(hint.token_ids)), [hint.without_tokens()])
-        self._stats.update(f"hints_{outcome.status}" for outcome in outcomes)
+        for outcome in outcomes:
+            self._stats[metrics.HINTS.of(outcome.status.value)] += 1
         return outcomes
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -273,7 +274,7 @@ class SchedulerSide:
         seen = self._requests[request_id]
         num_tokens, is_async = self.guard.get_num_new_matched_tokens(seen, num_computed_tokens)
         if num_tokens is None:
-            self._stats["deferred_lookups"] += self._deferrals.note(request_id)
+            self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(request_id)
             return None, False
         self._deferrals.forget(request_id)
         if self._marks_shared_prefixes:
@@ -306,10 +307,10 @@ class SchedulerSide:
         if num_computed is not None and is_first:
             self._admitted.add(request_id)
             num_computed = _found_on_device(request, num_computed, num_external_tokens)
-            self._stats["device_tokens"] += num_computed
+            self._stats[metrics.PROMPT.of("device")] += num_computed
             is_bypass = self._told.is_bypass(request_id)
             num_left = request.num_tokens - num_computed - num_external_tokens
-            self._stats["bypassed_tokens" if is_bypass else "computed_tokens"] += num_left
+            self._stats[metrics.PROMPT.of("bypassed" if is_bypass else "computed")] += num_left
             if not is_bypass:
                 self._first_tokens.note_admitted(request, num_computed, num_external_tokens)
         seen = self._requests.get(request_id)
@@ -372,8 +373,7 @@ class SchedulerSide:
             return
         if step_failed:
             output = replace(output, finished=replace(output.finished, step_failed=True))
-        if output.stats:
-            self._stats.update(dict(output.stats))
+        self._stats.add(output.stats)
         output = self._without_synchronous(output)
         if not output.is_empty():
             self.guard.update_connector_output(output)
@@ -405,7 +405,7 @@ class SchedulerSide:
         """Drop everything kept; ``False`` if it is in use: it is then dropped later, and not found until then."""
         return self._resets.reset()
 
-    def take_stats(self, block_bytes: float) -> dict[str, float]:
+    def take_stats(self, block_bytes: float) -> Stats:
         """Counters of both sides since they were told last, as operators want them; ``block_bytes`` is a worker's mean.
 
         While there are requests they are told every ``STATS_EVERY_S``: vLLM asks in every step, and nobody looks that often.
@@ -414,16 +414,17 @@ class SchedulerSide:
         if now < self._stats_due_at and self._requests:
             return {}
         self._stats_due_at = now + STATS_EVERY_S
-        stats, self._stats = self._stats, Counter()
-        told = add_stats(add_stats(stats, self.guard.get_stats()), self._take_levels())
+        told, self._stats = self._stats, Tally()
+        told.add(self.guard.get_stats())
+        told.add(self._take_levels())
         shown = for_operators(told, block_bytes, self.layout.token_bytes, self.layout.num_replicas)
-        shown.update(self._outages.take_changes(self.guard.get_outages()))
-        return {name: value for name, value in shown.items() if value}
+        shown.add(self._outages.take_changes(self.guard.get_outages()))
+        return {series: value for series, value in shown.items() if value}
 
     def _take_levels(self) -> Stats:
         """Return how much more, or less, vLLM's prefix cache holds than when this was asked last."""
         device_bytes = self._context.num_cached_blocks * self.layout.block_bytes * self.layout.world_size
-        before, self._levels = self._levels, {"num_device_bytes": device_bytes}
+        before, self._levels = self._levels, {metrics.TIER_READY.of("device"): device_bytes}
         return level_changes(before, self._levels)
 
     def shutdown(self) -> None:
@@ -489,7 +490,7 @@ class SchedulerSide:
         for request_id in request_ids:
             load = self._loading.get(request_id)
             if load is not None:
-                self._stats["computed_tokens"] += load.num_tokens
+                self._stats[metrics.PROMPT.of("computed")] += load.num_tokens
                 load.num_tokens = 0
 
     def _check_deadlines(self) -> None:

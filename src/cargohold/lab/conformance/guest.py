@@ -13,7 +13,7 @@ from cargohold.lab.conformance.connector import BLOCK_TOKENS, NUM_BLOCKS, Connec
 from cargohold.lab.simulation.connectors import SimulatedOffloading
 from cargohold.lab.simulation.fingerprints import simulated_layout
 from cargohold.lab.simulation.replica import SimulatedEngine
-from cargohold.protocol import KVConnectorFactory
+from cargohold.protocol import KVConnectorFactory, Stats
 
 _NUM_SLOTS = 100
 _NUM_REQUESTS = 12
@@ -48,7 +48,7 @@ class GuestConformance(ConnectorConformance):
         assert _serve([self.guest()]) == _serve([])
 
 
-def _serve(guests: list[str]) -> dict[str, float]:
+def _serve(guests: list[str]) -> Stats:
     """Serve prompts of which some come back, then reset, and serve on; return what the connector has counted before that."""
     engine = SimulatedEngine(simulated_layout(NUM_BLOCKS, BLOCK_TOKENS), SimulatedOffloading(_NUM_SLOTS, guests=guests))
     for number in range(_NUM_REQUESTS):

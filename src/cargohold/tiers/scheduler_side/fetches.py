@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, StoreHandle, StoreOffer
-from cargohold.protocol import Clock
+from cargohold.protocol import Clock, metrics
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -239,8 +239,8 @@ class Fetches:
             tier.presence.forget(task.keys)
         good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
         bad = [key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good]
-        tier.stats["loaded_chunks"] += len(good)
-        tier.stats["not_loaded_chunks"] += len(bad)
+        tier.stats[metrics.OTHER.of(f"{tier.name}_loaded_chunks")] += len(good)
+        tier.stats[metrics.NOT_LOADED.of(tier.name)] += len(bad)
         fetch.running[task.tier] -= 1
         fetch.sources.update(dict.fromkeys(good, task.tier))
         if not is_done:

@@ -14,7 +14,6 @@ The device is loaded from host memory only. No request waits for a tier beyond a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import compress, islice
@@ -22,7 +21,7 @@ from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.protocol import Clock, Outage, TransferOutcome
+from cargohold.protocol import Clock, Outage, Tally, TransferOutcome, metrics
 from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.messages import TierCommand
@@ -417,14 +416,14 @@ class LowerTiers:
         """Return which tiers are out of use, as a whole or in part."""
         return [outage for tier in self.tiers if (outage := tier.outage()) is not None]
 
-    def take_stats(self) -> Counter[str]:
+    def take_stats(self) -> Tally:
         """Return counters since the last call."""
-        total: Counter[str] = Counter()
+        total = Tally()
         for tier in self.tiers:
-            stats, tier.stats = tier.stats, Counter()
-            total.update({f"{tier.name}_{name}": amount for name, amount in stats.items()})
+            stats, tier.stats = tier.stats, Tally()
+            total.add(stats)
         if self.promises.num_broken:
-            total["promises_broken"], self.promises.num_broken = self.promises.num_broken, 0
+            total[metrics.FAILURES.of("promise")], self.promises.num_broken = self.promises.num_broken, 0
         return total
 
     def check(self) -> None:

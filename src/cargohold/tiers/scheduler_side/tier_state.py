@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import compress
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import ChunksRemoved, ChunksStored, ManagerEvent, OffloadKey
 from cargohold.pace import Pace
-from cargohold.protocol import Clock, Locality, Outage, Times
+from cargohold.protocol import Clock, Locality, Outage, Tally, metrics
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
 from cargohold.tiers.port import ACCESS_OF, SHOW_NOTHING, Access, Found, JobKind
 from cargohold.tiers.scheduler_side.pace import LookUpGain
 from cargohold.tiers.scheduler_side.tasks import TierTask
+
+_TIMES: Final = {JobKind.PROBE: metrics.LOOK_UP, JobKind.LOAD: metrics.FETCH, JobKind.STORE: metrics.WRITE}
+"""Whose jobs' times are told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +232,7 @@ class TierState:
         self.list_failed = False
         self._held: set[OffloadKey] = set()
         self._is_too_large = False
-        self.stats: Counter[str] = Counter()
-        self._times = {JobKind.PROBE: Times("look_up"), JobKind.LOAD: Times("fetch"), JobKind.STORE: Times("write")}
+        self.stats = Tally()
         self._events: list[TierEvent] | None = [] if config.record_events else None
 
     @property
@@ -292,7 +293,7 @@ class TierState:
         self.health = HEALTHY if worst == HEALTHY else worst
         self._note_outage(health)
         if self.is_off and not was_off:
-            self.stats["off"] += 1
+            self.stats[metrics.OTHER.of(f"{self.name}_off")] += 1
             logger.error(
                 "tier %s is off: a worker can no longer use it, and logged why; restart the engine to use it again",
                 self.name,
@@ -438,8 +439,8 @@ class TierState:
 
     def note_took(self, kind: JobKind, seconds: float) -> None:
         """Count how long a job took that was carried out, from when it was handed out until all workers had reported it."""
-        if kind in self._times:
-            self._times[kind].note(seconds, self.stats)
+        if kind in _TIMES:
+            _TIMES[kind].of(self.name).note(seconds, self.stats)
 
     def clear(self, *, is_empty: bool = False) -> None:
         """Forget what the tier holds, because it is off, or has lost everything or its list of losses.

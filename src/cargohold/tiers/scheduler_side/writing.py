@@ -12,7 +12,7 @@ from typing import Final
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
-from cargohold.protocol import Clock
+from cargohold.protocol import Clock, metrics
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import BreakerState
 from cargohold.tiers.port import Access, JobKind
@@ -439,8 +439,8 @@ class Writes:
         writing.difference_update(task.keys)
         self.num_writing -= len(task.keys)
         num_stored = sum(succeeded)
-        self.tier.stats["stored_chunks"] += num_stored
-        self.tier.stats["not_stored_chunks"] += len(succeeded) - num_stored
+        self.tier.stats[metrics.STORED.of(self.tier.name)] += num_stored
+        self.tier.stats[metrics.NOT_STORED.of(self.tier.name)] += len(succeeded) - num_stored
         if writing is not self._writing:
             return  # after a reset, names are others
         self.untaken.forget(compress(task.keys, succeeded))

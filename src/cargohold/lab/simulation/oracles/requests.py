@@ -15,7 +15,8 @@ from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.replica import STEP_S, Oracle, Replica
 from cargohold.lab.simulation.transfers import LinkProfile
 from cargohold.pace import REACH
-from cargohold.protocol import Stats, add_stats, is_level, last_name
+from cargohold.protocol import Kind, Tally, metrics
+from cargohold.protocol.metrics import over_connectors
 from cargohold.tiers import BreakerConfig
 
 
@@ -99,38 +100,39 @@ class StatsOracle(Oracle):
 
     def __init__(self, engine: Replica) -> None:
         self._engine = engine
-        self._total: Stats = {}
+        self._total = Tally()
 
     def inspect(self) -> None:
         """Take the counters, and check them."""
         connector = self._engine.scheduler.connector
         stats = connector.get_stats()
-        fallen = [counter for counter, value in stats.items() if value < 0 and not is_level(counter)]
+        fallen = [series for series, value in stats.items() if value < 0 and series.family.kind is not Kind.GAUGE]
         self.require(not fallen, f"counters fell: {fallen}")
-        self._total = add_stats(self._total, stats)
+        self._total.add(stats)
+        total = over_connectors(self._total)
         num_ready = sum(side.manager.num_ready for side in live_sides(connector))
-        told = self._sum("num_ready_chunks")
+        told = total[metrics.READY_CHUNKS]
         self.require(told == num_ready, f"counters tell of {told} chunks, {num_ready} can be found")
         for connector_name, num_found in self._num_found().items():
-            num_asked = self._total.get(f"{connector_name}asked_tokens", 0)
+            num_asked = self._total[metrics.ASKED.of()._replace(connector=connector_name)]
             self.require(num_found <= num_asked, f"{num_found} tokens were found, {num_asked} were asked for")
         is_any_off = any(guard.broken is not None for guard in guards_of(connector))
-        self.require(bool(self._sum("connectors_off")) is is_any_off, "connectors that are turned off are not counted")
+        self.require(
+            bool(total[metrics.FAILURES.of("connector_off")]) is is_any_off,
+            "connectors that are turned off are not counted",
+        )
 
     def at_end(self) -> None:
         """Check once more."""
         self.inspect()
 
     def _num_found(self) -> Counter[str]:
-        """Tokens found on the device and in tiers, by the prefix of each connector's counters."""
+        """Tokens found on the device and in tiers, by connector."""
         found: Counter[str] = Counter()
-        for counter, value in self._total.items():
-            if counter.endswith("_hit_tokens"):
-                found[counter.removesuffix(last_name(counter))] += int(value)
+        for series, value in self._total.items():
+            if series.family in {metrics.FOUND_ON_DEVICE, metrics.PROMPT}:
+                found[series.connector] += int(value)
         return found
-
-    def _sum(self, name: str) -> float:
-        return sum(value for counter, value in self._total.items() if last_name(counter) == name)
 
 
 # --- oracle -----------------------------------------------------------------------------------------------------------
