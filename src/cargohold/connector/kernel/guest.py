@@ -274,7 +274,9 @@ def _told(method: Method) -> Method:
             except NOT_CONTAINED:
                 raise
             except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
-                self.note_raised(guest, fact, error)
+                heir = self.note_raised(guest, fact, error)
+                if heir is not None:
+                    self.call(heir, getattr(heir, fact), args)
 
     return cast("Method", update_wrapper(tell, method))
 
@@ -401,35 +403,36 @@ class Guests(Guest):
             self.note_raised(guest, ask.__name__, error)
             return None
 
-    def note_raised(self, guest: Guest, fact: str, error: BaseException) -> None:
-        """Turn a guest off. A ``RequestError`` of ``request_new`` is raised instead: it is the request's fault."""
+    def note_raised(self, guest: Guest, fact: str, error: BaseException) -> Guest | None:
+        """Turn a guest off: tell it nothing any more, with one loud line, and let it release what it held.
+
+        A ``RequestError`` of ``request_new`` is raised instead: it is the request's fault.
+
+        Returns:
+            The guest that has taken its place, if there is one; see ``Guest.shutdown``.
+        """
         if isinstance(error, RequestError) and fact == "request_new":
             raise error
-        self._turn_off(guest, fact, error)
-
-    def _turn_off(self, guest: Guest, fact: str, error: BaseException) -> None:
-        """Tell it nothing any more, with one loud line, and let it release what it held."""
         if guest not in self._guests:
-            return  # it has raised again on its way out
+            return None  # it has raised again on its way out
         logger.error(
             "guest %s is turned off: it raised in %s; the connector goes on without it",
             guest.name,
             fact,
             exc_info=error,
         )
-        at = self._guests.index(guest)
-        before, after = self._guests[:at], self._guests[at + 1 :]
-        self._guests = (*before, *after)
-        self._note_hearers()
+        self._guests = tuple(other for other in self._guests if other is not guest)
+        heir = None
         try:
             heir = guest.shutdown()
-            if heir is not None:
-                self._guests = (*before, heir, *after)
-                self._note_hearers()
         except NOT_CONTAINED:
             raise
         except BaseException:  # somebody's feature: whatever it raises must not stop the kernel
             logger.exception("guest %s raised again while it released what it held", guest.name)
+        if heir is not None:
+            self._guests += (heir,)
+        self._note_hearers()
+        return heir
 
     must_wait = _any_of(Guest.must_wait, nobody=False)
     origins = _any_of(Guest.origins)
