@@ -82,7 +82,7 @@ class DiskMachine(MediumMachine):
         if port is None:
             return False
         assert isinstance(port.tier, DiskTier)
-        return not port.tier._state.shard.is_deleted()
+        return not port.tier._shard.is_deleted()
 
     def is_joined(self, random: Random) -> None:
         """An engine with another model comes and goes."""

@@ -12,7 +12,6 @@ import pytest
 from cargohold.errors import TierError
 from cargohold.tiers import LoadOutcome, StoreOutcome
 from cargohold.tiers.disk import files as disk_files
-from cargohold.tiers.disk.root import bytes_in
 from tests.tiers.common import (
     disk_tier,
     key,
@@ -49,7 +48,7 @@ def test_damage_found_by_two_loads_at_once_removes_no_good_copy(
     fill(tier, 3)
     (data,) = tmp_path.glob("*/segment-00000.data")
     data.write_bytes(b"damage" + data.read_bytes()[6:])
-    index = tier._state.index
+    index = tier._index
     really_ask = index.is_current
     asked: list[bool] = []
 
@@ -139,92 +138,38 @@ def test_a_failed_write_is_an_error_and_leaves_no_chunk(
     assert store(tier, 0) is StoreOutcome.STORED and load(tier, 0) == payload(0)
 
 
-@pytest.mark.parametrize("what", ["everything", "the root too", "the files"])
-def test_a_deleted_directory_is_noticed_and_made_anew(tmp_path: Path, what: str) -> None:
-    root = tmp_path / "kv"
+@pytest.mark.parametrize("what", ["everything", "the root too", "the files", "moved", "a file now"])
+def test_a_directory_that_is_gone_turns_the_tier_off_until_the_restart(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is written in its place: what is there now may be another disk, or another engine's."""
+    root, moved = tmp_path / "kv", tmp_path / "moved"
     tier = disk_tier(root)
     fill(tier, 10)
-    if what == "the files":
+    if what in ("moved", "a file now"):
+        root.rename(moved)
+    elif what == "the files":
         for path in root.glob("*/segment-*"):
             path.unlink()
     else:
         delete(root)
     if what == "the root too":
         root.rmdir()
+    if what == "a file now":
+        root.write_text("mine")
     assert load(tier, 3) in {payload(3), LoadOutcome.ABSENT}
-    assert fill(tier, 20) == [StoreOutcome.STORED] * 20
-    assert present(tier, 20) == list(range(20))
+    for number in (3, 20, 21):
+        with pytest.raises(TierError, match="its directory is gone; it is off until the restart"):
+            store(tier, number)
+    assert caplog.text.count("is gone; the tier is off until the restart") == 1
+    assert tier.take_losses().is_all and present(tier, 20) == [] and load(tier, 3) is LoadOutcome.ABSENT
     tier.check()
     tier.close()
-    assert present(disk_tier(root), 20) == list(range(20)), "they are in the new directory"
-
-
-def test_a_directory_that_was_moved_away_is_left_alone(tmp_path: Path) -> None:
-    """Found by reading: the files stayed open, and when more were needed every store failed, or wrote into another's."""
-    root, moved = tmp_path / "kv", tmp_path / "moved"
-    tier = disk_tier(root)
-    fill(tier, 3)
-    root.rename(moved)
-    num_bytes = bytes_in(moved)
-    assert fill(tier, 60) == [StoreOutcome.STORED] * 60
-    assert present(tier, 60) == list(range(60))
-    assert bytes_in(moved) == num_bytes
-    assert load(disk_tier(moved), 2) == payload(2), "nobody holds it any more"
-
-
-def test_a_store_begun_before_the_directory_was_deleted_makes_no_files_in_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found by reading: the files of both had the same names, so each wrote over the other's chunks."""
-    root = tmp_path / "kv"
-    tier = disk_tier(root)
-    really_reserve = tier._reserve
-    arrived: list[object] = []
-
-    def reserve(state: object, *chunk: object) -> object:
-        if not arrived:
-            arrived.append(state)
-            delete(root)
-            assert store(tier, 1) is StoreOutcome.STORED, "another thread, in the new directory"
-        return really_reserve(state, *chunk)  # type: ignore[arg-type]  # passed on as they came
-
-    monkeypatch.setattr(tier, "_reserve", reserve)
-    assert store(tier, 2) is StoreOutcome.LATER
-    assert load(tier, 1) == payload(1)
-    tier.check()
-
-
-def test_a_directory_that_cannot_be_made_anew_is_an_error_until_it_can(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Found by review: each store that failed told that the tier starts again."""
-    root = tmp_path / "kv"
-    tier = disk_tier(root)
-    fill(tier, 2)
-    delete(root)
-    root.rmdir()
-    root.write_text("a file now")
-    for _ in range(100):
-        with pytest.raises(TierError):
-            store(tier, 5)
-    assert load(tier, 0) in {payload(0), LoadOutcome.ABSENT}
-    assert "starting again" not in caplog.text
-    assert caplog.text.count("is gone and cannot be made anew: it must be a directory") == 7 + 4, "8, 16, 32 and 64"
-    root.unlink()
-    assert store(tier, 5) is StoreOutcome.STORED
-    assert caplog.text.count("is gone; starting again with nothing") == 1
-
-
-def test_a_directory_that_comes_back_with_its_chunks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root, moved = tmp_path / "kv", tmp_path / "moved"
-    tier = disk_tier(root)
-    fill(tier, 3)
-    root.rename(moved)
-    root.write_text("a file now")
-    with pytest.raises(TierError):
-        store(tier, 5)
-    root.unlink()
-    moved.rename(root)
-    assert store(tier, 5) is StoreOutcome.STORED
-    assert present(tier, 10) == [0, 1, 2, 5]
-    assert "was gone; it is there again with 3 chunks" in caplog.text and "with nothing" not in caplog.text
+    if what == "a file now":
+        assert root.read_text() == "mine"
+        return
+    if what == "moved":
+        moved.rename(root)
+        assert present(disk_tier(root), 20) == list(range(10)), "the next start finds what came back"
+    else:
+        assert fill(disk_tier(root), 20) == [StoreOutcome.STORED] * 20

@@ -51,22 +51,6 @@ def test_a_large_budget_leaves_files_for_others(tmp_path: Path, monkeypatch: pyt
     assert tier.usage().num_chunks == 1000
 
 
-def test_a_much_larger_budget_starts_anew_with_larger_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Found by playing: the files stayed as small as before, so many were needed that the process could open no other."""
-    tier = disk_tier(tmp_path, 1 * MIB)
-    fill(tier, 100)
-    tier.close()
-    with few_files(512):
-        tier = disk_tier(tmp_path, 32 * MIB)
-        assert present(tier, 100) == [] and "starting again with nothing" in caplog.text
-        assert fill(tier, 2400) == [StoreOutcome.STORED] * 2400
-        assert tier.usage().num_bytes > 28 * MIB
-        tier.close()
-        caplog.clear()
-        assert len(present(disk_tier(tmp_path, 32 * MIB), 2400)) == tier.usage().num_chunks
-    assert not caplog.text
-
-
 def test_a_larger_budget_keeps_the_chunks_and_no_more_files_than_may_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,20 +96,6 @@ def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
     assert "cannot become larger, because no more files can be opened: Too many open files" in caplog.text
     fill(tier, 4 * per_segment)
     assert tier.usage().num_chunks == 4 * per_segment
-
-
-def test_the_pause_of_growth_ends_with_the_files_that_could_not_grow(tmp_path: Path) -> None:
-    """Found by reading: a tier at its budget whose files were deleted refused its next 64 stores."""
-    (tmp_path / "foreign").write_bytes(bytes(MIB // 2))
-    tier = disk_tier(tmp_path, MIB)
-    fill(tier, 200)
-    files = num_segments(tmp_path)
-    assert tier.usage().num_chunks < 200
-    (shard,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    shutil.rmtree(shard)
-    assert store(tier, 0) is StoreOutcome.STORED
-    fill(tier, 200)
-    assert num_segments(tmp_path) == files
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])

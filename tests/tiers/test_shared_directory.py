@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -214,17 +213,6 @@ def test_a_file_that_may_not_become_so_large_is_refused(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert outcome is StoreOutcome.REFUSED
     assert store(tier, 1) is StoreOutcome.STORED
-
-
-def test_a_shared_directory_that_was_deleted_is_made_anew_for_its_owner_only(tmp_path: Path) -> None:
-    """Found by reading: the package made it, so that everybody could read what users wrote."""
-    directory = tmp_path / "kv"
-    tier = shared(f"file://{directory}")
-    store(tier, 1)
-    shutil.rmtree(directory)
-    assert load(tier, 1) is LoadOutcome.ABSENT
-    assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
-    assert directory.stat().st_mode & 0o077 == 0
 
 
 def test_one_folder_that_cannot_be_entered_does_not_hide_the_others(

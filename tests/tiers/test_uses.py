@@ -195,4 +195,4 @@ def test_a_disk_that_takes_no_uses_does_not_fill_the_log_and_has_them_when_it_ta
     assert caplog.text.count("cannot save which chunks were used last") == 7 + 7, "8, 16, ... and 512"
     tier.close()
     tier = open_tier(tmp_path, time)
-    assert tier._state.uses.snapshot()[0] > time.ns - 10**9, "closing has saved it"
+    assert tier._uses.snapshot()[0] > time.ns - 10**9, "closing has saved it"

@@ -210,15 +210,11 @@ class Shard:
         """Note on the disk that the shard is used now."""
         self._lock.note_use()
 
-    def release(self) -> None:
-        """Let other processes use the shard. Threads may still read; files close when no object refers to them any more."""
+    def close(self) -> None:
+        """Let other processes use the shard. Its files close when no thread reads them any more."""
+        self._segments = []
         self.note_use()
         self._lock.release()
-
-    def close(self) -> None:
-        """Let other processes use the shard, and close its files."""
-        self._segments = []
-        self.release()
 
     def _take_lock(self, config: DiskOptions) -> DirectoryLock:
         """Make and lock the shard's folder. Raises ``ConfigError``, or ``OSError``."""
@@ -249,7 +245,15 @@ class Shard:
         known = read_description(self.path).geometry
         room = self._budget.shard_bytes - _OTHER_BYTES
         single = Geometry(slot_bytes, 1, namespace.details_bytes)
-        if known is not None and replace(known, slots_per_segment=1) == single and self._can_be_kept(known, room):
+        if known is not None and replace(known, slots_per_segment=1) == single and known.segment_bytes <= room:
+            if _MOST_SEGMENTS * known.segment_bytes <= room - known.segment_bytes:
+                logger.warning(
+                    "disk tier in %s: its files were made for a smaller budget and can hold only %s of %s; to use all, delete "
+                    "this directory while no engine uses it",
+                    self.path,
+                    format_bytes(_MOST_SEGMENTS * known.segment_bytes),
+                    format_bytes(room),
+                )
             return known
         _require_room(config, self._budget, single)
         most = room // single.segment_bytes
@@ -260,27 +264,6 @@ class Shard:
         geometry = replace(single, slots_per_segment=max(1, min(usual, most // _LEAST_SEGMENTS)))
         write_description(self.path, namespace.describe(), geometry)
         return geometry
-
-    def _can_be_kept(self, known: Geometry, room: int) -> bool:
-        """Whether a segment fits into ``room``, the bytes of the budget, and as many as may be open can hold half of it.
-
-        The segments may have been made for a much smaller budget. Then the chunks in them are worth less than the room that
-        could never be used. Logs a warning if not all of ``room`` can be used.
-        """
-        if known.segment_bytes > room:
-            return False
-        most = _MOST_SEGMENTS * known.segment_bytes
-        if room - most < known.segment_bytes:
-            return True
-        is_kept = 2 * most >= room
-        logger.warning(
-            "disk tier in %s: its files were made for a smaller budget and can hold only %s of %s; %s",
-            self.path,
-            format_bytes(most),
-            format_bytes(room),
-            "to use all, delete this directory while no engine uses it" if is_kept else "starting again with nothing",
-        )
-        return is_kept
 
     def _most_segments(self) -> int:
         within_budget = max(0, self._budget.shard_bytes - _OTHER_BYTES) // self.geometry.segment_bytes

@@ -7,8 +7,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,8 +14,7 @@ import numpy as np
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
 from cargohold.cache.retention import NO_RETENTION, Retention
-from cargohold.errors import ConfigError, SparingLog, TierError
-from cargohold.option_values import format_count
+from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note, unpack_header
 from cargohold.tiers.disk.options import DiskOptions
 from cargohold.tiers.disk.shard import Budget, Shard
@@ -38,18 +35,9 @@ logger = logging.getLogger(__name__)
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GROWTH_WAIT_S: Final = 1.0
-"""Seconds that a store waits for another one that makes the files larger or opens them again. That one may itself wait for a
+"""Seconds that a store waits for another one that makes the files larger. That one may itself wait for a
 process that deletes chunks of other models. If all threads waited for it, nothing could be loaded meanwhile."""
 _CURSOR_BYTES: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The state that is replaced as a whole after the directory was deleted. Threads that still use the old one do no harm."""
-
-    shard: Shard
-    index: SlotIndex
-    uses: LastUses
 
 
 class DiskTier(Tier):
@@ -73,99 +61,94 @@ class DiskTier(Tier):
     def __init__(self, config: DiskOptions, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
         self.name = "disk"
         self.chunk_bytes = chunk_bytes
-        self._config = config
         self._codec = codec
-        self._budget = Budget.of(config, num_shards)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
-        self._damage, self._unsaved, self._vanished = SparingLog(logger), SparingLog(logger), SparingLog(logger)
+        self._damage, self._unsaved = SparingLog(logger), SparingLog(logger)
         self._lost: list[OffloadKey] = []
-        self._is_all_lost = False
-        self._state = self._open()
-        # What is being listed: the slots of that state, in order.
-        self._roll = self._state, np.zeros(0, dtype=np.intp)
+        self._is_all_lost = self._is_gone = False
+        self._shard = shard = Shard(config, codec.namespace, chunk_bytes, Budget.of(config, num_shards))
+        self._index = SlotIndex(shard.capacity, find_policy(config.policy))
+        self._uses = LastUses(shard)
+        self._restore()
+        # What is being listed: slots, in order.
+        self._roll = np.zeros(0, dtype=np.intp)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return whether each chunk is in the index and written."""
         with self._lock:
-            index = self._state.index
-            return [index.contains(key) for key in keys]
+            return [not self._is_gone and self._index.contains(key) for key in keys]
 
     def store(
         self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
     ) -> StoreOutcome:
         """Write a chunk to a free slot, or to the slot of a chunk that the policy evicts for it."""
         with self._errors():
-            state = self._living_state()
-            if state is None:
-                return StoreOutcome.LATER
-            slot = self._reserve(state, key, parent)
+            self._require_directory()
+            slot = self._reserve(key, parent)
             if isinstance(slot, StoreOutcome):
                 return slot
             asked = self._codec.asked_now(note.retention)
             try:
-                self._write(state, slot, key, payload, parent, asked, note.details)
+                self._write(slot, key, payload, parent, asked, note.details)
             except BaseException as error:
                 with self._lock:
-                    state.index.forfeit(slot)
+                    self._index.forfeit(slot)
                 if isinstance(error, OSError) and error.errno in _FULL:
                     return StoreOutcome.REFUSED
                 raise
             with self._lock:
-                state.index.commit(slot)
+                self._index.commit(slot)
                 if asked is not NO_RETENTION:
-                    state.index.rank(key, asked, self._now_s())
+                    self._index.rank(key, asked, self._now_s())
         return StoreOutcome.STORED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
         """Read a chunk and verify its header and payload."""
-        state = self._state
         with self._lock:
-            slot = state.index.pin(key)
+            slot = None if self._is_gone else self._index.pin(key)
         if slot is None:
             return LoadOutcome.ABSENT
         try:
             with self._errors():
-                is_good = self._read(state, slot, key, into)
+                is_good = self._read(slot, key, into)
                 if not is_good:
-                    self._quarantine(state, slot, key)
+                    self._quarantine(slot, key)
         finally:
             with self._lock:
-                state.index.unpin(slot)
+                self._index.unpin(slot)
         return LoadOutcome.LOADED if is_good else LoadOutcome.CORRUPT
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Tell the policy of the use of chunks, and remember it for the next start."""
         with self._lock:
-            state = self._state
-            slots = state.index.touch(keys)
-        if state.uses.note(slots, self._codec.now_ns()):
-            self._save(state)
+            slots = self._index.touch(keys)
+        if self._uses.note(slots, self._codec.now_ns()):
+            self._save()
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Remove chunks from the index, and wipe their headers on the disk."""
         with self._errors():
-            self._discard(self._state, keys)
+            self._discard(keys)
 
     def rank(self, keys: Sequence[OffloadKey], retentions: Sequence[Retention]) -> None:
         """Let what hints ask count from now on, and write it into the headers, for the next start."""
-        state = self._state
         with self._errors():
             for key, retention in zip(keys, retentions, strict=True):
                 asked = self._codec.asked_now(retention)
                 with self._lock:
-                    slot = state.index.pin(key) if state.index.rank(key, asked, self._now_s()) else None
+                    slot = self._index.pin(key) if self._index.rank(key, asked, self._now_s()) else None
                 if slot is None:
                     continue
                 try:
-                    self._write_retention(state, slot, key, asked)
+                    self._write_retention(slot, key, asked)
                 finally:
                     with self._lock:
-                        state.index.unpin(slot)
+                        self._index.unpin(slot)
 
-    def _write_retention(self, state: _State, slot: int, key: OffloadKey, asked: Retention) -> None:
+    def _write_retention(self, slot: int, key: OffloadKey, asked: Retention) -> None:
         """Write another retention into the header of a pinned slot, unless it is not its chunk's any more."""
-        segment, at = state.shard.segment_of(slot)
+        segment, at = self._shard.segment_of(slot)
         header = unpack_header(segment.read_header(at))
         if header is not None and header.key == key and header.retention != asked:
             segment.write_header(at, self._codec.with_retention(header, asked))
@@ -175,28 +158,27 @@ class DiskTier(Tier):
 
     def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:
         """Return the next chunks, each after the one before it in its prefix: routers want to know that first."""
-        state, first = self._state, int.from_bytes(cursor, "little")
+        first = int.from_bytes(cursor, "little")
         if not cursor:
             with self._lock:
-                parents, is_ready = state.index.prefixes()
-            self._roll = state, parents_first(parents, is_ready)
-        of_state, slots = self._roll
-        if of_state is not state:
-            return NOTHING_LISTED  # the directory was deleted meanwhile, which is a loss of everything
-        end = first + limit
+                parents, is_ready = self._index.prefixes()
+            self._roll = parents_first(parents, is_ready)
+        slots, end = self._roll, first + limit
         with self._lock:
-            chunks = state.index.chunks_in(slots[first:end].tolist())
+            if self._is_gone:
+                return NOTHING_LISTED  # which is a loss of everything
+            chunks = self._index.chunks_in(slots[first:end].tolist())
         cursor = end.to_bytes(_CURSOR_BYTES, "little") if end < len(slots) else b""
         if not cursor:
-            self._roll = state, slots[:0]
+            self._roll = slots[:0]
         if not with_details:
             return Listing(tuple([key for _, key in chunks]), (), cursor)
-        described = {key: known for slot, key in chunks if (known := self._details(state, slot, key)) is not None}
+        described = {key: known for slot, key in chunks if (known := self._details(slot, key)) is not None}
         return Listing(tuple(described), tuple(described.values()), cursor)
 
-    def _details(self, state: _State, slot: int, key: OffloadKey) -> Details | None:
+    def _details(self, slot: int, key: OffloadKey) -> Details | None:
         """Return what is kept of a slot's chunk. A bad place on the disk counts as nothing."""
-        segment, at = state.shard.segment_of(slot)
+        segment, at = self._shard.segment_of(slot)
         try:
             return self._codec.decode_details(key, segment.read_details(at))
         except OSError:
@@ -220,115 +202,91 @@ class DiskTier(Tier):
     def usage(self) -> TierUsage:
         """Return the number of chunks, the bytes of their slots with headers, and the bytes of all slots in the budget."""
         with self._lock:
-            shard, index = self._state.shard, self._state.index
+            shard, index = self._shard, self._index
             slot_bytes = shard.geometry.segment_bytes // shard.geometry.slots_per_segment
             return TierUsage(index.num_ready, index.num_ready * slot_bytes, shard.capacity * slot_bytes)
 
     def close(self) -> None:
         """Save the last uses, let other processes use the directory, and close the files."""
-        self._save(self._state)
-        self._state.shard.close()
+        self._save()
+        self._shard.close()
 
     def check(self) -> None:
         """Verify that no slot is lost. For tests and idle moments. Raises ``AssertionError``."""
         with self._lock:
-            self._state.index.check()
+            self._index.check()
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> _State:
-        shard = Shard(self._config, self._codec.namespace, self.chunk_bytes, self._budget)
-        index = SlotIndex(shard.capacity, find_policy(self._config.policy))
+    def _restore(self) -> None:
+        """Put the chunks that an earlier process has left into the index."""
+        shard, index = self._shard, self._index
         index.add_slots(shard.num_slots)
-        uses = LastUses(shard)
-        for slot in restore_index(index, shard.header_tables(), uses.snapshot(), self._codec):
+        for slot in restore_index(index, shard.header_tables(), self._uses.snapshot(), self._codec):
             with suppress(OSError):  # the slot counts as free anyway, and the next write to it wipes the header first
                 shard.wipe_header(slot)
         logger.info("disk tier in %s: %d chunks are there", shard.path, index.num_ready)
-        return _State(shard, index, uses)
 
-    def _save(self, state: _State) -> None:
+    def _save(self) -> None:
         """Write the last uses of slots to the disk. A failure does no harm and is only logged."""
         try:
-            state.uses.save()
-            state.shard.note_use()
+            self._uses.save()
+            self._shard.note_use()
         except OSError as error:
             self._unsaved.warning(
-                "disk tier in %s: cannot save which chunks were used last: %s", state.shard.path, error.strerror
+                "disk tier in %s: cannot save which chunks were used last: %s", self._shard.path, error.strerror
             )
 
-    def _living_state(self) -> _State | None:
-        """Return the state, or an empty new one if the directory was deleted or moved away.
-
-        Returns ``None`` while another thread makes the new state.
-        """
-        state = self._state
-        if state.shard.is_deleted():
-            with self._alone() as is_alone:
-                if not is_alone:
-                    return None
-                if state is self._state:
-                    state.shard.release()  # its lock may still be there, if only other files were deleted
-                    reopened = self._reopen(state.shard.path)
-                    with self._lock:
-                        self._state, self._is_all_lost = reopened, True
-        return self._state
-
-    def _reopen(self, path: Path) -> _State:
-        try:
-            state = self._open()
-        except ConfigError as error:  # options that were possible at the start are not any more
-            self._vanished.warning("disk tier: %s is gone and cannot be made anew: %s", path, error.expected)
-            raise TierError(self.name, error.expected) from error
-        if state.index.num_ready:  # a file system was unmounted for a while, for instance
-            found = format_count(state.index.num_ready, "chunk")
-            logger.warning("disk tier: %s was gone; it is there again with %s", path, found)
-        else:
-            logger.warning("disk tier: %s is gone; starting again with nothing", path)
-        return state
+    def _require_directory(self) -> None:
+        """Raise ``TierError`` if the directory was deleted or moved away: then nothing is kept or found until a restart."""
+        if not self._is_gone and self._shard.is_deleted():
+            with self._lock:
+                is_news, self._is_gone, self._is_all_lost = not self._is_gone, True, True
+            if is_news:
+                logger.warning("disk tier: %s is gone; the tier is off until the restart", self._shard.path)
+        if self._is_gone:
+            raise TierError(self.name, "its directory is gone; it is off until the restart")
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, state: _State, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
+    def _reserve(self, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
         """Reserve a slot for a chunk; return the slot, or the outcome of the store if there is none."""
         with self._lock:
-            if state.index.contains(key):
+            if self._index.contains(key):
                 return StoreOutcome.PRESENT
-            may_grow = not state.index.has_free
-        if may_grow and not self._grow(state):
+            may_grow = not self._index.has_free
+        if may_grow and not self._grow():
             return StoreOutcome.LATER
         with self._lock:
-            if state.index.contains(key):
+            if self._index.contains(key):
                 return StoreOutcome.PRESENT
-            if state.index.is_known(key):
+            if self._index.is_known(key):
                 return StoreOutcome.LATER
-            if not state.index.num_slots:
+            if not self._index.num_slots:
                 return StoreOutcome.REFUSED
-            state.index.expire(self._now_s())
-            slot = state.index.reserve(key, parent)
-            self._note_lost(state.index.take_evicted())
+            self._index.expire(self._now_s())
+            slot = self._index.reserve(key, parent)
+            self._note_lost(self._index.take_evicted())
         return slot
 
-    def _grow(self, state: _State) -> bool:
+    def _grow(self) -> bool:
         """Add a segment if budget and disk allow it.
 
-        Returns ``False`` if the store must come again: another thread is doing that, or the state's directory is gone.
+        Returns ``False`` if the store must come again, because another thread is doing that.
         """
         with self._alone() as is_alone:
             if not is_alone:
                 return False
-            if state.index.has_free or state.shard.num_slots >= state.shard.capacity:
+            if self._index.has_free or self._shard.num_slots >= self._shard.capacity:
                 return True
-            if state is not self._state:
-                return False  # new files would belong to the new state's shard
-            if state.shard.grow():
+            if self._shard.grow():
                 with self._lock:
-                    state.index.add_slots(state.shard.geometry.slots_per_segment)
+                    self._index.add_slots(self._shard.geometry.slots_per_segment)
         return True
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Hold the lock for making files larger or opening them again; yield whether it was obtained in time."""
+        """Hold the lock for making files larger; yield whether it was obtained in time."""
         is_alone = self._growing.acquire(timeout=_GROWTH_WAIT_S)
         try:
             yield is_alone
@@ -338,7 +296,6 @@ class DiskTier(Tier):
 
     def _write(  # all that a slot holds
         self,
-        state: _State,
         slot: int,
         key: OffloadKey,
         payload: memoryview,
@@ -346,7 +303,7 @@ class DiskTier(Tier):
         asked: Retention,
         known: Details,
     ) -> None:
-        segment, at = state.shard.segment_of(slot)
+        segment, at = self._shard.segment_of(slot)
         segment.write_header(at)  # from now on the slot is empty
         header, body = self._codec.encode(key, payload, parent, asked)
         segment.write_payload(at, body)
@@ -355,8 +312,8 @@ class DiskTier(Tier):
             segment.write_details(at, details)
         segment.write_header(at, header)
 
-    def _read(self, state: _State, slot: int, key: OffloadKey, into: memoryview) -> bool:
-        segment, at = state.shard.segment_of(slot)
+    def _read(self, slot: int, key: OffloadKey, into: memoryview) -> bool:
+        segment, at = self._shard.segment_of(slot)
         try:
             header = self._codec.header_of(segment.read_header(at), key, len(into))
             if header is None:
@@ -366,41 +323,41 @@ class DiskTier(Tier):
         except OSError:
             # One bad place on the disk must not fail every request that wants this chunk. The next write to the slot may well
             # succeed, because disks replace bad places when they are written to.
-            self._forget(state, slot, key)
+            self._forget(slot, key)
             raise
         return self._codec.decode(header, key, body, into)
 
-    def _quarantine(self, state: _State, slot: int, key: OffloadKey) -> None:
+    def _quarantine(self, slot: int, key: OffloadKey) -> None:
         """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
         self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
-        if self._forget(state, slot, key):
-            state.shard.wipe_header(slot)
+        if self._forget(slot, key):
+            self._shard.wipe_header(slot)
 
-    def _forget(self, state: _State, slot: int, key: OffloadKey) -> bool:
+    def _forget(self, slot: int, key: OffloadKey) -> bool:
         """Take a chunk out of the index if it is in a slot that is pinned; return whether it was there.
 
         Another reader may have found the damage first, and a good copy may be in another slot by now.
         """
         with self._lock:
-            is_current = state.index.is_current(key, slot)
+            is_current = self._index.is_current(key, slot)
             if is_current:
-                state.index.discard([key])
+                self._index.discard([key])
                 self._note_lost([key])
         return is_current
 
-    def _discard(self, state: _State, keys: Sequence[OffloadKey]) -> None:
+    def _discard(self, keys: Sequence[OffloadKey]) -> None:
         with self._lock:
-            pinned = [slot for key in keys if (slot := state.index.pin(key)) is not None]
-            state.index.discard(keys)
+            pinned = [slot for key in keys if (slot := self._index.pin(key)) is not None]
+            self._index.discard(keys)
             self._note_lost(keys)
         try:
             # While slots are pinned, nobody writes to them.
             for slot in pinned:
-                state.shard.wipe_header(slot)
+                self._shard.wipe_header(slot)
         finally:
             with self._lock:
                 for slot in pinned:
-                    state.index.unpin(slot)
+                    self._index.unpin(slot)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

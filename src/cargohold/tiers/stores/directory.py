@@ -23,7 +23,6 @@ import logging
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -71,28 +70,16 @@ class DirectoryPlace:
     def __init__(self, directory: Path, mark: str) -> None:
         self._directory = directory
         self._mark = mark
-        self._lock = threading.Lock()
         self._known = _identity(directory)
 
     def require(self) -> None:
-        """Create the directory if it was deleted; then the store is empty, which is logged.
-
-        Raises ``OSError`` if that fails, or if the directory is, or would be, on another file system.
-        """
-        if self._find() == self._known:
-            return
-        with self._lock:
-            found = self._find()
-            if found == self._known:
-                return  # another thread has created it
-            if found is not None and self._is_mounted_anew(found):
-                self._known = found
-                return
-            if _device_above(self._directory) != self._known[0]:
-                raise OSError(f"{self._directory} is on another file system than at the start: has a mount gone?")
-            make_directory(self._directory)
-            self._known = _identity(self._directory)
-            logger.warning("shared tier: %s is gone, and another directory is in its place", self._directory)
+        """Raise ``OSError`` if the directory was deleted or moved, or its mount has gone: nothing is written in its place."""
+        found = self._find()
+        if found is not None and found != self._known and self._is_mounted_anew(found):
+            self._known = found
+        if found != self._known:
+            gone = "is gone, or its mount is: nothing is kept there until it is back, or the engine restarts"
+            raise OSError(f"{self._directory} {gone}")
 
     def _find(self) -> tuple[int, int] | None:
         try:
@@ -214,14 +201,6 @@ def _identity(directory: Path) -> tuple[int, int]:
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     return status.st_dev, status.st_ino
-
-
-def _device_above(path: Path) -> int:
-    """Return the number of the file system of a path, or of the nearest directory above it that exists. Raises ``OSError``."""
-    try:
-        return _identity(path)[0]
-    except FileNotFoundError:
-        return _device_above(path.parent)
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
