@@ -139,3 +139,19 @@ def test_a_gpu_that_torch_can_use_is_shown(cargohold: Command, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: facts)
     gpus = [finding["found"] for finding in findings(cargohold, "--quick")["GPU"]]
     assert [gpu.partition(",")[0] for gpu in gpus] == ["0: Some GPU", "1: Some GPU"]
+
+
+def test_whether_it_pays_is_measured_where_it_runs(cargohold: Command, chat_model: str, tmp_path: Path) -> None:
+    areas = findings(cargohold, "--model", chat_model, "--disk", str(tmp_path))
+    assert "a GiB holds" in areas["KV"][0]["found"] and "computed from the configuration" in areas["KV"][0]["found"]
+    assert "measured, in Cargohold's engine" in areas["prefill"][0]["found"]
+    of_host, of_disk, last = areas["does it pay"]
+    assert "from host memory" in of_host["found"] and f"from disk {tmp_path}" in of_disk["found"]
+    assert "cargohold plan" in last["advice"]
+
+
+def test_a_card_that_computes_faster_than_it_loads_is_told(cargohold: Command, chat_model: str, tmp_path: Path) -> None:
+    args = ["--model", chat_model, "--disk", str(tmp_path), "--prefill-tokens-per-s", "1e12"]
+    of_host = findings(cargohold, *args)["does it pay"][0]
+    assert of_host["level"] == "note" and "it does not pay" in of_host["found"]
+    assert findings(cargohold, "--model", chat_model, "--quick")["does it pay"][0]["found"] == "not measured"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -11,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -31,8 +32,12 @@ from cargohold.cache import OffloadKey
 from cargohold.cache.manager import offload_key
 from cargohold.cli import VLLM_FLAGS, vllm_flags
 from cargohold.cli.app import Answers, app, errors
+from cargohold.engine.core.request import SamplingParams
 from cargohold.errors import CargoholdError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
+from cargohold.lab.replay.costs import KVSize, describe_kv
+from cargohold.lab.replay.paying import TOKENS, Paying, describe_size, format_s
+from cargohold.llm import LLM
 from cargohold.option_values import format_bytes, parse_path
 from cargohold.process import memory_limit_bytes
 from cargohold.tiers import DiskTierConfig, Namespace, Tier, open_tier
@@ -42,6 +47,8 @@ _FILES_WANTED: Final = 4096
 _MEASURED_BYTES: Final = 256 << 20
 _CHUNK_BYTES: Final = 4 << 20
 _THREADS: Final = 8
+_PROMPT_TOKENS: Final = 512
+_REPEATS: Final = 4
 
 
 class Level(Enum):
@@ -76,6 +83,17 @@ def doctor(
         list[str] | None,
         typer.Option("--disk", metavar="DIRECTORY", help="Measure a disk tier here; may be given several times."),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Say whether offloading pays for this model here, as measured.")
+    ] = None,
+    prefill: Annotated[
+        float | None,
+        typer.Option(
+            "--prefill-tokens-per-s",
+            min=1e-3,
+            help="Prompt tokens that your engine computes per second; otherwise the model is run here.",
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
 ) -> None:
@@ -84,10 +102,20 @@ def doctor(
     Without --disk, the directory for temporary files is measured. Nothing that is written stays.
     """
     places = [parse_path("--disk", place) for place in disk or [tempfile.gettempdir()]]
+    size = None if model is None else describe_kv(model)  # an unknown model is told before anything is measured
     findings = [*_system(), *_torch(), *_limits()]
+    read: dict[str, float] = {}
+
+    def measure_and_keep(place: Path) -> tuple[float, float]:
+        measured = measure_disk(place)
+        read[f"disk {place}"] = measured[1]
+        return measured
+
     for place in places:
         with errors.status(f"measuring {place}"):
-            findings.append(check_disk(place, measure=None if quick else measure_disk))
+            findings.append(check_disk(place, measure=None if quick else measure_and_keep))
+    if model is not None and size is not None:
+        findings += _paying(model, size, prefill, None if quick else {"host memory": measure_link(), **read})
     findings += [*_engines(), *_extras()]
     out = Answers()
     if as_json:
@@ -200,7 +228,7 @@ def _engines() -> Iterator[Finding]:
             advice = "pip install cargohold into this environment: vLLM finds CargoholdConnector by its entry point."
             yield Finding("vLLM", Level.SET, "does not know CargoholdConnector", advice)
     if sglang := _version("sglang"):
-        yield Finding("SGLang", Level.NOTE, sglang, "There is no adapter for SGLang in this version.")
+        yield Finding("SGLang", Level.OK, sglang, "A disk or a shared store below its HiCache: docs/sglang.md")
 
 
 def _extras() -> Iterator[Finding]:
@@ -244,6 +272,65 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+# --- does it pay ------------------------------------------------------------------------------------------------------
+
+
+def _paying(model: str, size: KVSize, prefill: float | None, links: Mapping[str, float] | None) -> Iterator[Finding]:
+    """What restoring saves, by link in bytes per second; ``None`` for links if nothing is to be measured."""
+    yield Finding("KV", Level.OK, f"{describe_size(size.bytes_per_token)} (computed from the configuration of {model})")
+    if links is None:
+        yield Finding("does it pay", Level.NOTE, "not measured", "Leave out --quick. By data sheets: docs/pays.md")
+        return
+    source = "given"
+    if prefill is None:
+        source = "measured, in Cargohold's engine"
+        try:
+            with errors.status(f"running {model}"):
+                prefill = measure_prefill(model)
+        except CargoholdError as error:
+            advice = "Give --prefill-tokens-per-s, as vllm bench serve measures it."
+            yield Finding("prefill", Level.NOTE, f"cannot be measured: {one_line(error)}", advice)
+            return
+    took = format_s(TOKENS / prefill)
+    yield Finding("prefill", Level.OK, f"{prefill:,.0f} tokens/s ({source}): {took} for {TOKENS:,} tokens")
+    for tier, speed in links.items():
+        pays = Paying(prefill, size.bytes_per_token, speed)
+        level = Level.OK if pays.saved_s > 0 else Level.NOTE
+        yield Finding("does it pay", level, f"{pays.describe(tier)} ({speed / 1e9:.1f} GB/s, measured)")
+    yield Finding("does it pay", Level.OK, "how often prompts return decides the rest", "cargohold plan --trace FILE")
+
+
+def measure_link() -> float:
+    """Bytes per second that copies between host memory and the device reach: the fastest of several."""
+    import torch  # noqa: PLC0415  # takes seconds
+
+    has_gpu = torch.cuda.is_available()
+    host = torch.ones(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=has_gpu)
+    device = torch.ones_like(host, device="cuda" if has_gpu else "cpu")
+    best = 0.0
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        device.copy_(host)
+        if has_gpu:
+            torch.cuda.synchronize()
+        best = max(best, _MEASURED_BYTES / (time.perf_counter() - start))
+    return best
+
+
+def measure_prefill(model: str) -> float:
+    """Prompt tokens per second of the embedded engine, by the second of two prompts.
+
+    Raises:
+        CargoholdError: the model cannot be served.
+    """
+    with LLM(model, num_device_blocks=2 * _PROMPT_TOKENS // 16, prefix_caching=False) as llm:
+        most = min(_PROMPT_TOKENS, llm.plan.info.max_positions - 1)
+        prompt = llm.tokenize("Cargohold keeps what the device has no room for. " * most)[:most]
+        for _ in range(2):
+            (output,) = llm.generate([prompt], SamplingParams(max_tokens=1))
+    return most / (output.metrics.ttft_s or math.inf)
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
