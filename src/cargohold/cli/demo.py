@@ -15,10 +15,8 @@ from statistics import median
 from typing import Annotated, Any, Final, TypeAlias
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from cargohold.cli.app import EXIT_USAGE, Answers, app, errors, loaded, quiet_transformers
 from cargohold.connector.offloading import OffloadConfig
@@ -112,10 +110,8 @@ class Answer:
     metrics: RequestMetrics
 
 
-def visits(
-    conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Answer], tick: Callable[[], None]
-) -> Iterator[Visit]:
-    """Ask every conversation's first question, then every conversation's second one, and so on; call ``tick`` after each.
+def visits(conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Answer]) -> Iterator[Visit]:
+    """Ask every conversation's first question, then every conversation's second one, and so on.
 
     Nothing is asked before the next visit is wanted.
     """
@@ -126,13 +122,36 @@ def visits(
             history.append({"role": "user", "content": talk.questions[turn]})
             answer = ask(history)
             history.append({"role": "assistant", "content": answer.text})
-            tick()
             yield Visit(talk.topic, turn, answer.compared, answer.metrics)
+
+
+TITLES = (
+    "                context          restored  first token  first token  identical\n"
+    "about     visit  tokens            tokens      without         with  output"
+)
 
 
 def show(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:
     """Print table, sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
-    out.print(table(without, with_offload))
+    out.print(TITLES)
+    for a, b in zip(without, with_offload, strict=True):
+        show_row(out, a, b)
+    conclude(out, without, with_offload)
+
+
+def show_row(out: Console, without: Visit, with_offload: Visit) -> None:
+    """Print one visit as a row of the table."""
+    same = without.answer == with_offload.answer
+    row = (
+        f"{without.conversation:<10}{without.turn + 1:>5}{without.metrics.prompt_tokens:>8,}"
+        f"{_restored(with_offload.metrics):>18}{without.metrics.ttft_s:>11.2f} s{with_offload.metrics.ttft_s:>11.2f} s"
+        f"  {'yes' if same else 'NO'}"
+    )
+    out.print(row, style=None if same else "red", highlight=False, soft_wrap=True)
+
+
+def conclude(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:
+    """Print sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
     summary = summarize(without, with_offload)
     out.print(sentence(summary))
     out.print(json.dumps(summary), soft_wrap=True, highlight=False)
@@ -172,29 +191,6 @@ def sentence(summary: dict[str, Any]) -> str:
     )
 
 
-def table(without: Sequence[Visit], with_offload: Sequence[Visit]) -> Table:
-    """The visits as a table, one per line."""
-    rows = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)  # 80 columns wide
-    for column in ("about", "visit"):
-        rows.add_column(column)
-    for column in ("context\ntokens", "restored\ntokens", "first token\nwithout", "first token\nwith"):
-        rows.add_column(column, justify="right")
-    rows.add_column("identical\noutput", justify="center")
-    for a, b in zip(without, with_offload, strict=True):
-        same = a.answer == b.answer
-        rows.add_row(
-            a.conversation,
-            str(a.turn + 1),
-            f"{a.metrics.prompt_tokens:,}",
-            _restored(b.metrics),
-            f"{a.metrics.ttft_s:.2f} s",
-            f"{b.metrics.ttft_s:.2f} s",
-            "yes" if same else "NO",
-            style=None if same else "red",
-        )
-    return rows
-
-
 def _restored(metrics: RequestMetrics) -> str:
     """Number of restored tokens, with the names of tiers below host memory that some of them come from."""
     below = [tier for tier, restored in metrics.restored_tokens.items() if restored and tier != "host"]
@@ -231,8 +227,8 @@ _HostBytes: TypeAlias = Annotated[str, typer.Option("--host-bytes", help="Host m
 @app.command()
 def demo(
     model: _Model = "smollm2",
-    turns: _Turns = 3,
-    answer_tokens: _AnswerTokens = 24,
+    turns: _Turns = 2,
+    answer_tokens: _AnswerTokens = 8,
     device_blocks: Annotated[
         int,
         typer.Option(
@@ -270,15 +266,18 @@ def demo(
         _splittable(model, tensor_parallel_size, out) as path,
         loaded(path, **options, offload=offload) as offloading,
         loaded(path, **options) as plain,
-        progress() as bar,
     ):
         _check_fits(plain, conversations, answer_tokens)
         total = len(conversations) * turns
-        without = _visits(plain, conversations, answer_tokens, ticker(bar, "without offloading", total))
-        with_offload = _visits(offloading, conversations, answer_tokens, ticker(bar, "with offloading", total))
         # Visit by visit, first one engine and then the other: what else the machine does slows both of them down alike.
-        pairs = list(zip(without, with_offload, strict=True))
-    show(out, [visit for visit, _ in pairs], [visit for _, visit in pairs])
+        asked = (_visits(llm, conversations, answer_tokens) for llm in (plain, offloading))
+        rows, pairs = zip(*asked, strict=True), list[tuple[Visit, Visit]]()
+        out.print(TITLES)
+        for number in range(1, total + 1):
+            with errors.status(f"visit {number} of {total}, without offloading and with"):
+                pairs.append(next(rows))
+            show_row(out, *pairs[-1])
+    conclude(out, [visit for visit, _ in pairs], [visit for _, visit in pairs])
 
 
 @contextmanager
@@ -325,9 +324,7 @@ def _possible_shards(geometry: KVGeometry) -> list[int]:
     return [count for count in shards if geometry.splits_over(count) or width % num_heads(count) == 0]
 
 
-def _visits(
-    llm: LLM, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
-) -> Iterator[Visit]:
+def _visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> Iterator[Visit]:
     """Make the visits on an engine, one whenever the next is wanted."""
     sampling = SamplingParams(max_tokens=answer_tokens)
     _warm_up(llm)
@@ -338,7 +335,7 @@ def _visits(
         llm.settle()  # what it writes must not slow the other engine down
         return Answer(output.text, output.token_ids, output.metrics)
 
-    yield from visits(conversations, ask, tick)
+    yield from visits(conversations, ask)
 
 
 def _check_directory(directory: str) -> None:
@@ -389,8 +386,8 @@ SERVED_NAME = "demo"
 @app.command()
 def demo_vllm(
     model: _Model = "smollm2",
-    turns: _Turns = 3,
-    answer_tokens: _AnswerTokens = 24,
+    turns: _Turns = 2,
+    answer_tokens: _AnswerTokens = 8,
     device_blocks: Annotated[
         int,
         typer.Option(
@@ -453,9 +450,10 @@ def _visit_all(
         answer = _ask(client, messages, answer_tokens)
         if (why := why_turned_off(log)) is not None:
             raise TurnedOffError(why)
+        tick()
         return answer
 
-    return list(visits(conversations, ask, tick))
+    return list(visits(conversations, ask))
 
 
 def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer:
