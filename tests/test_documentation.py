@@ -150,3 +150,55 @@ def test_every_line_that_is_explained_can_come() -> None:
     source = texts_of_the_source()
     pieces = [piece.strip(" :;,") for line in lines for piece in re.split(r"\.\.\.|\d+", line)]
     assert [piece for piece in pieces if piece not in source] == []
+
+
+TELLING = re.compile(r"(\bnotes\.append|\bnote_once|\b_told\.note|\bself\.note)$")
+"""Calls that give a request one of its notes, as they are written."""
+PASSED_ON = {
+    "sentence",  # what another of these calls says
+    "str(self.guard.broken)",  # a line of the log
+    "str(outcome)",  # the answer to a hint
+    "tier.trouble",  # what is wrong with a tier
+    "no_room if self.needs_slots else self.excuse",
+    "told + _why_no_more(state, handoff.num_tokens, promises)",
+}
+"""Notes whose words stand elsewhere; the table has them, too."""
+
+
+def notes_in_the_source() -> tuple[list[str], set[str]]:
+    """What requests are told, with a gap for each value that is filled in; and expressions that have no words of their own."""
+    texts, others = [], set[str]()
+    for path in sorted((REPOSITORY / "src").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {
+            target.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.args and TELLING.search(ast.unparse(node.func)):
+                told = node.args[-1]
+                if isinstance(told, ast.Call) and isinstance(told.func, ast.Attribute) and told.func.attr == "format":
+                    told = told.func.value
+                told = constants.get(told.id, told) if isinstance(told, ast.Name) else told
+                if isinstance(told, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "..." for part in told.values]
+                    texts.append("".join(map(str, parts)))
+                elif isinstance(told, ast.Constant) and isinstance(told.value, str):
+                    texts.append(re.sub(r"\{\w*\}", "...", told.value))
+                else:
+                    others.add(ast.unparse(told))
+    return texts, others
+
+
+def test_every_note_of_a_request_is_explained() -> None:
+    section = TROUBLESHOOTING.split("## Ask the request")[1].split("\n## ")[0]
+    lines = [line for row in re.findall(r"(?m)^\| (`.+?) \|", section) for line in re.findall(r"`([^`]+)`", row)]
+    pieces_of = [[piece.strip(" :;,") for piece in re.split(r"\.\.\.|\d+", line)] for line in lines]
+    explained = [[piece for piece in pieces if piece] for pieces in pieces_of]
+    texts, others = notes_in_the_source()
+    assert len(texts) > 15
+    assert [text for text in texts if not any(all(piece in text for piece in pieces) for pieces in explained)] == []
+    assert others <= PASSED_ON, "notes that no table can be compared with: see where their words come from"
