@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import plots
 from plots import TRACES, measured_on, restored, result, sooner
 
 from cargohold.protocol import Kind, metrics
@@ -49,6 +50,15 @@ def restores() -> Iterator[Text]:
     seconds = f"{row['restored_s']:.2f} s instead of {row['recomputed_s']:.2f} s, {sooner(row)} times sooner"
     text = f" about {row['context_tokens']:,} tokens that come back takes {seconds} ({measured_on('restore')})."
     yield line("README.md", "The first token of an answer", text)
+
+
+def headlines() -> Iterator[Text]:
+    """The other two figures of the landing page."""
+    beyond, over = plots.step_cost_beyond(), plots.in_vllm()[0][1]
+    step = f"a step pays {100 * beyond['cargohold'] / beyond['vllm']:.0f} % of what vLLM's own offloading adds"
+    yield line(
+        "README.md", "Inside vLLM, a restore takes", f" {over:.2f} times as long as a hit on the device, and {step}."
+    )
 
 
 def span(of: dict[str, float]) -> str:
@@ -138,7 +148,7 @@ def all_metrics() -> Iterator[Text]:
     yield table("docs/operating.md", "| name | labels | unit | where | what |", rows)
 
 
-PARTS: tuple[Callable[[], Iterator[Text]], ...] = (restores, in_vllm, under_load, hits, steps, all_metrics)
+PARTS: tuple[Callable[[], Iterator[Text]], ...] = (restores, headlines, in_vllm, under_load, hits, steps, all_metrics)
 
 
 def main() -> int:

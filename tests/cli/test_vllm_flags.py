@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -105,3 +106,21 @@ def test_it_needs_no_package_of_the_terminal(cargohold: Command, monkeypatch: py
 
 def test_it_is_among_the_commands(cargohold: Command) -> None:
     assert "vllm-flags" in cargohold("--help").out
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROW = re.compile(r"(?m)^\| [^|]+ \| `(--host [^`]+)` \| (.*) \|$")
+SHOWN = re.compile(r"(?m)^\$ cargohold (vllm-flags .*)\n(.*)$")
+
+
+@pytest.mark.parametrize(("args", "shown"), ROW.findall((DOCS / "vllm.md").read_text(encoding="utf-8")))
+def test_the_page_shows_what_is_printed(args: str, shown: str, cargohold: Command) -> None:
+    result = cargohold("vllm-flags", *args.replace("URL", "s3://bucket/kv").split(), "--elsewhere")
+    assert result.status == 0, result.err
+    for part in re.findall(r"`([^`]+)`", shown):
+        assert part in result.out
+
+
+def test_the_short_answer_shows_what_is_printed(cargohold: Command) -> None:
+    ((command, shown),) = SHOWN.findall((DOCS / "how-to.md").read_text(encoding="utf-8"))
+    assert cargohold(*command.split(), "--elsewhere").out == f"{shown}\n"

@@ -6,6 +6,7 @@ and slots they hold.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,8 @@ from cargohold.protocol import (
     Patience,
     SchedulerContext,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
