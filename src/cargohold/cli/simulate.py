@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 import shlex
 import traceback
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from time import monotonic
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -30,6 +33,8 @@ from cargohold.option_values import format_count
 DEFAULT_SEEDS = 500
 OWN = "cargohold"
 VLLM = "vllm"
+OTHERS = "vllm:"
+"""What the names of connectors of vLLM's interface begin with."""
 _SINGULAR: Final = {
     "requests": "request",
     "resets": "reset",
@@ -48,8 +53,16 @@ class RecipeOptions:
 
     workload: Annotated[str, typer.Option(help=f"{ANY}, or one of: {', '.join(WORKLOADS)}.")] = ANY
     connector: Annotated[
-        str, typer.Option(help=f"{ANY}, one of: {', '.join(CONNECTORS)}; or MODULE:FACTORY for your own.")
+        str,
+        typer.Option(
+            help=f"{ANY}, one of: {', '.join(CONNECTORS)}; or MODULE:FACTORY for your own. With --engine {VLLM}, also "
+            f"{OTHERS}NAME for one of vLLM's, {OTHERS}MODULE:CLASS for a class of its interface, or several with + between."
+        ),
     ] = ANY
+    connector_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help=f"Options of a connector {OTHERS}NAME; those that are left out are drawn."),
+    ] = None
     faults: Annotated[
         str, typer.Option(help=f"all, none, or some of: {', '.join(fault.value for fault in Fault)}.")
     ] = "all"
@@ -57,13 +70,21 @@ class RecipeOptions:
 
     def recipe(self) -> Recipe:
         """The options as a recipe. Raises ``ConfigError`` for impossible ones."""
-        return _recipe_class(self.engine)(self.workload, self.connector, parse_faults(self.faults))
+        faults = parse_faults(self.faults)
+        if self.connector.startswith(OTHERS):
+            return _recipe_for_others(
+                self.workload, self.connector, faults, self.engine, _parsed(self.connector_config)
+            )
+        if self.connector_config is not None:
+            expected = f"it is for connectors {OTHERS}NAME, and this is {self.connector}"
+            raise ConfigError("connector-config", self.connector_config, expected)
+        return _recipe_class(self.engine)(self.workload, self.connector, faults)
 
     def __str__(self) -> str:
         """The options as on a command line, without those at their defaults."""
         fields = dataclasses.fields(self)
         return "".join(
-            f" --{field.name} {shlex.quote(getattr(self, field.name))}"
+            f" --{field.name.replace('_', '-')} {shlex.quote(getattr(self, field.name))}"
             for field in fields
             if getattr(self, field.name) != field.default
         )
@@ -80,6 +101,7 @@ class AmountOptions:
     first_seed: Annotated[int, typer.Option(min=0, help="Begin with this one.")] = 0
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no more seeds after so many minutes.")] = None
     jobs: Annotated[int | None, typer.Option(min=1, help="Seeds at a time; by default one per core.")] = None
+    keep_going: Annotated[bool, typer.Option(help="Play all seeds, and end with a list of what failed.")] = False
 
     @property
     def num_seeds(self) -> int | None:
@@ -103,6 +125,12 @@ class ReplayOptions:
     )
     lines: Annotated[int, typer.Option(min=1, help="Lines of the timeline to show.")] = 40
     shrink: Annotated[bool, typer.Option(help="Look for the shortest run that still fails.")] = True
+    write_script: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help=f"Write a failure of a connector {OTHERS}NAME as a script that stands alone."
+        ),
+    ] = None
 
 
 @app.command()
@@ -126,32 +154,71 @@ def simulate(
         started = monotonic()
         totals = Totals()
         with closing(amount.reports(recipe)) as reports:
-            failed = _first_failure(reports, totals, amount.num_seeds)
+            failures = _failures(reports, totals, amount)
         _show_totals(totals, monotonic() - started)
-        if failed is None:
+        if not failures:
             return
+        if amount.keep_going:
+            _show_kinds(failures)
+        failed = min(failures, key=lambda report: report.seed)
         typer.echo(f"\nseed {failed.seed} failed: {failed.failure}")
         seed = failed.seed
-    if not _replay(recipe, recipe.scenario(seed), show):
-        typer.echo(f"\nto see it again: cargohold simulate --replay {seed}{what}")
+    command = f"cargohold simulate --replay {seed}{what}"
+    if not _replay(recipe, recipe.scenario(seed), show, command):
+        typer.echo(f"\nto see it again: {command}")
         raise typer.Exit(EXIT_FAILED)
 
 
-def _first_failure(reports: Iterable[SeedReport], totals: Totals, num_seeds: int | None) -> SeedReport | None:
-    """Add up the reports, until the first failure or the end. Returns the report of the failure, if there is one."""
+def _failures(reports: Iterable[SeedReport], totals: Totals, amount: AmountOptions) -> list[SeedReport]:
+    """Add up the reports, until the first failure or the end. Returns the reports of failures."""
+    failures = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("simulating", total=num_seeds)
+        task = progress.add_task("simulating", total=amount.num_seeds)
         for report in reports:
             totals.add(report)
-            progress.update(
-                task,
-                advance=1,
-                description=f"seed {report.seed}, {format_count(totals.num_steps, 'step')} without a failure",
-            )
-            if report.failure is not None:
-                return report
-    return None
+            failures += [report] if report.failure is not None else []
+            fine = f"{len(failures)} failed" if failures else "without a failure"
+            steps = format_count(totals.num_steps, "step")
+            progress.update(task, advance=1, description=f"seed {report.seed}, {steps} {fine}")
+            if failures and not amount.keep_going:
+                break
+    return failures
+
+
+def _show_kinds(failures: Iterable[SeedReport]) -> None:
+    """How many seeds failed in each way; ways that differ in numbers and names of requests alone are one."""
+    kinds: dict[str, list[SeedReport]] = {}
+    for report in failures:
+        assert report.failure is not None
+        kinds.setdefault(re.sub(r"\br?\d[\d., r]*", "N", report.failure), []).append(report)
+    typer.echo("")
+    for alike in sorted(kinds.values(), key=len, reverse=True):
+        first = min(alike, key=lambda report: report.seed)
+        typer.echo(f"{len(alike):4d} failed, the first is seed {first.seed}: {first.failure}")
+
+
+def _parsed(text: str | None) -> Mapping[str, Any]:
+    """The options in ``text``. Raises ``ConfigError``."""
+    try:
+        options = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError("connector-config", text, f"it must be JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ConfigError("connector-config", text, "it must be an object of JSON")
+    return options
+
+
+def _recipe_for_others(
+    workload: str, connector: str, faults: frozenset[Fault], engine: str, config: Mapping[str, Any]
+) -> Recipe:
+    """Recipe for a connector of vLLM's interface. Raises ``ConfigError`` if it cannot be played."""
+    _recipe_class(engine)
+    if engine != VLLM:
+        raise ConfigError("connector", connector, f"connectors of vLLM's interface need --engine {VLLM}")
+    from cargohold.lab.vllm.others.recipe import StrangerRecipe  # noqa: PLC0415  # takes seconds
+
+    return StrangerRecipe(workload, connector, faults, config)
 
 
 def _recipe_class(engine: str) -> type[Recipe]:
@@ -173,9 +240,9 @@ def _recipe_class(engine: str) -> type[Recipe]:
     return VllmRecipe
 
 
-def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions) -> bool:
+def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions, command: str) -> bool:
     """Play a scenario and show its timeline, of a failure shortened. Returns whether the run ended well."""
-    timeline = RecentTimeline(show.lines)
+    timeline = recipe.timeline(show.lines)
     result = recipe.run(scenario, timeline).play()
     if result.error is None:
         _show_run(scenario, timeline)
@@ -185,18 +252,27 @@ def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions) -> bool:
         typer.echo(_counts(result.tallies + Counter({fault.value: times for fault, times in result.struck.items()})))
         return True
     if show.shrink:
-        scenario = _shrunk(recipe, scenario)
-        timeline = RecentTimeline(show.lines)
+        scenario = _shrunk(recipe, scenario, result.error)
+        timeline = recipe.timeline(show.lines)
         result = recipe.run(scenario, timeline).play()
         typer.echo("\nthe shortest run found that fails:")
     _show_run(scenario, timeline)
     assert result.error is not None, "runs of the same scenario differ"
     frames = traceback.format_tb(result.error.__traceback__)
     typer.echo(f"\n{''.join(frames[-2:])}{type(result.error).__name__}: {result.error}")
+    if show.write_script is not None:
+        _write_script(show.write_script, recipe.script(scenario, result.error, command))
     return False
 
 
-def _shrunk(recipe: Recipe, scenario: Scenario) -> Scenario:
+def _write_script(path: Path, text: str | None) -> None:
+    if text is None:
+        raise ConfigError("write-script", str(path), f"only failures of connectors {OTHERS}NAME are written down so")
+    path.write_text(text)
+    typer.echo(f"\nwritten to {path}: python {path} shows it")
+
+
+def _shrunk(recipe: Recipe, scenario: Scenario, error: Exception) -> Scenario:
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("looking for a shorter run that fails", total=None)
@@ -206,7 +282,10 @@ def _shrunk(recipe: Recipe, scenario: Scenario) -> Scenario:
             done = int(progress.tasks[task].completed)
             progress.update(task, description=f"looking for a shorter run that fails: {done} tried")
 
-        return Shrinker(recipe.fails, on_run=show).shrink(scenario)
+        def is_failing(less: Scenario) -> bool:
+            return recipe.fails_like(less, error)
+
+        return Shrinker(is_failing, on_run=show, simpler=recipe.simpler).shrink(scenario)
 
 
 def _show_run(scenario: Scenario, timeline: RecentTimeline) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import chain, count, islice
 from time import monotonic
 
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.faults import Fault
-from cargohold.lab.simulation.run import NO_TIMELINE, Run, Timeline
+from cargohold.lab.simulation.run import NO_TIMELINE, RecentTimeline, Run, Timeline
 from cargohold.lab.simulation.world import ANY, Scenario, check_names, draw_scenario
 from cargohold.process import WorkerPool, collected_in_one_go
 
@@ -44,9 +44,21 @@ class Recipe:
         """The run that plays a scenario of this recipe."""
         return Run(scenario, timeline=timeline)
 
-    def fails(self, scenario: Scenario) -> bool:
-        """Whether a run of ``scenario`` fails."""
+    def timeline(self, num_lines: int) -> RecentTimeline:
+        """A timeline that shows the last lines of a run."""
+        return RecentTimeline(num_lines)
+
+    def fails_like(self, scenario: Scenario, error: Exception) -> bool:
+        """Whether a run of ``scenario`` fails; any failure is one like ``error``."""
         return self.run(scenario).play().error is not None
+
+    def simpler(self, scenario: Scenario) -> Iterator[Scenario]:
+        """Yield scenarios with simpler options, to shorten a run that fails."""
+        yield from ()
+
+    def script(self, scenario: Scenario, error: Exception, command: str) -> str | None:
+        """A file that shows a failure without us; ``None`` if it is our own, which nobody else looks for."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +180,7 @@ class Shrinker:
         is_failing: tells whether a scenario fails; by default, by playing it.
         max_runs: most runs to spend.
         on_run: called after each run, for progress.
+        simpler: yields further scenarios that are simpler than a given one.
     """
 
     def __init__(
@@ -175,7 +188,9 @@ class Shrinker:
         is_failing: Callable[[Scenario], bool] = fails,
         max_runs: int = MAX_RUNS,
         on_run: Callable[[], None] = lambda: None,
+        simpler: Callable[[Scenario], Iterable[Scenario]] = lambda _: (),
     ) -> None:
+        self._simpler = simpler
         self._is_failing = is_failing
         self._num_left = max_runs
         self._on_run = on_run
@@ -187,10 +202,27 @@ class Shrinker:
             if self._fails(beginning):
                 scenario = beginning
                 break
+        scenario = self._without_stretches(scenario)
         smaller: Scenario | None = scenario
         while smaller is not None:
             scenario = smaller
-            smaller = next((less for less in _one_thing_less(scenario) if self._fails(less)), None)
+            candidates = chain(_one_thing_less(scenario), self._simpler(scenario))
+            smaller = next((less for less in candidates if self._fails(less)), None)
+        return scenario
+
+    def _without_stretches(self, scenario: Scenario) -> Scenario:
+        """Leave out whole stretches of actions, ever shorter ones: most of a long run has nothing to do with its end."""
+        size = len(scenario.actions) // 2
+        while size > 1:
+            at = 0
+            while at < len(scenario.actions) > size:
+                actions = scenario.actions
+                less = replace(scenario, actions=actions[:at] + actions[at + size :])
+                if self._fails(less):
+                    scenario = less
+                else:
+                    at += size
+            size //= 2
         return scenario
 
     def _fails(self, scenario: Scenario) -> bool:

@@ -233,6 +233,8 @@ class FingerprintRunner:
         memory: fingerprints, shape ``(num_blocks, tokens of a block)``.
         wrong: what was read wrongly in the last step, by request id.
         before_forward: called before each forward pass, so that copies can go on meanwhile.
+        guards_appends: whether tokens may not even be appended in a block that is being copied. Ours copy full blocks alone;
+            where others copy a block that is not full, they mean the tokens that it has, which appending leaves as they are.
     """
 
     def __init__(
@@ -264,6 +266,7 @@ class FingerprintRunner:
         self.memory: Fingerprints = np.frombuffer(self._bytes, dtype=np.uint64).reshape(layout.num_blocks, block_tokens)
         self.wrong: dict[str, WrongTokenError] = {}
         self.before_forward: Callable[[], None] = lambda: None
+        self.guards_appends = True
 
     def kv_regions(self) -> Sequence[Sequence[Any]]:
         """One region for all groups, as bytes."""
@@ -339,7 +342,8 @@ class FingerprintRunner:
         if NULL_BLOCK_ID in table[first:]:
             raise WrongTokenError(f"request {share.request_id} writes KV of group {group.index} to the null block")
         if self._copies.num_jobs:
-            self._copies.check_write(table[first:], share.request_id)
+            overwritten = first if self.guards_appends else -(-share.write_from // group.block_tokens)
+            self._copies.check_write(table[overwritten:], share.request_id)
         if share.request_id in self.wrong:
             coded = bytearray(GARBAGE * end)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -118,6 +119,7 @@ class CopiesInFlight:
 
     Attributes:
         num_jobs: number of copies in flight; with 0, callers can skip the checks.
+        begun: the last copies that have begun, for timelines.
         half_loaded: blocks of loads that go on or have failed although a step computes with them. The step was told: it and its
             stores may read them, and nothing that comes of it may be used.
     """
@@ -127,6 +129,7 @@ class CopiesInFlight:
         self._read: dict[int, int] = {}
         self._written: dict[int, int] = {}
         self.num_jobs = 0
+        self.begun: deque[CopyJob] = deque(maxlen=64)
         self.half_loaded: set[int] = set()
 
     def begin(self, job: CopyJob) -> None:
@@ -141,6 +144,7 @@ class CopiesInFlight:
         for block_id in job.block_ids:
             counts[block_id] = counts.get(block_id, 0) + 1
         self.num_jobs += 1
+        self.begun.append(job)
 
     def end(self, job: CopyJob) -> None:
         """Note that a copy has ended and that this was reported."""

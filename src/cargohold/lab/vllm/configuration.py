@@ -64,8 +64,8 @@ _MODEL: Final[Mapping[str, Any]] = {
 }
 
 
-def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
-    """Configuration of vLLM for an engine of this shape."""
+def vllm_config(shape: Shape, transfer: Any = None) -> Any:
+    """Configuration of vLLM for an engine of this shape, with this ``KVTransferConfig`` if it has a connector."""
     options = shape.scheduler
     model = model_config()
     model.max_model_len = options[MAX_MODEL_LEN]
@@ -89,7 +89,7 @@ def vllm_config(shape: Shape, *, with_connector: bool = True) -> Any:
             tensor_parallel_size=shape.world_size,
             distributed_executor_backend="mp" if shape.world_size > 1 else "uni",
         ),
-        kv_transfer_config=_transfer_config(options["load_failure_policy"].value) if with_connector else None,
+        kv_transfer_config=transfer,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=options["emit_events"], publisher="null"),
     )
     if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
@@ -126,12 +126,13 @@ def kv_cache_config(shape: Shape) -> Any:
 
 def num_blocks_needed(shape: Shape) -> int:
     """Fewest blocks, the null block included, with which vLLM starts for requests of the shape's ``MAX_MODEL_LEN`` tokens."""
-    config = vllm_config(shape, with_connector=False)
+    config = vllm_config(shape)
     specs = [group.kv_cache_spec for group in kv_cache_config(shape).kv_cache_groups]
     return 1 + sum(int(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)) for spec in specs)
 
 
-def _transfer_config(load_failure_policy: str) -> Any:
+def transfer_config(load_failure_policy: str) -> Any:
+    """Configuration of our adapter over simulated tiers."""
     return KVTransferConfig(
         kv_connector=NAME,
         kv_connector_module_path=__name__,

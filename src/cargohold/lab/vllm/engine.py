@@ -45,6 +45,7 @@ from cargohold.lab.vllm.configuration import (
     kv_cache_config,
     num_blocks_needed,
     standing_on,
+    transfer_config,
     vllm_config,
 )
 from cargohold.lab.vllm.requests import NO_HASHES, RequestBook, SchedulerView
@@ -169,6 +170,7 @@ class VllmEngine(Replica):
 
     dedupes_blocks = False
     has_own_hashes = False
+    _hears_of_layers = False
     scheduler: SchedulerView
 
     def __init__(self, shape: Shape, *, clock: VirtualClock, copies: Sequence[CopiesInFlight], random: Random) -> None:
@@ -262,7 +264,7 @@ class VllmEngine(Replica):
         answer = flight.answer
         if answer.kv_connector_output is not None:
             self._book.failed_loads |= answer.kv_connector_output.failed_recving
-        output = united(answer)
+        output = self._read(answer)
         self.last_step = (flight.step, output)
         for outputs in self.vllm.update_from_output(flight.output, answer).values():
             for news in outputs.outputs:
@@ -293,7 +295,8 @@ class VllmEngine(Replica):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _start(self, shape: Shape) -> None:
-        config, caches = vllm_config(shape), kv_cache_config(shape)
+        config, caches = vllm_config(shape, self._transfer(shape)), kv_cache_config(shape)
+        self._fit(config)
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, config)
         self._book = RequestBook(self.requests, hash_tokens, self._tell)
         self.chains = PrefixChains(self._book.tokens, self._book.root)
@@ -306,18 +309,34 @@ class VllmEngine(Replica):
             hash_block_size=hash_tokens,
             log_stats=True,
         )
-        self.side = self.vllm.connector._scheduler
-        self.workers = [
-            SimulatedWorker(
-                config_of_rank(config, rank),
-                caches,
-                WriteFirstRunner(self.layout, self.chains, VOCAB_SIZE, rank, copies=self.copies[rank]),
-                self._book.tokens,
-            )
-            for rank in range(shape.world_size)
-        ]
+        self.workers = [self._new_worker(config, caches, rank) for rank in range(shape.world_size)]
         self.aggregator = KVOutputAggregator.from_connector(self.vllm.connector, shape.world_size)
-        self.scheduler = SchedulerView(self.vllm, self.side, lambda: bool(self._in_flight))
+        self.scheduler = self._view()
+
+    def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
+        runner = WriteFirstRunner(self.layout, self.chains, VOCAB_SIZE, rank, copies=self.copies[rank])
+        own = config_of_rank(config, rank)
+        return SimulatedWorker(own, caches, runner, self._book.tokens, as_layers=self._hears_of_layers)
+
+    def _is_busy(self) -> bool:
+        return bool(self._in_flight)
+
+    # --- what differs with connectors of others -----------------------------------------------------------------------
+
+    def _transfer(self, shape: Shape) -> Any:
+        """VLLM's configuration of the connector."""
+        return transfer_config(shape.scheduler["load_failure_policy"].value)
+
+    def _fit(self, config: Any) -> None:
+        """Change vLLM's configuration to what the connector needs."""
+
+    def _read(self, answer: Any) -> StepOutput:
+        """A step's output from vLLM's."""
+        return united(answer)
+
+    def _view(self) -> SchedulerView:
+        self.side = self.vllm.connector._scheduler
+        return SchedulerView(self.vllm, self.side.guard, self.layout.groups, self._is_busy)
 
 
 class BridgeOracle(Oracle):

@@ -18,7 +18,6 @@ from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.engine_view import BlockView
 from cargohold.integrations.vllm.explanations import EXPLAIN
-from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.lab.simulation.fingerprints import tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE, root_of_salt
 from cargohold.protocol import (
@@ -59,6 +58,7 @@ class RequestBook:
         self._hasher = get_request_block_hasher(hash_tokens, hash_function())
         self._live: dict[str, Any] = {}
         self._tokens: dict[str, list[int]] = {}
+        self._num_loaded: dict[str, int] = {}
         self.failed_loads: set[str] = set()
 
     def tokens(self, request_id: str) -> Sequence[int]:
@@ -98,12 +98,15 @@ class RequestBook:
         request = self._own[news.request_id]
         if news.prefill_stats is not None:
             request.num_first_device_tokens = news.prefill_stats.num_local_cached_tokens
+            self._num_loaded[news.request_id] = news.prefill_stats.num_external_cached_tokens
         if news.new_token_ids:
             request.all_token_ids += news.new_token_ids
             self._tell(RequestUpdate(request, tuple(news.new_token_ids)))
         if news.finish_reason is not None:
+            # Others' connectors explain nothing.
             explanation = (news.kv_transfer_params or {}).get(EXPLAIN, {})
-            report = CacheReport(explanation.get("restored_tokens", {}))
+            loaded = {MEDIUM_HOST: self._num_loaded.pop(news.request_id, 0)}
+            report = CacheReport(explanation.get("restored_tokens", loaded))
             self.end(news.request_id, FinishReason(str(news.finish_reason)), report)
 
     def end(self, request_id: str, reason: FinishReason, report: CacheReport = _NOTHING_RESTORED) -> None:
@@ -250,15 +253,18 @@ class SchedulerView:
 
     Args:
         scheduler: vLLM's own.
-        side: the adapter's scheduler side.
+        guard: what contains the connector.
+        groups: the KV-cache groups.
         is_busy: whether steps are in flight.
     """
 
-    def __init__(self, scheduler: Any, side: SchedulerSide, is_busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, scheduler: Any, guard: ConnectorGuard, groups: tuple[KVCacheGroup, ...], is_busy: Callable[[], bool]
+    ) -> None:
         self._scheduler = scheduler
-        self._side = side
+        self._guard = guard
         self._is_busy = is_busy
-        self.kv = CacheView(scheduler, PoolView(scheduler.kv_cache_manager.block_pool, side.layout.groups))
+        self.kv = CacheView(scheduler, PoolView(scheduler.kv_cache_manager.block_pool, groups))
         self._events: list[KVEvent] = []
         self._num_resets = 0
         manager, connector = scheduler.kv_cache_manager, scheduler.connector
@@ -268,7 +274,7 @@ class SchedulerView:
     @property
     def connector(self) -> ConnectorGuard:
         """The connector, contained."""
-        return self._side.guard
+        return self._guard
 
     def has_work(self) -> bool:
         """Whether vLLM's engine would go on stepping."""

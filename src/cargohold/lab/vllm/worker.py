@@ -19,6 +19,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,12 +27,13 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from cargohold.engine.core.request import GREEDY, ScheduledTokens, SchedulerStep
 from cargohold.engine.executor import LayerHooks
-from cargohold.lab.simulation.fingerprints import FingerprintRunner, StateBlocks, end_of
+from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, FingerprintRunner, StateBlocks, end_of
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 
@@ -177,6 +179,19 @@ def place_of_state(share: ScheduledTokens, block_tokens: int) -> int:
 # --- the fingerprint model --------------------------------------------------------------------------------------------
 
 
+class _NoHooks:
+    """For connectors that do not want to hear of layers."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        pass
+
+
+_NO_HOOKS: Final = _NoHooks()
+
+
 class WriteFirstRunner(FingerprintRunner):
     """Writes the KV of a whole batch before any of it is read, layer by layer, as vLLM's model runner does.
 
@@ -210,6 +225,10 @@ class WriteFirstRunner(FingerprintRunner):
         """Write the step's fingerprints, and check everything that the step reads."""
         self.wrong.clear()
         self.before_forward()
+        layers = [name for group in self._groups for name in group.layer_names]
+        hooks = hooks or _NO_HOOKS
+        for name in layers:
+            hooks.wait_for_layer_load(name)
         pairs = [(share, group) for share in step.scheduled for group in self._groups]
         if self._running is not None:
             self._advance_states(step.scheduled, self._running)
@@ -221,6 +240,8 @@ class WriteFirstRunner(FingerprintRunner):
                 self._read(share, group)
         for share, group in pairs:
             self._compare_written(share, group)
+        for name in layers:
+            hooks.save_kv_layer(name)
         return {share.request_id: self._next_token(share) for share in step.scheduled if share.sample is not None}
 
     def _new_states(self, group: KVCacheGroup) -> AlignedStateBlocks:
@@ -254,22 +275,41 @@ class SimulatedWorker:
         kv_cache_config: vLLM's description of the paged KV.
         runner: the model and the paged KV.
         tokens_of: gives the prompt and answer of a request.
+        as_layers: gives the connector each layer's KV in the shape of attention, not whole blocks of bytes.
 
     Attributes:
         connector: the adapter.
         runner: the model.
+        hooks: hears of every layer; ``None`` if the connector does not want to.
     """
 
     def __init__(
-        self, config: Any, kv_cache_config: Any, runner: WriteFirstRunner, tokens_of: Callable[[str], Sequence[int]]
+        self,
+        config: Any,
+        kv_cache_config: Any,
+        runner: WriteFirstRunner,
+        tokens_of: Callable[[str], Sequence[int]],
+        *,
+        as_layers: bool = False,
     ) -> None:
         self.runner = runner
         self._config = config
         self._batch = InputBatch(tokens_of)
         self.connector: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
         memory = torch.from_numpy(runner.memory).view(torch.uint8)
-        layers = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-        self.connector.register_kv_caches(dict.fromkeys(layers, memory))
+        groups = kv_cache_config.kv_cache_groups
+        layers = {
+            name: _layer(memory, group) if as_layers else memory for group in groups for name in group.layer_names
+        }
+        self.connector.register_kv_caches(layers)
+        self._attention = dict.fromkeys(layers)
+        self.hooks: LayerHooks | None = None
+        if as_layers:
+            self.hooks = _LayerHooks(self.connector, layers)
+            # Where connectors find layers that were not registered with them.
+            config.compilation_config.static_forward_context = {
+                name: SimpleNamespace(kv_cache=tensor) for name, tensor in layers.items()
+            }
 
     def execute(self, message: bytes) -> tuple[SchedulerStep, bytes]:
         """Run one step.
@@ -302,10 +342,10 @@ class SimulatedWorker:
 
     def _forward(self, output: Any, step: SchedulerStep) -> Any:
         with (
-            set_forward_context(None, self._config),
+            set_forward_context(self._attention, self._config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as report,
         ):
-            sampled = self.runner.execute(step, None)
+            sampled = self.runner.execute(step, self.hooks)
         ids = [share.request_id for share in step.scheduled]
         return ModelRunnerOutput(
             req_ids=ids,
@@ -318,6 +358,29 @@ class SimulatedWorker:
         self.runner.wrong.clear()
         self.runner.before_forward()
         return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
+
+
+class _LayerHooks:
+    """Tells a connector of every layer, as vLLM's attention does."""
+
+    def __init__(self, connector: Any, layers: Mapping[str, Any]) -> None:
+        self._connector = connector
+        self._layers = layers
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._connector.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        self._connector.save_kv_layer(layer_name, self._layers[layer_name], None)
+
+
+def _layer(memory: Any, group: Any) -> Any:
+    """A layer's KV: for attention, shape ``(blocks, heads, tokens per block, key and value)``; a state is bytes."""
+    spec, num_blocks = group.kv_cache_spec, memory.shape[0]
+    if isinstance(spec, MambaSpec):
+        return memory.view(num_blocks, 1, 1, -1)
+    used = memory[:, : spec.block_size * FINGERPRINT_BYTES]
+    return used.unflatten(1, (1, spec.block_size, FINGERPRINT_BYTES)).view(torch.float32)
 
 
 @contextmanager

@@ -1,0 +1,11 @@
+"""Others' connectors under the simulation: any class of vLLM's interface, between vLLM's scheduler and simulated workers.
+
+Scheduler side, managers, policies and reports are the connector's own code. Only copies that need CUDA are simulated.
+
+    plan     which connector, with which options; and which cannot be played, and why
+    copies   simulated copies in the place of those with CUDA
+    engine   vLLM's scheduler with the connector
+    oracles  what must hold with any connector
+    recipe   scenarios and runs
+    report   a failure as a table of steps, and as a script that stands alone
+"""

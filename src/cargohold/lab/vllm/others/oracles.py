@@ -1,0 +1,105 @@
+"""What must hold with any connector: nothing stands still, nothing goes on for ever, and nobody remembers what is over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+from cargohold.engine.core.request import SchedulerStep, StepOutput
+from cargohold.lab.simulation.oracles import Oracle, OracleError
+from cargohold.lab.vllm.engine import VllmEngine
+
+PATIENCE: Final = 200
+"""Steps in a row in which nothing runs and nothing is copied, although requests wait, after which nothing ever will."""
+UNREST: Final = 1000
+"""Steps in a row with no request in the engine, after which it never comes to rest."""
+
+
+class StandstillOracle(Oracle):
+    """While there are requests, they run or something is copied; and when there are none, the engine comes to rest.
+
+    Args:
+        engine: the replica.
+    """
+
+    name = "standstill"
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self._num_idle = self._num_empty = 0
+
+    def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
+        """Count steps in which nothing has happened."""
+        requests = self._engine.vllm.requests
+        is_idle = (
+            not step.scheduled and output.connector.is_empty() and not any(c.num_jobs for c in self._engine.copies)
+        )
+        self._num_idle = self._num_idle + 1 if is_idle and requests else 0
+        self._num_empty = 0 if requests else self._num_empty + 1
+        if self._num_idle > PATIENCE:
+            self.fail(self._complaint())
+        if self._num_empty > UNREST and self._engine.scheduler.has_work():
+            message = f"for {UNREST} steps the engine has had no request, and it still has work to do for the connector"
+            raise OracleError("unrest", message)
+
+    def _complaint(self) -> str:
+        vllm, pool = self._engine.vllm, self._engine.scheduler.kv.pool
+        managers = vllm.kv_cache_manager.coordinator.single_type_managers
+        held = Counter(
+            {
+                name: sum(not block.is_null for manager in managers for block in manager.req_to_blocks.get(name, ()))
+                for name in vllm.requests
+            }
+        )
+        holders = (
+            ", ".join(f"{name} holds {count} blocks" for name, count in held.items() if count) or "nobody holds blocks"
+        )
+        return (
+            f"for {PATIENCE} steps nothing runs and nothing is copied, and {len(vllm.requests)} requests wait: {holders}, "
+            f"{pool.num_free_blocks} of {pool.num_usable_blocks} are free"
+        )
+
+
+class LeftoverOracle(Oracle):
+    """At the end, vLLM waits for nothing, and no part of the connector's scheduler side still knows a request.
+
+    Args:
+        engine: the replica.
+    """
+
+    name = "leftovers"
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+
+    def at_end(self) -> None:
+        """Look at all that is remembered."""
+        vllm, aggregator = self._engine.vllm, self._engine.aggregator
+        for what, left in {
+            "vLLM waits for loads that have ended": vllm.finished_recving_kv_req_ids,
+            "vLLM remembers failed loads": vllm.failed_recving_kv_req_ids,
+            "vLLM has not freed blocks": vllm.deferred_frees,
+            "vLLM waits for more ranks to end loads": aggregator._recv_remaining_count,
+            "vLLM waits for more ranks to end sending": aggregator._send_remaining_count,
+        }.items():
+            self.require(not left, f"{what}: {left}")
+        for path, names in _remembered(vllm.connector, set(self._engine.requests), type(vllm.connector).__name__):
+            self.fail(f"{path} still knows {', '.join(names)}, which have ended")
+
+
+def _remembered(part: Any, names: set[str], path: str, depth: int = 4) -> Iterator[tuple[str, list[str]]]:
+    """Attributes that are sets or dictionaries with ids of requests in them, in ``part`` and what it is made of."""
+    for name, value in list(getattr(part, "__dict__", {}).items()):
+        where = f"{path}.{name}"
+        if isinstance(value, dict | set | frozenset):
+            left = sorted(str(key) for key in value if isinstance(key, str) and key in names)
+            if left:
+                yield where, left
+        elif isinstance(value, list):
+            for at, item in enumerate(value):
+                yield from _remembered(item, names, f"{where}[{at}]", depth - 1)
+        elif depth and type(value).__module__.startswith(
+            ("vllm.distributed.kv_transfer", "vllm.v1.kv_offload", "vllm.v1.simple")
+        ):
+            yield from _remembered(value, names, where, depth - 1)

@@ -1,0 +1,168 @@
+"""Others' connectors under the simulation: what is known of them is found again, and what is right is not reported."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cargohold.cli import main
+from cargohold.errors import ConfigError
+from cargohold.lab.simulation.campaign import Shrinker
+from cargohold.lab.simulation.faults import parse_faults
+from cargohold.lab.simulation.run import RunResult
+from cargohold.lab.simulation.workloads import Ask
+
+pytest.importorskip(
+    "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
+)
+
+from cargohold.integrations.vllm import compat
+from cargohold.lab.vllm.others.recipe import StrangerRecipe, kind_of
+
+OURS = "vllm:cargohold.integrations.vllm.connector:CargoholdConnector"
+OFFLOADING, SIMPLE = "vllm:OffloadingConnector", "vllm:SimpleCPUOffloadConnector"
+WRONG_TOKEN, CONFLICT = "WrongTokenError", "CopyConflictError"
+V32, V33 = (0, 32), (0, 33)
+
+
+def recipe(
+    connector: str, workload: str = "any", faults: str = "none", config: Mapping[str, Any] | None = None
+) -> StrangerRecipe:
+    return StrangerRecipe(workload, connector, parse_faults(faults), config or {})
+
+
+def play(seed: int, *options: Any) -> RunResult:
+    played = recipe(*options)
+    return played.run(played.scenario(seed)).play()
+
+
+@pytest.mark.parametrize(
+    ("versions", "connector", "workload", "seed", "kind"),
+    [
+        ([V32], OFFLOADING, "any", 145, WRONG_TOKEN),
+        ([V32, V33], OFFLOADING, "windows", 10011, WRONG_TOKEN),
+        ([V32, V33], OFFLOADING, "any", 118, "standstill"),
+        ([V32, V33], OFFLOADING, "any", 457, "standstill"),
+        ([V32, V33], f"{OFFLOADING}+OffloadingConnector", "any", 19, CONFLICT),
+        ([V32, V33], SIMPLE, "any", 16, "unrest"),
+    ],
+)
+def test_what_docs_findings_lists_is_found_in_the_versions_that_have_it(
+    versions: list[tuple[int, int]], connector: str, workload: str, seed: int, kind: str
+) -> None:
+    found = kind_of(play(seed, connector, workload).error)
+    assert found == (kind if compat.vllm_version() in versions else None)
+
+
+def test_a_budget_of_seeds_finds_nothing_that_is_not_listed() -> None:
+    results = {seed: play(seed, OFFLOADING) for seed in range(24)}
+    assert {seed: result.error for seed, result in results.items() if result.error is not None} == {}
+    for what in ("restored tokens", "device tokens", "preemptions", "resets"):
+        assert sum(result.tallies[what] for result in results.values()) > 0, f"no {what}: this proves little"
+
+
+def test_a_connector_that_is_right_is_not_blamed() -> None:
+    config = {"host_bytes": "1MiB", "kv_events_salted": True}
+    results = [play(seed, OURS, "any", "none", config) for seed in range(6)]
+    assert [result.error for result in results] == [None] * 6
+    assert sum(result.tallies["restored tokens"] for result in results) > 0, "this proves little"
+
+
+def test_tokens_may_be_appended_to_a_block_that_is_stored_in_part() -> None:
+    # A prefix may end inside a block where recurrent state is hashed finely: only later tokens change while it is copied.
+    assert play(33, OFFLOADING, "recurrent").error is None
+
+
+@pytest.mark.parametrize("connector", [OFFLOADING, SIMPLE])
+def test_delays_are_borne(connector: str) -> None:
+    results = [play(seed, connector, "shared-prefix", "late,late-worker,slow") for seed in range(8)]
+    struck = sum(result.struck.total() for result in results)
+    assert struck > 0
+    assert [result.error for result in results if kind_of(result.error) not in (None, "unrest")] == []
+
+
+def test_a_failed_copy_is_an_assertion_of_vllms_and_is_told_with_its_place() -> None:
+    errors = [play(seed, OFFLOADING, "shared-prefix", "failed").error for seed in range(8)]
+    told = next(str(error) for error in errors if error is not None)
+    assert "AssertionError" in told
+    assert "offloading/worker.py" in told
+    assert "assert transfer_result.success" in told
+
+
+@pytest.mark.parametrize(
+    ("connector", "expected"),
+    [
+        ("vllm:NixlConnector", "needs another engine and NIXL's agent"),
+        ("vllm:LMCacheMPConnector", "needs LMCache's server"),
+        ("vllm:Offloading", "'Offloading' is not registered"),
+        ("vllm:nowhere:Class", "No module named 'nowhere'"),
+        ("vllm:pathlib:Path", "KVConnectorBase_V1"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_by_name(connector: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        recipe(connector)
+
+
+def test_a_failure_becomes_small_and_a_script_that_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    played = recipe(f"{OFFLOADING}+OffloadingConnector")
+    scenario = played.scenario(19)
+    error = played.run(scenario).play().error
+    assert error is not None
+    small = Shrinker(lambda less: played.fails_like(less, error), simpler=played.simpler).shrink(scenario)
+    assert len([action for action in small.actions if isinstance(action, Ask)]) <= 3
+    path = tmp_path / "shows_it.py"
+    path.write_text(played.script(small, error, "cargohold simulate"))
+    shown = runpy.run_path(str(path))
+    assert shown["SCENARIO"] == small
+    assert shown["show"](shown["SCENARIO"]) == 1
+    table = capsys.readouterr().out
+    assert "step | computes | waits | copies | free" in table
+    assert "CopyConflictError" in table
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["cargohold", "simulate", "--engine", "vllm", *options])
+    return int(main())
+
+
+def test_the_command_lists_what_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--connector", SIMPLE, "--first-seed", "14", "--seeds", "3", "--faults", "none", "--jobs", "1"]
+    assert command(monkeypatch, *options, "--keep-going", "--no-shrink") == 1
+    assert "1 failed, the first is seed 16: OracleError: unrest" in capsys.readouterr().out
+
+
+def test_the_command_takes_options_of_the_connector(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = '{"cpu_bytes_to_use": 1000000, "eviction_policy": "arc"}'
+    options = ["--connector", OFFLOADING, "--replay", "3", "--faults", "none"]
+    assert command(monkeypatch, *options, "--connector-config", config) == 0
+    assert "'cpu_bytes_to_use': 1000000, 'eviction_policy': 'arc'" in capsys.readouterr().out
+    assert command(monkeypatch, *options, "--connector-config", "{") == 2
+    assert "it must be JSON" in capsys.readouterr().err
+
+
+def test_options_that_vllm_refuses_end_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = '{"blocks_per_chunk": 0}'
+    options = [
+        "--connector",
+        OFFLOADING,
+        "--seeds",
+        "2",
+        "--faults",
+        "none",
+        "--jobs",
+        "1",
+        "--connector-config",
+        config,
+    ]
+    assert command(monkeypatch, *options) == 2
+    assert "'blocks_per_chunk' must be greater than 0" in capsys.readouterr().err
