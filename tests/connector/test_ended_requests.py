@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
+from cargohold.connector.kernel.leftovers import Leftover
 from cargohold.connector.kernel.requests import RequestState
-from cargohold.connector.kernel.stores import Leftovers
 from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
@@ -92,10 +92,8 @@ def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up()
     context = EngineContext(engine.scheduler.kv, WaitingQueue(QueuePolicy.FCFS))
     request = engine.requests["r"]
     state = RequestState.create(request, engine.scheduler.kv.layout, blocks_per_chunk=2)
-    leftovers = Leftovers()
-    leftovers.add(state, engine.scheduler.kv.block_ids(request), 17, context)
-    (leftover,) = leftovers
-    assert leftover.unstored(2, context, limit=8)[0].end == 2
+    leftover = Leftover.of(state, engine.scheduler.kv.block_ids(request), 17, context)
+    assert leftover is not None and leftover.unstored(2, context, limit=8)[0].end == 2
     engine.run()
 
 
@@ -108,26 +106,24 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     table = tuple(kv.block_ids(request)[0])
     pool = kv.pool
 
-    def leftovers() -> Leftovers:
-        those = Leftovers()
-        state = RequestState.create(request, kv.layout, blocks_per_chunk=2)
-        those.add(state, (table,), 25, context)
-        return those
+    def left() -> Leftover | None:
+        return Leftover.of(RequestState.create(request, kv.layout, blocks_per_chunk=2), (table,), 25, context)
 
-    (leftover,) = leftovers()
+    leftover = left()
+    assert leftover is not None
     assert [leftover.unstored(2, context, limit)[0].end for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
-    rest = Leftovers()
-    rest.add(leftover.state, (table,), 25, context)
     leftover.state.note_offered(0, 2)
-    rest.add(leftover.state, (table,), 25, context)
+    rest = Leftover.of(leftover.state, (table,), 25, context)
     leftover.state.note_offered(0, 0)
-    assert [of.unstored(2, context, 9)[0].end for of in rest] == [3, 0], "nothing is known of what had been offered"
+    assert rest is not None and rest.unstored(2, context, 9)[0].end == 0, "nothing is known of what had been offered"
     pool.uncache_block(pool.get_block(table[3]))
     assert leftover.unstored(2, context, 9)[0].end == 1, "the other half of its chunk is still there"
-    (later,) = leftovers()
-    assert later.unstored(2, context, 9)[0].end == 1, "what it holds is not known, whatever it was"
+    later = left()
+    assert later is not None and later.unstored(2, context, 9)[0].end == 1, (
+        "what it holds is not known, whatever it was"
+    )
     pool.uncache_block(pool.get_block(table[0]))
-    assert len(leftovers()) == 0
+    assert left() is None
     engine.run()
     engine.add("other", prompt(1, 28), 4)
     engine.run()

@@ -16,7 +16,6 @@ import pytest
 import cargohold.connector.guests.hints as hints_module
 import cargohold.connector.kernel.loads as loads_module
 import cargohold.connector.kernel.offers as offers_module
-import cargohold.connector.kernel.stores as stores_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.messages as messages_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
@@ -247,7 +246,7 @@ def forgets_to_release_ended_requests(patch: Patch) -> None:
 @mutant(connector="lazy", workload="multi-turn")
 def forgets_blocks_that_were_stored_lazily(patch: Patch) -> None:
     def end(self: LazyStores, store: Store, outcome: TransferOutcome) -> None:
-        stores_module.end_store(self._shared, store, outcome)
+        offers_module.end_store(self._shared, store, outcome)
 
     patch.setattr(LazyStores, "end", end)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, cast
 
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.base import LRUPolicy
 from cargohold.cache.policies.registry import POLICY, POLICY_NAMES
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.connector.kernel.config import KernelConfig
-from cargohold.connector.kernel.guest import find_guest
+from cargohold.connector.kernel.guest import Guest, GuestView
 from cargohold.errors import ConfigError
-from cargohold.option_values import parse_bytes
+from cargohold.option_values import import_named, parse_bytes
 from cargohold.options import FRACTION, INT_FROM_1, SECONDS, Options, checked, declared, list_of, must, one_of
 from cargohold.tiers import TierConfig
 from cargohold.tiers.kinds import TIERS
@@ -168,6 +168,22 @@ _NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """What options of vLLM's own connectors, of LMCache and of KVBM are called here: ``here that is ...``."""
+
+
+def find_guest(name: object, key: str = "guests") -> Callable[[GuestView], Guest]:
+    """Return the class of the guest that an option names, as ``MODULE:CLASS``; the module is imported.
+
+    Raises:
+        ConfigError: there is no such class, or it is no guest's.
+    """
+    expected = "it must be MODULE:CLASS, a class derived from cargohold.connector.kernel.guest.Guest"
+    if not isinstance(name, str) or ":" not in name:
+        raise ConfigError(key, name, expected)
+    found = import_named(key, name)
+    if not isinstance(found, type) or not issubclass(found, Guest):
+        raise ConfigError(key, name, expected)
+    return cast("Callable[[GuestView], Guest]", found)
+
 
 _ONLY_IN: Final[Mapping[str, Sequence[str]]] = {
     EAGER: ("blocks_per_chunk", "store_generated", "store_within_steps", "quotas"),

@@ -19,15 +19,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import update_wrapper
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.retention import NORMAL
 from cargohold.connector.kernel.jobs import Load, Origins, Store
 from cargohold.connector.kernel.requests import RequestState
-from cargohold.errors import ConfigError, RequestError
-from cargohold.option_values import import_named, made_by
+from cargohold.errors import RequestError
 from cargohold.protocol import (
     NOT_CONTAINED,
     BlockIds,
@@ -41,7 +39,6 @@ from cargohold.protocol import (
 
 logger = logging.getLogger(__name__)
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 Answer = TypeVar("Answer")
 
 
@@ -60,26 +57,6 @@ class GuestView:
     clock: Clock
     lookup: Callable[[Sequence[OffloadKey]], bytes]
     count: Callable[[Series, float], None]
-
-
-def find_guest(name: object, key: str = "guests") -> Callable[[GuestView], Guest]:
-    """Return the class of the guest that an option names, as ``MODULE:CLASS``; the module is imported.
-
-    Raises:
-        ConfigError: there is no such class, or it is no guest's.
-    """
-    expected = "it must be MODULE:CLASS, a class derived from cargohold.connector.kernel.guest.Guest"
-    if not isinstance(name, str) or ":" not in name:
-        raise ConfigError(key, name, expected)
-    found = import_named(key, name)
-    if not isinstance(found, type) or not issubclass(found, Guest):
-        raise ConfigError(key, name, expected)
-    return cast("Callable[[GuestView], Guest]", found)
-
-
-def own_guests(names: Sequence[str], view: GuestView) -> list[Guest]:
-    """Make the guests that options name. Raises ``ConfigError`` if one cannot be made."""
-    return [made_by("guests", name, Guest, view) for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +240,8 @@ class Guest:
         return None
 
 
-def _told(method: Method) -> Method:
+def _told(fact: str) -> Callable[..., None]:
     """Return a method that tells the guests which override it."""
-    fact = method.__name__
 
     def tell(self: Guests, *args: Any) -> None:
         for guest, hear in self.hearers[fact]:
@@ -278,12 +254,11 @@ def _told(method: Method) -> Method:
                 if heir is not None:
                     self.call(heir, getattr(heir, fact), args)
 
-    return cast("Method", update_wrapper(tell, method))
+    return tell
 
 
-def _any_of(method: Method, nobody: object = None) -> Method:
+def _any_of(question: str, nobody: object) -> Callable[..., Any]:
     """Return a method that asks the guests which override it, until one says something; else the answer is ``nobody``."""
-    question = method.__name__
 
     def ask_all(self: Guests, *args: Any) -> Any:
         for guest, ask in self.hearers[question]:
@@ -291,38 +266,36 @@ def _any_of(method: Method, nobody: object = None) -> Method:
                 answer = ask(*args)
             except NOT_CONTAINED:
                 raise
-            except BaseException as error:  # noqa: BLE001  # somebody's feature: it must not stop the kernel
+            except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
                 self.note_raised(guest, question, error)
             else:
                 if answer:
                     return answer
         return nobody
 
-    return cast("Method", update_wrapper(ask_all, method))
+    return ask_all
 
 
-def _all_of(method: Method) -> Method:
+def _all_of(question: str) -> Callable[..., bool]:
     """Return a method that asks the guests which override it, until one says no. One that raises has no say."""
-    question = method.__name__
 
     def ask_all(self: Guests, *args: Any) -> bool:
         return all(self.call(guest, ask, args) is not False for guest, ask in self.hearers[question])
 
-    return cast("Method", update_wrapper(ask_all, method))
+    return ask_all
 
 
-QUESTIONS: Final = (
-    "must_wait",
-    "origins",
-    "where_is",
-    "worth",
-    "may_store",
-    "may_reset",
-    "rider",
-    "is_busy",
-    "offer_again",
-    "told_at_end",
-)
+_ANY: Final[Mapping[str, object]] = {
+    "must_wait": False,
+    "origins": None,
+    "where_is": "",
+    "rider": None,
+    "is_busy": False,
+}
+"""Questions of which the first answer counts that says something; and the answer if nobody does."""
+_ALL: Final = ("may_store", "may_reset")
+"""Questions to which all must say yes."""
+QUESTIONS: Final = (*_ANY, *_ALL, "worth", "offer_again", "told_at_end")
 """The names of all questions."""
 FACTS: Final = tuple(name for name, value in vars(Guest).items() if callable(value) and name not in QUESTIONS)
 """The names of all facts."""
@@ -374,10 +347,6 @@ class Guests(Guest):
         answers = [self.call(guest, ask, (state,)) for guest, ask in self.hearers["told_at_end"]]
         told = {key: value for answer in answers if answer for key, value in answer.items()}
         return told or None
-
-    def has(self, guest: Guest) -> bool:
-        """Whether it is one of them, and was not turned off."""
-        return guest in self._guests
 
     def welcome(self, guests: Sequence[Guest]) -> None:
         """Add guests behind those that are there."""
@@ -434,26 +403,10 @@ class Guests(Guest):
         self._note_hearers()
         return heir
 
-    must_wait = _any_of(Guest.must_wait, nobody=False)
-    origins = _any_of(Guest.origins)
-    where_is = _any_of(Guest.where_is, nobody="")
-    rider = _any_of(Guest.rider)
-    is_busy = _any_of(Guest.is_busy, nobody=False)
-    may_store = _all_of(Guest.may_store)
-    may_reset = _all_of(Guest.may_reset)
-    request_new = _told(Guest.request_new)
-    request_placed = _told(Guest.request_placed)
-    request_asked = _told(Guest.request_asked)
-    request_admitted = _told(Guest.request_admitted)
-    request_ended = _told(Guest.request_ended)
-    chunks_used = _told(Guest.chunks_used)
-    load_ended = _told(Guest.load_ended)
-    chunks_offered = _told(Guest.chunks_offered)
-    unstored_let_go = _told(Guest.unstored_let_go)
-    store_begins = _told(Guest.store_begins)
-    store_ended = _told(Guest.store_ended)
-    step_begins = _told(Guest.step_begins)
-    step_ends = _told(Guest.step_ends)
-    reset = _told(Guest.reset)
-    worker_reported = _told(Guest.worker_reported)
-    shutdown = _told(Guest.shutdown)
+
+for _fact in FACTS:
+    setattr(Guests, _fact, _told(_fact))
+for _question, _nobody in _ANY.items():
+    setattr(Guests, _question, _any_of(_question, _nobody))
+for _question in _ALL:
+    setattr(Guests, _question, _all_of(_question))

@@ -6,7 +6,6 @@ and slots they hold.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,8 +19,6 @@ from cargohold.protocol import (
     Patience,
     SchedulerContext,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

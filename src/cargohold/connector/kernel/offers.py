@@ -8,17 +8,21 @@ first chunk that is missing. What is there already, or on its way, is not copied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from cargohold.blocks import READY
-from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager, StoreOffer
+from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager, StoreHandle, StoreOffer
 from cargohold.connector.kernel.guest import Part
-from cargohold.connector.kernel.loads import BlocksToStore, blocks_to_store
+from cargohold.connector.kernel.jobs import Store, StoreJob
+from cargohold.connector.kernel.loads import BlocksToStore, blocks_to_store, rows_to_store
 from cargohold.connector.kernel.requests import RequestState
-from cargohold.protocol import AttentionKind
+from cargohold.connector.kernel.shared import Shared
+from cargohold.protocol import AttentionKind, TransferOutcome
+from cargohold.protocol.metrics import DEFERRED_STORES, FAILURES, PLANNED, PLANNED_BLOCKS, STORED, STORED_AGAIN
 
 
 class Unstored(NamedTuple):
@@ -175,3 +179,118 @@ class Chooser:
         whole = of.keys.keys[first:end]
         keys = whole if len(blocks.chunks) == len(whole) else [of.keys.keys[chunk] for chunk in blocks.chunks]
         return Offer(of, first, rest, blocks, keys)
+
+
+class Offering:
+    """Offers chunks to the manager, and starts the stores of those that it takes.
+
+    Chunks that were not computed, because the device had them, are stored again if the tier has lost them: as many as it holds,
+    and then no more than are computed. Otherwise a tier smaller than what is hot on the device would be written anew by every
+    request.
+
+    Args:
+        shared: the state that the connector's parts share.
+
+    Attributes:
+        allowance: how many chunks may be stored again.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._chooser = Chooser(shared.manager, shared.config.blocks_per_chunk, shared.jobs.is_coming)
+        self.allowance = shared.manager.capacity
+
+    def store(
+        self,
+        unstored: Sequence[Unstored],
+        num_allowed: int,
+        on_offered: Callable[[Sequence[Offer], AbstractSet[OffloadKey]], None] | None = None,
+    ) -> Iterator[StoreJob]:
+        """Offer up to ``num_allowed`` chunks to the manager; yield one job that copies those that it takes.
+
+        ``on_offered`` is called with what was offered, and what is to be offered again.
+        """
+        offered, shared = self._chooser.choose(unstored, num_allowed), self._shared
+        if awaited := [offer.part(offer.keys) for offer in offered if offer.state.is_awaited]:
+            shared.guests.chunks_offered(awaited)
+        handle = shared.manager.prepare_stores(
+            [offer.for_manager(shared.guests.worth(offer.state).level) for offer in offered if offer.keys]
+        )
+        self._note_offered(offered, handle)
+        if on_offered is not None:
+            on_offered(offered, frozenset(handle.deferred))
+        if not handle.keys:
+            handle.commit()
+            return
+        block_ids, rows = self._places(offered, handle)
+        shared.holder.hold(block_ids)
+        store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
+        parts = self._note_taken(offered, store.keys)
+        store.request_ids = frozenset(part.state.request.request_id for part in parts)
+        shared.guests.store_begins(store, parts)
+        yield start_store(shared, store, rows)
+
+    def _offered_again(self, offer: Offer, handle: StoreHandle) -> AbstractSet[OffloadKey]:
+        """Return the chunks that found no slot, and are offered again because somebody waits for them."""
+        shared = self._shared
+        if not offer.state.is_awaited:
+            return frozenset()
+        there = frozenset(handle.keys).union(*[store.keys for store in shared.jobs.stores()])
+        rest = [key for key in offer.keys if key not in there]
+        without = [key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY]
+        return shared.guests.offer_again(offer.part(without)) if without else frozenset()
+
+    def _note_offered(self, offered: Sequence[Offer], handle: StoreHandle) -> None:
+        """Let each request go on behind what was offered, or from the first chunk that is to be offered still, or again."""
+        deferred = frozenset(handle.deferred)
+        for offer in offered:
+            next_chunk = offer.next_chunk(deferred | self._offered_again(offer, handle))
+            self._shared.stats[DEFERRED_STORES.of()] += next_chunk < offer.of.end
+            offer.state.note_offered(offer.group, next_chunk)
+
+    def _places(self, offered: Sequence[Offer], handle: StoreHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the device blocks of the chunks that the manager takes, and the tier's rows for them, in parallel."""
+        per_chunk = self._shared.config.blocks_per_chunk
+        block_ids = list(chain.from_iterable([offer.blocks.block_ids for offer in offered]))
+        keys = list(chain.from_iterable([offer.keys for offer in offered]))
+        starts: Sequence[int] = range(0, len(block_ids), per_chunk)
+        if keys != handle.keys:  # seldom: nearly always the manager takes all
+            start_of = dict(zip(keys, starts, strict=True))
+            starts = [start_of[key] for key in handle.keys]
+        return rows_to_store(block_ids, starts, handle.slots, per_chunk)
+
+    def _note_taken(self, offered: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> list[Part]:
+        """Count the chunks that the manager takes; return of which requests they are."""
+        parts: list[Part] = []
+        num_again = 0
+        takes_all = len(taken) == sum([len(offer.keys) for offer in offered])
+        for offer in offered:
+            if taken.isdisjoint(offer.keys):
+                continue
+            num_again += offer.num_again(taken)
+            stored = offer.keys if takes_all else [key for key in offer.keys if key in taken]
+            parts.append(offer.part(stored))
+        num_computed = len(taken) - num_again
+        self.allowance = min(self.allowance + num_computed - num_again, self._shared.manager.capacity)
+        self._shared.stats[STORED_AGAIN] += num_again
+        return parts
+
+
+def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:
+    """Add a store to the jobs in flight, and return the message that starts it. Its blocks must be held already."""
+    shared.jobs.add_store(store)
+    shared.stats[PLANNED.of("store")] += 1
+    shared.stats[PLANNED_BLOCKS.of("store")] += len(store.block_ids)
+    return StoreJob(store.job_id, store.block_ids, rows, shared.config.transfer_timeout_s)
+
+
+def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
+    """Let a store's chunks be found if they were copied; otherwise give their slots back."""
+    if outcome is TransferOutcome.DONE and not store.is_spoiled:
+        store.handle.commit()
+        shared.stats[STORED.of(shared.tier)] += len(store.handle.keys)
+    else:
+        store.handle.forfeit()
+        shared.stats[FAILURES.of("store")] += 1
+        reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
+        shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
@@ -42,8 +41,6 @@ from cargohold.protocol import (
     Tally,
     metrics,
 )
-
-logger = logging.getLogger(__name__)
 
 HOST_TIER: Final = "host"
 """Name of host memory in reports."""

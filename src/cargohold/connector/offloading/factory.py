@@ -9,7 +9,7 @@ from typing import Any
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.shares import Limits
 from cargohold.connector.config import OffloadConfig, limits_in_chunks
-from cargohold.connector.kernel.stores import EagerStores, MakeStores, NoStores
+from cargohold.connector.kernel.stores import EagerStores, MakeStores, StorePlanner
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.errors import ConfigError, option_path
@@ -176,7 +176,7 @@ def scheduler_side(
         new_epoch: makes a new name at each reset; it becomes part of the chunks' names in lower tiers.
     """
     if config.read_only:
-        make_stores = _no_stores
+        make_stores = _stores_nothing
     if not tiers:
         return OffloadingScheduler(config, environment, host, make_stores=make_stores)
     tiering = TieringConfig(
@@ -199,8 +199,8 @@ def host_manager(
     return own
 
 
-def _no_stores(*_: object) -> NoStores:
-    return NoStores()
+def _stores_nothing(*_: object) -> StorePlanner:
+    return StorePlanner()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
 from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.kernel.jobs import Store, StoreJob
+from cargohold.connector.kernel.offers import end_store, start_store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
-from cargohold.connector.kernel.stores import EagerStores, end_store, start_store
+from cargohold.connector.kernel.stores import EagerStores, StorePlanner
 from cargohold.connector.offloading.factory import OffloadingFactory, host_manager, scheduler_side, tier_options
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
@@ -99,7 +100,7 @@ class FreeQueueScout:
 # --- stores of the lazy connector -------------------------------------------------------------------------------------
 
 
-class LazyStores:
+class LazyStores(StorePlanner):
     """Stores blocks shortly before they would be evicted.
 
     Args:
@@ -118,17 +119,9 @@ class LazyStores:
         # Stores what somebody waits for, as it is computed.
         self._awaited = EagerStores(shared, requests)
 
-    def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Do nothing: blocks are looked at when they come near eviction."""
-
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are being stored, or that somebody waits for."""
         return self._awaited.coming(keys)
-
-    def begin_request(
-        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
-    ) -> None:
-        """Store nothing: what the device has and the tier lacks is found when it comes near eviction."""
 
     def plan(self, step: StepView) -> Iterator[StoreJob]:
         """Yield the stores of chunks that somebody waits for, and that of the blocks that would be evicted next.

@@ -13,9 +13,10 @@ from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.lower_tiers import TiersBelow
 from cargohold.connector.guests.meters import Meters
-from cargohold.connector.kernel.guest import GuestView, own_guests
+from cargohold.connector.kernel.guest import Guest, GuestView
 from cargohold.connector.kernel.scheduler import KernelScheduler
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
+from cargohold.option_values import made_by
 from cargohold.protocol import (
     Hint,
     HintEvent,
@@ -74,9 +75,8 @@ class OffloadingScheduler(KernelScheduler):
         self._hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
         self._hints.coming = self._stores.coming
         self._below = None if lower is None else self._make_below(lower, config, environment)
-        own = own_guests(
-            config.guests, GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
-        )
+        view = GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
+        own = [made_by("guests", guest, Guest, view) for guest in config.guests]
         guests = (self._events, self._meters, self._handoff, self._hints, self._below, *own)
         self._guests.welcome([guest for guest in guests if guest is not None])
 

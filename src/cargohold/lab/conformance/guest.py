@@ -7,7 +7,8 @@ from abc import abstractmethod
 
 import pytest
 
-from cargohold.connector.kernel.guest import FACTS, Guest, find_guest
+from cargohold.connector.config import find_guest
+from cargohold.connector.kernel.guest import FACTS, Guest
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.lab.conformance.connector import BLOCK_TOKENS, NUM_BLOCKS, ConnectorConformance
 from cargohold.lab.simulation.connectors import SimulatedOffloading
