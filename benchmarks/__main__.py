@@ -18,6 +18,7 @@ NAMES = (
     "restore",
     "in_step",
     "serve",
+    "front",
     "soak",
     "transfers",
     "lazy",

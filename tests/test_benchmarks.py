@@ -11,6 +11,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import (
     bookkeeping,
+    front,
     gpu,
     growing,
     handoff,
@@ -101,6 +102,12 @@ def test_soak() -> None:
     pytest.importorskip("uvicorn", reason="the extra serve is not installed")
     result = soak.run(quick=True)
     assert result["after"]["requests"] == 0 and result["requests"]["answered"] > 0
+
+
+def test_front() -> None:
+    pytest.importorskip("starlette", reason="the extra serve is not installed")
+    rows = front.run(quick=True)["rows"]
+    assert {row["has"] for row in rows} == {"text", "tools", "tools and marks"}
 
 
 @pytest.mark.long  # it measures a server in a process of its own

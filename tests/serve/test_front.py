@@ -218,7 +218,7 @@ def test_a_fault_of_its_own_passes_the_request_on_and_is_logged_once(
 
 
 def test_with_tenants_a_fault_still_keeps_them_apart(kept_apart: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_module, "wishes", None)
+    monkeypatch.setattr(front_module, "keeping", None)
     assert kept_apart.ask(ASKED, headers=keyed("of acme")).status == 200
     assert kept_apart.behind.body["cache_salt"].startswith("ch1.")
 
@@ -396,15 +396,18 @@ def leases(behind: Behind, kind: str = "retain") -> list[str | None]:
 def test_a_conversation_is_kept_while_its_tool_runs_and_released_when_it_was_answered() -> None:
     line = Line(Behind(CALLED))
     line.ask(turn())
-    (first,) = leases(line.behind)
+    (name,) = leases(line.behind)
     line.ask(turn("c1"))
     line.ask(turn("c1", "c2"))
-    assert leases(line.behind) == ["turn:c1"] != [first], "the first call names it from now on"
+    assert leases(line.behind) == [name], "its calls tell it apart"
+    elsewhere = Line(Behind(CALLED))
+    elsewhere.ask(turn("c1", "c2"))
+    assert leases(elsewhere.behind) == ["turn:c1"], "another API server, and every other one"
     assert leases(line.behind, "release") == []
     line.behind.pieces = [ANSWERED]
     line.ask(turn("c1", "c2", "c3"))
     line.ask(ASKED)
-    assert (leases(line.behind), leases(line.behind, "release")) == ([], ["turn:c1"])
+    assert (leases(line.behind), leases(line.behind, "release")) == ([], [name])
     line.ask({**ASKED, "n": 1})
     assert line.behind.hints == [], "it is said once"
     line.ask(turn("c1"))

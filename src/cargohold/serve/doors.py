@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
+from starlette.types import Scope
+
 from cargohold.connector.tenants import Tenants
 from cargohold.serve.errors import ApiError
 from cargohold.serve.keys import KeyRing, shown_key
-
-Scope = MutableMapping[str, Any]
 
 PROMPTS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Paths of requests that a model answers, of which clients can say something."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from itertools import count
 from secrets import token_hex
@@ -24,18 +24,13 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cargohold.connector.tenants import Tenants
 from cargohold.protocol import FRONT_KEY, HINTS_KEY, hints_in
 from cargohold.serve.doors import PINS, PROMPTS, Client, Doors, VllmDoors, path_of
 from cargohold.serve.errors import ApiError, error_response, invalid, json_response
-from cargohold.serve.words import Body, BodyError, MarkError, TurnEnd, first_call, is_last, may_call, session_of, wishes
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from cargohold.serve.words import Body, MarkError, TurnEnd, first_call, is_last, keeping, may_call, session_of
 
 logger = logging.getLogger("vllm.cargohold.front")  # vLLM shows only loggers below its own name
 
@@ -52,18 +47,21 @@ class Sessions:
     """Which conversations are kept for their next turns, and which need not be any more, until that is said.
 
     A conversation is known by the first tool call that it has the result of, so that every API server calls it alike. Its first
-    turn has none, and gets a name of its own. The number of what is remembered is limited: what is forgotten ends by its time.
+    turn has none yet: it gets a name of its own, which stays if the call comes back to the same API server. The number of what
+    is remembered is limited: what is forgotten ends by its time.
     """
 
     def __init__(self) -> None:
         self._leases: OrderedDict[tuple[str | None, str], dict[str, None]] = OrderedDict()
         self._ended: OrderedDict[str | None, dict[str, None]] = OrderedDict()
+        self._first: OrderedDict[tuple[str | None, str], str] = OrderedDict()
         self._names = count(1)
         self._start = token_hex(4)
 
     def begin(self, tenant: str | None, session: str | None, call: str | None) -> str:
         """Return the lease under which a conversation is kept from now on."""
-        lease = f"turn:{call}" if call is not None else f"turn:{self._start}-{next(self._names)}"
+        name = f"{self._start}-{next(self._names)}" if call is None else call
+        lease = self._first.get((tenant, name), f"turn:{name}")
         self._ended.get(tenant, {}).pop(lease, None)
         if session is not None:
             leases = self._leases.setdefault((tenant, session), {})
@@ -72,6 +70,12 @@ class Sessions:
             _limit(leases, _MAX_LEASES)
             _limit(self._leases, _MAX_SESSIONS)
         return lease
+
+    def note_calls(self, tenant: str | None, calls: Sequence[str], lease: str) -> None:
+        """Note the calls with which the first turn of a conversation has ended."""
+        for call in calls:
+            self._first[tenant, call] = lease
+            _limit(self._first, _MAX_SESSIONS)
 
     def end(self, tenant: str | None, lease: str) -> None:
         """Note that a conversation has ended its turn with an answer: nothing says when it goes on."""
@@ -110,7 +114,7 @@ class Front:
         is_strict: whether marks that are impossible are refused. Otherwise they are passed over.
     """
 
-    def __init__(self, app: App, doors: Doors | None = None, *, is_strict: bool = False) -> None:
+    def __init__(self, app: ASGIApp, doors: Doors | None = None, *, is_strict: bool = False) -> None:
         self._app = app
         self._doors = VllmDoors(Tenants.of_environment()) if doors is None else doors
         self._is_strict = is_strict
@@ -148,9 +152,8 @@ class Front:
         if sent is None:
             return  # its client has gone
         lease = None
-        body = _read(
-            sent, must=client.tenant is not None
-        )  # whoever reads it otherwise would share its cache with others
+        # With tenants it must be understood: a server that reads it otherwise would let them share a cache.
+        body = _read(sent, must=client.tenant is not None)
         if body is not None:
             _keep_apart(body, client)
             lease = self._say(dict(scope["headers"]), body, client)
@@ -164,6 +167,8 @@ class Front:
         await self._app(scope, _first(sent, receive), _read_by(end, send))
         if end.is_answer:
             self._sessions.end(client.tenant, lease)
+        elif body is not None and first_call(body) is None:
+            self._sessions.note_calls(client.tenant, end.ids, lease)
 
     def _say(self, headers: Mapping[bytes, bytes], body: Body, client: Client) -> str | None:
         """Put what is known into a request. Returns the lease of its conversation, if it is kept for its next turn."""
@@ -197,7 +202,7 @@ class Front:
             lease = self._sessions.begin(tenant, session, first_call(body))
             kept = {"lease": lease, "ttl_s": TURN_S, "priority": TURN_PRIORITY}
             hints.append({"action_id": "turn", "action_type": "retain", "payload": kept})
-        hints += [wish.action() for wish in wishes(body, is_strict=self._is_strict)]
+        hints += keeping(body, is_strict=self._is_strict)
         for number, ended in enumerate(self._sessions.take_ended(tenant), start=1):
             hints.append({"action_id": f"end-{number}", "action_type": "release", "payload": {"lease": ended}})
         return hints, lease
@@ -293,7 +298,7 @@ def _read(sent: bytes, *, must: bool) -> Body | None:
     """Read a body; ``None`` if it cannot be read, unless it must: then ``ApiError`` is raised."""
     try:
         return Body(sent)
-    except BodyError as error:
+    except ValueError as error:
         if must:
             raise invalid(f"the body must be a JSON object: {error}") from error
         return None

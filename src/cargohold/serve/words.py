@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -26,15 +25,15 @@ _CALL_KEYS: Final = (b'"tool_call_id"', b'"tool_use_id"', b'"call_id"')
 _MAX_ID_CHARS: Final = 256
 
 
-class BodyError(ValueError):
-    """A body is no JSON object."""
+_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeError)
 
 
 class Body:
     """The body of a request: fields are decoded when they are asked for, and the others stay as they were sent.
 
     Args:
-        sent: what the client has sent. Raises ``BodyError`` if it is no JSON object.
+        sent: what the client has sent. Raises ``ValueError`` if it is no JSON object.
 
     Attributes:
         sent: the same.
@@ -44,8 +43,8 @@ class Body:
     def __init__(self, sent: bytes) -> None:
         try:
             self._fields: dict[str, msgspec.Raw] = _decoder.decode(sent)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-            raise BodyError(str(error)) from error
+        except _UNREADABLE as error:
+            raise ValueError(str(error)) from error
         self.sent = sent
         self.has_changed = False
 
@@ -58,7 +57,7 @@ class Body:
         raw = self._fields.get(name)
         try:
             return None if raw is None else msgspec.json.decode(raw)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        except _UNREADABLE:
             return None
 
     def set(self, name: str, value: Any) -> None:
@@ -82,30 +81,7 @@ class Body:
         return name.encode() in self.sent
 
 
-_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
 # --- what a prompt is worth -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A prompt, or the beginning of it, will come again.
-
-    Attributes:
-        name: the field that says so.
-        ttl_s: within how many seconds.
-        part: how much of the prompt, from 0 to 1; ``None`` for all of it and what is generated.
-    """
-
-    name: str
-    ttl_s: float
-    part: float | None = None
-
-    def action(self) -> dict[str, Any]:
-        """The hint that says it."""
-        part = {} if self.part is None else {"part": self.part}
-        return {"action_id": self.name, "action_type": "retain", "payload": {"ttl_s": self.ttl_s, **part}}
 
 
 class MarkError(ValueError):
@@ -120,24 +96,29 @@ class MarkError(ValueError):
         self.param = param
 
 
-def wishes(body: Body, *, is_strict: bool = False) -> list[Wish]:
-    """What a body's fields say of its prompt. Raises ``MarkError`` for impossible marks, or passes them over."""
-    found: list[Wish] = []
+def keeping(body: Body, *, is_strict: bool = False) -> list[dict[str, Any]]:
+    """Hints that keep what a body's fields say will come again. Impossible marks are passed over, or raise ``MarkError``."""
+    found = []
     try:
         found = _marked(body) if body.mentions("cache_control") else []
     except MarkError:
         if is_strict:
             raise
     if body.get("prompt_cache_retention") == "24h":
-        found.append(Wish("prompt_cache_retention", _DAY_S))
+        found.append(_kept("prompt_cache_retention", _DAY_S, None))
     return found
 
 
-def _marked(body: Body) -> list[Wish]:
+def _marked(body: Body) -> list[dict[str, Any]]:
     marks = [(part, _ttl_of(mark, where)) for part, mark, where in _marks(body)]
     if len(marks) > _MAX_MARKS:
         raise MarkError(f"there are {len(marks)} marks of cache_control; there may be {_MAX_MARKS}", "cache_control")
-    return [Wish(f"cache_control-{number}", ttl_s, part) for number, (part, ttl_s) in enumerate(marks, start=1)]
+    return [_kept(f"cache_control-{number}", ttl_s, part) for number, (part, ttl_s) in enumerate(marks, start=1)]
+
+
+def _kept(name: str, ttl_s: float, part: float | None) -> dict[str, Any]:
+    payload = {"ttl_s": ttl_s} if part is None else {"ttl_s": ttl_s, "part": part}
+    return {"action_id": name, "action_type": "retain", "payload": payload}
 
 
 def _ttl_of(mark: object, where: str) -> float:
@@ -154,39 +135,37 @@ def _marks(body: Body) -> Iterator[tuple[float | None, Any, str]]:
     a template writes tools or the system's text first, a mark on one of them counts nothing of the other, and what a template
     may leave out (thoughts, pictures, white space) counts as text of the prompt, but not as text before a mark.
     """
-    for field, mark in (("cache_control", body.get("cache_control")), ("nvext.cache_control", _of_nvext(body))):
-        if mark is not None:
+    for field, holder in (
+        ("cache_control", {"cache_control": body.get("cache_control")}),
+        ("nvext", body.get("nvext")),
+    ):
+        if isinstance(holder, dict) and (mark := holder.get("cache_control")) is not None:
             yield None, mark, field
     system, tools, messages = (body.get(name) for name in ("system", "tools", "messages"))
-    of_system, of_tools, of_messages = _blocks(system), _blocks(tools), _conversation(messages)
-    head = sum(_sure(block) for block in of_system) + sum(_sure(tool) for tool in of_tools)
+    of_system, of_tools = _blocks(system, "system"), _blocks(tools, "tools")
+    of_messages = [
+        block
+        for where, message in _blocks(messages, "messages")
+        for block in _blocks(message.get("content") if isinstance(message, dict) else None, f"{where}.content")
+    ]
+    head = sum(_sure(block) for _, block in (*of_system, *of_tools))
     total = sum(_chars(value) for value in (system, tools, messages)) or 1
-    last = len(of_messages) - 1
-    for name, blocks, head_chars in (("system", of_system, 0), ("tools", of_tools, 0), ("messages", of_messages, head)):
-        before = head_chars
-        for at, block in enumerate(blocks):
+    for blocks, num_before in ((of_system, 0), (of_tools, 0), (of_messages, head)):
+        before = num_before
+        for where, block in blocks:
             before += _sure(block)
             if isinstance(block, dict) and (mark := block.get("cache_control")) is not None:
                 # Behind the last block there is nothing but the template's own words.
-                part = 1.0 if name == "messages" and at == last else before / total - _MARGIN
-                yield max(_LEAST_PART, part), mark, f"{name}[{at}].cache_control"
+                is_last_block = blocks is of_messages and block is blocks[-1][1]
+                part = 1.0 if is_last_block else max(_LEAST_PART, before / total - _MARGIN)
+                yield part, mark, f"{where}.cache_control"
 
 
-def _of_nvext(body: Body) -> Any:
-    nvext = body.get("nvext") if body.mentions("nvext") else None
-    return nvext.get("cache_control") if isinstance(nvext, dict) else None
-
-
-def _blocks(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _conversation(messages: Any) -> list[Any]:
-    """The blocks of all messages, in order."""
-    found = []
-    for message in _blocks(messages):
-        found += _blocks(message.get("content")) if isinstance(message, dict) else []
-    return found
+def _blocks(value: Any, where: str) -> list[tuple[str, Any]]:
+    """The blocks of a content, each with its place; a text alone is one."""
+    if isinstance(value, list):
+        return [(f"{where}[{at}]", block) for at, block in enumerate(value)]
+    return [] if value is None else [(where, value)]
 
 
 def _chars(value: Any) -> int:
@@ -263,14 +242,19 @@ def may_call(body: Body) -> bool:
 
 # --- how a turn ended -------------------------------------------------------------------------------------------------
 
-_END: Final = re.compile(rb'"(?:finish|stop)_reason"\s*:\s*"(\w+)"')
-_CALLED: Final = re.compile(rb'"type"\s*:\s*"(?:function_call|tool_use)"|"tool_calls"\s*:\s*\[\s*\{')
-_OVER: Final = re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete)"|"object"\s*:\s*"response"')
+_SAID: Final = re.compile(
+    rb'"(?:(?:finish|stop)_reason"\s*:\s*"(?P<reason>\w+)"'
+    rb'|type"\s*:\s*"(?:(?P<call>function_call|tool_use)|(?P<over>response\.(?:completed|incomplete)))"'
+    rb'|tool_calls"\s*:\s*(?P<calls>\[\s*\{)|object"\s*:\s*"(?P<whole>response)")'
+)
+_ID: Final = re.compile(rb'"(?:call_)?id"\s*:\s*"([^"\\]{1,100})"')
 _CALLS: Final = frozenset({b"tool_calls", b"tool_use", b"function_call", b"pause_turn"})
 _ANSWERS: Final = frozenset(
     {b"stop", b"end_turn", b"stop_sequence", b"length", b"max_tokens", b"refusal", b"content_filter"}
 )
-_KEPT_BYTES: Final = 64
+_READ_BYTES: Final = 8192
+_KEPT_BYTES: Final = 160
+_MAX_IDS: Final = 16
 
 
 class TurnEnd:
@@ -283,19 +267,35 @@ class TurnEnd:
     def __init__(self) -> None:
         self._called = False
         self._ended = False
-        self._rest = b""
+        self._ids: dict[bytes, None] = {}
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
 
     def read(self, piece: bytes) -> None:
-        """Read the next piece, however it is cut."""
-        seen = self._rest + piece
-        self._called = self._called or _CALLED.search(seen) is not None
-        for reason in _END.findall(seen):
-            self._called = self._called or reason in _CALLS
-            self._ended = self._ended or reason in _ANSWERS
-        self._ended = self._ended or _OVER.search(seen) is not None
-        self._rest = seen[-_KEPT_BYTES:]
+        """Read the next piece, however it is cut. Small ones are looked at together."""
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes >= _READ_BYTES:
+            self._look()
+
+    def _look(self) -> None:
+        seen = b"".join(self._pieces)
+        for said in _SAID.finditer(seen):
+            reason = said["reason"]
+            self._called = self._called or reason in _CALLS or (said["call"] or said["calls"]) is not None
+            self._ended = self._ended or reason in _ANSWERS or (said["over"] or said["whole"]) is not None
+        if self._called and len(self._ids) < _MAX_IDS:
+            self._ids.update(dict.fromkeys(_ID.findall(seen)))
+        self._pieces, self._num_bytes = [seen[-_KEPT_BYTES:]], 0
 
     @property
     def is_answer(self) -> bool:
         """Whether it ended with an answer, and not with a call, nor in the middle."""
+        self._look()
         return self._ended and not self._called
+
+    @property
+    def ids(self) -> list[str]:
+        """What has an id in an answer with calls: the calls, and a few things more that nobody asks for again."""
+        self._look()
+        return [found.decode("utf-8", "replace") for found in self._ids]
