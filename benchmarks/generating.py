@@ -208,12 +208,12 @@ def _answer_of_disk(command: Any) -> tuple[int, bytes]:
 def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
     """Our worker's report on copies into host memory that have ended, with answers of the disk."""
     from cargohold.integrations.vllm.worker import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
-    from cargohold.protocol import FinishedTransfers, KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
+    from cargohold.protocol import KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
     from cargohold.tiers.messages import TierReport  # noqa: PLC0415  # beside the others
 
     jobs = dict.fromkeys([*ended, *told], TransferOutcome.DONE)
     report = TierReport({job_id: (answers, 1) for job_id, answers in told.items()})
-    return WorkerMessage({0: RankReport(KVConnectorOutput(finished=FinishedTransfers(jobs=jobs), worker_meta=report))})
+    return WorkerMessage({0: RankReport(KVConnectorOutput(jobs=jobs, kv_connector_worker_meta=report))})
 
 
 def _their_message(ended: list[int]) -> Any:

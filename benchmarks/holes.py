@@ -28,7 +28,6 @@ from cargohold.lab.replay.workload import load_workload
 from cargohold.lab.simulation.run import quiet_logging
 from cargohold.protocol import (
     AttentionKind,
-    FinishedTransfers,
     KVCacheGroup,
     KVCacheLayout,
     KVConnectorOutput,
@@ -175,9 +174,9 @@ def _carry_out(step: SchedulerStep, given_up: float, luck: random.Random, total:
         total["written"] += len(store.block_ids)
     loads = getattr(metadata, "loads", ())
     jobs.update((load.job_id, TransferOutcome.DONE) for load in loads)
-    finished = FinishedTransfers(finished_recving=frozenset(load.request_id for load in loads), jobs=jobs)
+    report = KVConnectorOutput(finished_recving=frozenset(load.request_id for load in loads), jobs=jobs)
     sampled = {share.request_id: 0 for share in step.scheduled if share.sample is not None}
-    return StepOutput(sampled=sampled, connector=KVConnectorOutput(finished=finished))
+    return StepOutput(sampled=sampled, connector=report)
 
 
 def _range(rows: Sequence[Mapping[str, Any]], given_up: float, what: str) -> dict[str, list[float]]:

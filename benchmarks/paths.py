@@ -19,7 +19,7 @@ import cargohold
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.lab.simulation.tiers import SimulatedTiering
-from cargohold.protocol import ConnectorMetadata, KVConnectorSchedulerOutput, RequestView, StepView
+from cargohold.protocol import KVConnectorMetadata, KVConnectorSchedulerOutput, RequestView, StepView
 from cargohold.tiers.scheduler_side import TierOptions
 
 SOURCES = Path(cargohold.__file__).parent
@@ -97,7 +97,7 @@ class CountedScheduler(OffloadingScheduler):
         answer: tuple[int | None, bool] = self.profile.count("look-up", look_up, request, num_computed_tokens)
         return answer
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         build = super().build_connector_meta
         return build(step) if self.profile is None else self.profile.count("build_connector_meta", build, step)
 

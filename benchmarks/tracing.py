@@ -182,7 +182,7 @@ def _embedded(workload: Workload) -> dict[str, Any]:
             for name, engine in engines.items():
                 spent[name].append(engine.serve())
             start = time.thread_time()
-            engines[OFF].scheduler.connector.get_stats()
+            engines[OFF].scheduler.connector.get_kv_connector_stats()
             scrapes.append(time.thread_time() - start)
         exporting_s = _exporting_s(0.0 if workload is QUICK else 6.0)
         for engine in engines.values():

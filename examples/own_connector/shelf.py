@@ -63,8 +63,8 @@ class ShelfScheduler(protocol.KVConnectorScheduler):
                     stores.append((share.block_ids[0][at], self._places[block_hash]))
         return Orders(loads, tuple(stores))
 
-    def update_connector_output(self, output: protocol.KVConnectorOutput) -> None:
-        if output.finished.step_failed or output.invalid_block_ids:
+    def update_connector_output(self, connector_output: protocol.KVConnectorOutput) -> None:
+        if connector_output.step_failed or connector_output.invalid_block_ids:
             self.reset_cache()  # what that step computed, and we stored, may be garbage
 
     def explain(self, request_id: str) -> protocol.CacheReport:
@@ -83,8 +83,8 @@ class ShelfWorker(protocol.KVConnectorWorker):
     def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
         self._regions = kv_caches[0]
 
-    def bind_connector_metadata(self, metadata: protocol.ConnectorMetadata) -> None:
-        self._orders = metadata if isinstance(metadata, Orders) else Orders()
+    def bind_connector_metadata(self, connector_metadata: protocol.KVConnectorMetadata) -> None:
+        self._orders = connector_metadata if isinstance(connector_metadata, Orders) else Orders()
 
     def start_load_kv(self) -> None:
         for block_id, place in self._orders.loads:

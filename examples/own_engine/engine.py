@@ -130,10 +130,9 @@ class Engine:
             for at, block_id in enumerate(blocks):
                 if block_id in self.output.invalid_block_ids:  # everything from the first bad block on is computed
                     num_good = min(num_good, at * BLOCK_TOKENS)
-            finished = self.output.finished
-            if request.request_id in finished.finished_recving:
+            if request.request_id in self.output.finished_recving:
                 self.scheduler_side.update_state_after_alloc(request, (blocks,), 0)
-                return 0 if request.request_id in finished.failed_recving else num_good
+                return 0 if request.request_id in self.output.failed_recving else num_good
 
     # --- a step: plan, worker, report ---------------------------------------------------------------------------------
 
@@ -148,18 +147,18 @@ class Engine:
                 next_token = self.forward(request, step.scheduled[0])
             worker.save_kv_layer("layer")
             worker.wait_for_save()
-            report = protocol.KVConnectorOutput(
-                worker.get_finished(step.finished_req_ids),
+            report = protocol.KVConnectorOutput.of(
+                worker.get_transfer_results(step.finished_req_ids),
                 worker.get_block_ids_with_load_errors(),
                 worker.build_connector_worker_meta(),
-                worker.get_stats(),
+                worker.get_kv_connector_stats(),
             )
         finally:
             worker.clear_connector_metadata()  # always last, also when the forward pass has raised
         self.output = self.aggregator.aggregate([report])  # with several workers: their reports, in rank order
         if not self.output.is_empty():
             self.scheduler_side.update_connector_output(self.output)
-        for request_id in self.output.finished.finished_sending:
+        for request_id in self.output.finished_sending:
             self.free_blocks += self.kept.pop(request_id)
         if not step.scheduled:
             time.sleep(0.001)  # nothing to compute: let the copies run

@@ -285,9 +285,9 @@ class BlockPool:
         if block.block_hash is not None:
             self._forget(block)
 
-    def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlock]:
+    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlock]:
         """Walk the free queue in eviction order; see ``SchedulerContext.iter_free_blocks``."""
-        return self._free.walk(None if after is None else self._blocks[after.block_id])
+        return self._free.walk(None if after_block is None else self._blocks[after_block.block_id])
 
     def reset_cache(self) -> bool:
         """Forget every cached prefix. Return ``False``, and forget none, while a block is referenced."""

@@ -135,12 +135,12 @@ def test_a_walk_resumes_behind_a_block_and_says_so_when_it_cannot() -> None:
     pool = BlockPool(5)
     walk = pool.iter_free_blocks()
     first, second = next(walk), next(walk)
-    assert [block.block_id for block in pool.iter_free_blocks(after=second)] == [3, 4]
+    assert [block.block_id for block in pool.iter_free_blocks(after_block=second)] == [3, 4]
     pool.touch([first])
-    assert [block.block_id for block in pool.iter_free_blocks(after=second)] == [3, 4]
+    assert [block.block_id for block in pool.iter_free_blocks(after_block=second)] == [3, 4]
     pool.touch([second])
     with pytest.raises(StaleCursorError) as raised:
-        pool.iter_free_blocks(after=second)
+        pool.iter_free_blocks(after_block=second)
     assert raised.value.block_id == second.block_id
 
 

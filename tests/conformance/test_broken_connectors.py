@@ -156,7 +156,7 @@ def test_a_reset_forgets() -> None:
 
 
 class Trusting(ShelfScheduler):
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         pass
 
 
@@ -173,8 +173,8 @@ def test_what_failed_steps_computed_is_forgotten_under_traffic(failure: Failure)
 
 
 class HalfTrusting(ShelfScheduler):
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        if output.finished.step_failed:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.step_failed:
             self.reset_cache()
 
 
@@ -267,7 +267,7 @@ def test_steps_may_be_planned_before_all_tokens_are_known() -> None:
 class Shrinking(ShelfScheduler):
     series = counter("saved_blocks", "blocks", "Saved.").of()
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         return {self.series: -1}
 
 

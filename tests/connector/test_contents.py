@@ -63,7 +63,7 @@ def test_each_tenant_with_a_quota_is_counted() -> None:
     uses = {use.tenant: use for use in contents(engine).tenants}
     assert {name: use.num_chunks for name, use in uses.items()} == offloading.manager.usage()
     assert uses["acme"].num_chunks == 6 and uses["others"].num_chunks == 4
-    chunk_bytes = engine.scheduler.connector.get_stats()[metrics.TIER_READY.of("host")] / 10
+    chunk_bytes = engine.scheduler.connector.get_kv_connector_stats()[metrics.TIER_READY.of("host")] / 10
     assert all(use.num_bytes == use.num_chunks * chunk_bytes for use in uses.values())
 
 

@@ -71,7 +71,7 @@ def play(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
     engine.add("again", prompt(7, 41), 3)
     finish(engine, tiering)
     list(engine.scheduler.take_events())
-    engine.connector.get_stats()
+    engine.connector.get_kv_connector_stats()
     engine.connector.get_contents()
     for name, (tokens, _) in asked.items():
         assert engine.tokens(name) == alone(tokens, 3), name

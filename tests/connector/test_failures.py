@@ -15,7 +15,6 @@ from cargohold.engine.core.roster import LoadFailurePolicy
 from cargohold.engine.executor import LayerHooks
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.protocol import (
-    FinishedTransfers,
     KVConnectorOutput,
     TransferOutcome,
     metrics,
@@ -34,7 +33,7 @@ def test_chunks_spoiled_by_a_failed_step_are_stored_again_when_the_copy_has_ende
     engine.add("first", prompt(0, 12), 20)
     while not transfers.pending:
         engine.step()
-    failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
+    failed = KVConnectorOutput(step_failed=True)
     engine.scheduler.connector.update_connector_output(failed)
     for _ in range(2):
         engine.step()
@@ -114,7 +113,7 @@ def test_a_load_that_failed_in_part_reports_what_it_restored(
     layout = simulated_layout(60, windows=options.pop("windows", (None,)))
     engine = SimulatedEngine(layout, offloading, **options)
     serve_and_lose(engine, offloading, prompt(0, 30), 3)
-    engine.scheduler.connector.get_stats()
+    engine.scheduler.connector.get_kv_connector_stats()
     transfers = offloading.transfers[0]
     transfers.auto = False
     engine.add("second", prompt(0, 30), 3)
@@ -130,7 +129,7 @@ def test_a_load_that_failed_in_part_reports_what_it_restored(
     transfers.auto = True
     finish(engine, offloading)
     assert engine.tokens("second") == engine.tokens("first")
-    report, stats = engine.outputs["second"].cache_report, engine.scheduler.connector.get_stats()
+    report, stats = engine.outputs["second"].cache_report, engine.scheduler.connector.get_kv_connector_stats()
     assert sum(report.restored_tokens.values()) == stats.get(metrics.PROMPT.of("host"), 0) == num_kept
     assert any(f"{28 - num_kept} tokens are computed instead" in note for note in report.notes)
 
@@ -223,7 +222,7 @@ def test_a_failed_load_is_logged_once_and_not_per_block(caplog: pytest.LogCaptur
     offloading.transfers[0].auto = True
     finish(engine, offloading)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert engine.scheduler.connector.get_stats()[metrics.FAILURES.of("load")] == 1
+    assert engine.scheduler.connector.get_kv_connector_stats()[metrics.FAILURES.of("load")] == 1
 
 
 def test_a_connector_that_fails_during_a_step_keeps_its_blocks_until_the_workers_have_stopped(
@@ -306,7 +305,7 @@ def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else
         assert offloading.manager.num_ready == num_ready - num_bad, "what could not be read is not found again"
     assert not connector.held_references() and not side.jobs
     assert engine.scheduler.reset_cache()
-    assert sum(engine.connector.get_stats().get(metrics.STUCK_COPIES, 0) for _ in range(2)) == 0
+    assert sum(engine.connector.get_kv_connector_stats().get(metrics.STUCK_COPIES, 0) for _ in range(2)) == 0
 
 
 def test_a_request_whose_load_is_stuck_is_told_so_and_its_id_can_be_used_again() -> None:

@@ -57,7 +57,7 @@ def play_round(engine: SimulatedEngine, number: int) -> None:
             engine.abort(name)
     engine.run()
     engine.scheduler.take_events()
-    engine.scheduler.connector.get_stats()
+    engine.scheduler.connector.get_kv_connector_stats()
 
 
 @pytest.mark.parametrize("name", FACTORIES)

@@ -283,7 +283,7 @@ def test_a_lease_on_what_is_not_there_is_missing_and_costs_nothing() -> None:
     engine, _ = make()
     for at in range(50):
         assert hint(engine, Hint.pin(ttl_s=1000), prefix(prompt(at, 16))).status is MISSING
-    assert not engine.scheduler.connector.get_stats().get(metrics.PINNED_CHUNKS)
+    assert not engine.scheduler.connector.get_kv_connector_stats().get(metrics.PINNED_CHUNKS)
 
 
 def test_chunks_of_a_lease_that_are_damaged_leave_and_others_stay() -> None:
@@ -374,7 +374,7 @@ def test_a_hint_covers_the_whole_chunks_of_its_range(end: int) -> None:
     engine, _ = make()
     serve(engine, "first", prompt(1, 24))
     assert hint(engine, Hint.pin(ttl_s=1000, end=end), prefix(prompt(1, 24))).num_tokens == 8
-    assert engine.scheduler.connector.get_stats()[metrics.PINNED_CHUNKS] == 2
+    assert engine.scheduler.connector.get_kv_connector_stats()[metrics.PINNED_CHUNKS] == 2
 
 
 def test_a_tenant_neither_releases_nor_renews_what_another_has_pinned_of_the_same_prompt() -> None:
@@ -397,7 +397,7 @@ def test_a_tenant_neither_releases_nor_renews_what_another_has_pinned_of_the_sam
 def test_a_hint_with_an_end_covers_nothing_that_its_request_generates() -> None:
     engine, _ = make()
     serve(engine, "first", prompt(1, 16), max_tokens=9, hints=[Hint.pin(ttl_s=1000, end=20)])
-    assert engine.scheduler.connector.get_stats()[metrics.PINNED_CHUNKS] == 4
+    assert engine.scheduler.connector.get_kv_connector_stats()[metrics.PINNED_CHUNKS] == 4
 
 
 def test_where_hints_meet_the_newest_counts_and_the_one_before_counts_again_when_it_ends() -> None:
@@ -443,7 +443,7 @@ def test_a_lease_claims_no_chunk_that_counts_for_another_tenant() -> None:
     engine.add("bob", [*tokens, *prompt(2, 8)], 1, tenant="bob", hints=[Hint.pin(ttl_s=1000)])
     finish(engine)
     assert engine.requests["bob"].hint_outcomes[0].status is CLIPPED
-    assert engine.scheduler.connector.get_stats()[metrics.PINNED_CHUNKS] == 2, "bob's own"
+    assert engine.scheduler.connector.get_kv_connector_stats()[metrics.PINNED_CHUNKS] == 2, "bob's own"
     offloading.manager.check()
 
 
@@ -454,7 +454,9 @@ def test_a_lease_lets_go_of_a_chunk_that_comes_back_for_another_tenant() -> None
     engine.add("bob", tokens, 1, tenant="bob")
     finish(engine)
     assert offloading.manager.usage()["bob"] == 4
-    assert not engine.scheduler.connector.get_stats().get(metrics.PINNED_CHUNKS), "nobody holds what nobody may"
+    assert not engine.scheduler.connector.get_kv_connector_stats().get(metrics.PINNED_CHUNKS), (
+        "nobody holds what nobody may"
+    )
 
 
 def test_hints_that_fail_are_turned_off_alone_and_their_pins_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

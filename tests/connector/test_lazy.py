@@ -24,7 +24,6 @@ from cargohold.protocol import (
     NULL_CONNECTOR,
     BlockStored,
     Clock,
-    FinishedTransfers,
     KVConnectorFactory,
     KVConnectorOutput,
     SchedulerEnvironment,
@@ -247,7 +246,7 @@ def test_blocks_that_another_connector_has_loaded_are_announced_when_stored() ->
     metadata = side.build_connector_meta(SchedulerStep(preempted_req_ids=frozenset({"r"})))
     assert isinstance(metadata, OffloadingMetadata)
     done = {job.job_id: TransferOutcome.DONE for job in metadata.stores}
-    side.update_connector_output(KVConnectorOutput(finished=FinishedTransfers(jobs=done)))
+    side.update_connector_output(KVConnectorOutput(jobs=done))
     stored = [event for event in side.take_events() if isinstance(event, BlockStored)]
     assert sorted(token for event in stored for token in event.token_ids) == sorted(tokens[:8])
 

@@ -37,10 +37,10 @@ class Bench:
     def note_loads(self, block_s: float) -> None:
         """Loads have taken so many seconds for each block."""
         stats = {metrics.COPIED_BLOCKS.of("load"): 2, metrics.COPY_SECONDS.of("load"): 2 * block_s}
-        self.engine.connector.update_connector_output(KVConnectorOutput(stats=stats))
+        self.engine.connector.update_connector_output(KVConnectorOutput(kv_connector_stats=stats))
 
     def num_in_step(self) -> float:
-        return self.engine.connector.get_stats().get(metrics.LOADS_IN_STEP, 0)
+        return self.engine.connector.get_kv_connector_stats().get(metrics.LOADS_IN_STEP, 0)
 
     def check(self, name: str, number: int = 0) -> None:
         finish(self.engine, self.offloading)

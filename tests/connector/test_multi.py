@@ -23,13 +23,14 @@ from cargohold.protocol import (
     BlockRemoved,
     CacheReport,
     ClassFactory,
-    ConnectorMetadata,
     EmptyMetadata,
-    FinishedTransfers,
     KVConnectorFactory,
+    KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
+    KVConnectorTransferResults,
     KVConnectorWorker,
+    KVConnectorWorkerMetadata,
     KVEvent,
     NullConnectorScheduler,
     NullConnectorWorker,
@@ -39,7 +40,6 @@ from cargohold.protocol import (
     StepView,
     TransferOutcome,
     WorkerEnvironment,
-    WorkerMetadata,
     add_stats,
     metrics,
 )
@@ -148,12 +148,12 @@ class Scripted(NullConnectorScheduler):
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         self.told.append(("alloc", request.request_id, num_external_tokens))
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         self.told.append(("step",))
         return EmptyMetadata()
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self.outputs.append(output)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.outputs.append(connector_output)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         return self.report
@@ -176,7 +176,7 @@ class Scripted(NullConnectorScheduler):
         self.told.append(("reset",))
         return self.can_reset
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         return self.stats
 
     def get_finished_count(self) -> int | None:
@@ -191,20 +191,20 @@ class ScriptedWorker(NullConnectorWorker):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.finished = FinishedTransfers()
+        self.finished = KVConnectorTransferResults()
         self.invalid: AbstractSet[int] = frozenset()
-        self.meta: WorkerMetadata | None = None
+        self.meta: KVConnectorWorkerMetadata | None = None
         self.calls: list[str] = []
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        finished, self.finished = self.finished, FinishedTransfers()
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        finished, self.finished = self.finished, KVConnectorTransferResults()
         return finished
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
         invalid, self.invalid = self.invalid, frozenset()
         return invalid
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         meta, self.meta = self.meta, None
         return meta
 
@@ -252,17 +252,17 @@ def test_the_unchosen_are_told_that_there_is_nothing_to_load() -> None:
     pair.engine.step()
     assert ("alloc", "r", 0) in pair.left.told
     assert ("alloc", "r", 8) in pair.right.told
-    pair.right_worker.finished = FinishedTransfers(
+    pair.right_worker.finished = KVConnectorTransferResults(
         finished_recving=frozenset({"r"}), failed_recving=frozenset({"r"}), jobs={7: TransferOutcome.FAILED}
     )
     pair.right_worker.invalid = frozenset({1})
     pair.engine.step()
-    assert [(output.finished, output.invalid_block_ids) for output in pair.left.outputs] == [
-        (FinishedTransfers(), frozenset({1}))
-    ], "the other learns which blocks are bad, for it may have stored from the same step"
+    assert pair.left.outputs == [KVConnectorOutput(invalid_block_ids=frozenset({1}))], (
+        "the other learns which blocks are bad, for it may have stored from the same step"
+    )
     (output,) = pair.right.outputs
-    assert output.finished.failed_recving == {"r"}
-    assert output.finished.jobs == {7: TransferOutcome.FAILED}
+    assert output.failed_recving == {"r"}
+    assert output.jobs == {7: TransferOutcome.FAILED}
     assert output.invalid_block_ids == {1}
     pair.right.matched = (0, False)
     finish(pair.engine)
@@ -280,10 +280,10 @@ def test_a_request_that_both_keep_is_released_when_both_are_done(first: str) -> 
     for worker in workers if first == "left" else reversed(workers):
         assert pool.num_free_blocks < pool.num_usable_blocks
         pair.engine.step()
-        worker.finished = FinishedTransfers(finished_sending=frozenset({"r"}))
+        worker.finished = KVConnectorTransferResults(finished_sending=frozenset({"r"}))
         pair.engine.step()
     finish(pair.engine)
-    assert [output.finished.finished_sending for output in pair.left.outputs] == [{"r"}]
+    assert [output.finished_sending for output in pair.left.outputs] == [{"r"}]
 
 
 def test_a_request_that_one_keeps_waits_for_that_one_alone() -> None:
@@ -291,7 +291,7 @@ def test_a_request_that_one_keeps_waits_for_that_one_alone() -> None:
     pair.right.keeps = True
     pair.engine.add("r", prompt(0, 12), 1)
     pair.engine.step()
-    pair.right_worker.finished = FinishedTransfers(finished_sending=frozenset({"r"}))
+    pair.right_worker.finished = KVConnectorTransferResults(finished_sending=frozenset({"r"}))
     finish(pair.engine)
     assert pair.left.outputs == []
 
@@ -328,9 +328,12 @@ def test_reports_events_stats_and_answers_are_merged() -> None:
     pair = Pair()
     loads = metrics.PLANNED.of("load")
     pair.left.stats, pair.right.stats = {loads: 1}, {loads: 2}
-    assert pair.multi.get_stats() == {loads._replace(connector="left"): 1, loads._replace(connector="right"): 2}
+    assert pair.multi.get_kv_connector_stats() == {
+        loads._replace(connector="left"): 1,
+        loads._replace(connector="right"): 2,
+    }
     pair.multi.children[1].name = "left"
-    assert pair.multi.get_stats() == {loads._replace(connector="left"): 3}, (
+    assert pair.multi.get_kv_connector_stats() == {loads._replace(connector="left"): 3}, (
         "counters of one name are summed, as on the workers"
     )
     pair.multi.children[1].name = "right"
@@ -364,9 +367,9 @@ def test_a_worker_forgets_the_loads_that_have_ended() -> None:
     worker = MultiConnectorWorker([child])
 
     def step(*, loads: tuple[str, ...] = (), fail: tuple[str, ...] = (), ended: str = "", gone: str = "") -> set[str]:
-        child.finished = FinishedTransfers(finished_recving=frozenset(filter(None, [ended])))
+        child.finished = KVConnectorTransferResults(finished_recving=frozenset(filter(None, [ended])))
         worker.bind_connector_metadata(MultiMetadata((EmptyMetadata(),), new_loads=loads, fail_loads=fail))
-        finished = worker.get_finished(frozenset(filter(None, [gone])))
+        finished = worker.get_transfer_results(frozenset(filter(None, [gone])))
         worker.clear_connector_metadata()
         return set(finished.finished_recving)
 
@@ -445,7 +448,7 @@ class Misbehaving(NullConnectorScheduler):
         if self.what.startswith("raises after alloc") and num_external_tokens:
             raise OSError("the store is gone")
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         if step.scheduled:
             match self.what:
                 case "touches null":
@@ -479,13 +482,13 @@ class MisbehavingWorker(NullConnectorWorker):
         if self.what == "worker raises":
             raise OSError("the link is gone")
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         self.num_steps += 1
         if self.what == "unknown request" and self.num_steps == 1:
-            return FinishedTransfers(finished_recving=frozenset({"nobody"}))
+            return KVConnectorTransferResults(finished_recving=frozenset({"nobody"}))
         if self.what == "unknown sender" and self.num_steps == 1:
-            return FinishedTransfers(finished_sending=frozenset({"nobody"}))
-        return FinishedTransfers()
+            return KVConnectorTransferResults(finished_sending=frozenset({"nobody"}))
+        return KVConnectorTransferResults()
 
 
 MISBEHAVIOUR = {
@@ -543,7 +546,10 @@ def test_a_misbehaving_child_does_not_take_the_others_with_it(what: str, first: 
     assert broken is not None
     assert MISBEHAVIOUR[what] in broken.rule
     assert engine.outputs["c"].cache_report.restored_tokens == {"host": 40}, "the other still works"
-    assert connector.get_stats()[metrics.FAILURES.of("connector_off")._replace(connector=broken.connector)] == 1
+    assert (
+        connector.get_kv_connector_stats()[metrics.FAILURES.of("connector_off")._replace(connector=broken.connector)]
+        == 1
+    )
 
 
 class Speechless(SimulatedOffloading):
@@ -655,11 +661,14 @@ def test_what_a_child_holds_that_is_turned_off_is_not_counted() -> None:
     assert isinstance(connector, MultiConnectorScheduler)
     engine.add("r", prompt(0, 30), 1)
     finish(engine, *tiers)
-    told, ready = engine.scheduler.connector.get_stats(), metrics.READY_CHUNKS._replace(connector="offloading")
+    told, ready = (
+        engine.scheduler.connector.get_kv_connector_stats(),
+        metrics.READY_CHUNKS._replace(connector="offloading"),
+    )
     assert told[ready] == 14
     connector.children[0].break_off("made for this test")
-    told = add_stats(told, engine.scheduler.connector.get_stats())
+    told = add_stats(told, engine.scheduler.connector.get_kv_connector_stats())
     assert told[ready] == tiers[1].manager.num_ready == 7
     engine.scheduler.connector.break_off("made for this test")
-    told = add_stats(told, engine.scheduler.connector.get_stats())
+    told = add_stats(told, engine.scheduler.connector.get_kv_connector_stats())
     assert told[ready] == 0

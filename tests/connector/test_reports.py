@@ -31,8 +31,8 @@ def test_copies_that_did_not_happen_are_not_counted(direction: Direction, outcom
     transfers.complete(job, outcome)
     _, output = engine.step()
     assert job.direction is direction
-    assert output.connector.finished.jobs == {job.job_id: outcome}
-    assert output.connector.stats == {}
+    assert output.connector.jobs == {job.job_id: outcome}
+    assert output.connector.kv_connector_stats == {}
     transfers.auto = True
     finish(engine, offloading)
 
@@ -88,7 +88,7 @@ def test_prompt_tokens_are_counted_once_however_often_a_request_is_preempted() -
         for number, tokens in enumerate(prompts):
             engine.add(f"{number} in turn {turn}", tokens, 24)
         finish(engine, offloading)
-    stats = engine.scheduler.connector.get_stats()
+    stats = engine.scheduler.connector.get_kv_connector_stats()
     requests = engine.requests.values()
     assert sum(request.num_preemptions for request in requests) > 0
     assert stats[metrics.ASKED.of()] == 2 * 3 * 21
@@ -109,7 +109,7 @@ def test_a_token_that_was_restored_again_after_a_preemption_is_told_once() -> No
         finish(engine, offloading)
     told = {name: sum(output.cache_report.restored_tokens.values()) for name, output in engine.outputs.items()}
     assert all(told[name] <= request.num_tokens for name, request in engine.requests.items())
-    assert 0 < sum(told.values()) < engine.scheduler.connector.get_stats()[metrics.LOAD_TOKENS.of()], (
+    assert 0 < sum(told.values()) < engine.scheduler.connector.get_kv_connector_stats()[metrics.LOAD_TOKENS.of()], (
         "nothing was loaded twice"
     )
 
@@ -161,7 +161,7 @@ def test_copies_are_counted_by_how_they_ended() -> None:
     (transfers,) = offloading.transfers
 
     def counted() -> Stats:
-        stats = engine.connector.get_stats()
+        stats = engine.connector.get_kv_connector_stats()
         looked_at = metrics.PLANNED, metrics.PLANNED_BLOCKS, metrics.FAILURES, metrics.STORED, metrics.OTHER_LEVELS
         return {series: count for series, count in stats.items() if count and series.family in looked_at}
 

@@ -251,7 +251,7 @@ def test_a_tier_that_is_off_on_a_worker_is_not_used_any_more(world_size: int, ca
     assert not asked and not tiering.lower.writes[0].backlog
     assert caplog.text.count("tier disk is off") == 1 and "left alone" not in caplog.text
     assert on_storage(engine, BlockRemoved) == announced
-    assert engine.connector.get_stats()[metrics.OTHER.of("disk_off")] == 1
+    assert engine.connector.get_kv_connector_stats()[metrics.OTHER.of("disk_off")] == 1
 
 
 def compute_slowly(engine: SimulatedEngine, clock: VirtualClock, step_s: float) -> None:

@@ -442,4 +442,4 @@ def test_a_long_pause_between_steps_is_no_failure_of_a_tier() -> None:
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance(3600)
     serve(engine, tiering, "second", prompt(1, 45))
-    assert metrics.TIER_FAILURES.of("disk") not in engine.connector.get_stats()
+    assert metrics.TIER_FAILURES.of("disk") not in engine.connector.get_kv_connector_stats()

@@ -15,10 +15,10 @@ from cargohold.protocol import (
     NULL_BLOCK_ID,
     BlockIds,
     ClassFactory,
-    ConnectorMetadata,
     EmptyMetadata,
-    FinishedTransfers,
+    KVConnectorMetadata,
     KVConnectorSchedulerOutput,
+    KVConnectorTransferResults,
     NullConnectorScheduler,
     NullConnectorWorker,
     RequestView,
@@ -67,7 +67,7 @@ class Script:
         self.in_step: list[Load] = []
         self.loading: dict[str, Load] = {}
         self.sending: set[str] = set()
-        self.ended = FinishedTransfers()
+        self.ended = KVConnectorTransferResults()
         self.invalid: set[int] = set()
 
     def end_load(self, request_id: str, *, failed: bool) -> None:
@@ -75,7 +75,7 @@ class Script:
         load = self.loading.pop(request_id)
         if not failed:
             self.fill(load)
-        self.ended = FinishedTransfers(
+        self.ended = KVConnectorTransferResults(
             finished_sending=self.ended.finished_sending,
             finished_recving=self.ended.finished_recving | {request_id},
             failed_recving=self.ended.failed_recving | ({request_id} if failed else set()),
@@ -84,7 +84,7 @@ class Script:
     def end_send(self, request_id: str) -> None:
         """Let go of an ended request's blocks in the next step."""
         self.sending.remove(request_id)
-        self.ended = FinishedTransfers(
+        self.ended = KVConnectorTransferResults(
             finished_sending=self.ended.finished_sending | {request_id},
             finished_recving=self.ended.finished_recving,
             failed_recving=self.ended.failed_recving,
@@ -119,7 +119,7 @@ class ScriptedScheduler(NullConnectorScheduler):
         else:
             self._script.in_step.append(load)
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         return EmptyMetadata()
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
@@ -155,8 +155,8 @@ class ScriptedWorker(NullConnectorWorker):
             self._script.fill(load)
         self._script.in_step.clear()
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        ended, self._script.ended = self._script.ended, FinishedTransfers()
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        ended, self._script.ended = self._script.ended, KVConnectorTransferResults()
         return ended
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:

@@ -16,7 +16,7 @@ import pytest
 
 from cargohold import LLM, EngineDeadError, OffloadConfig, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
-from cargohold.protocol import ClassFactory, ConnectorMetadata, EmptyMetadata, StepView, metrics
+from cargohold.protocol import ClassFactory, EmptyMetadata, KVConnectorMetadata, StepView, metrics
 from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import in_engine, scheduler_of, thread_of
 
@@ -42,7 +42,7 @@ class Watched(NullConnectorScheduler):
         self.num_looks -= 1
         return self.is_writing or self.num_looks >= 0
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         self.batches.append({share.request_id for share in step.scheduled})
         act, self.act = self.act, lambda: None
         act()

@@ -36,9 +36,9 @@ from cargohold.protocol import (
     AllBlocksCleared,
     BlockIds,
     ClassFactory,
-    ConnectorMetadata,
     EmptyMetadata,
-    FinishedTransfers,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
     RequestView,
     StepView,
     metrics,
@@ -265,7 +265,7 @@ def test_several_threads_may_ask_at_the_same_time(llama: MakeLLM) -> None:
 class Collecting(NullConnectorScheduler):
     """Has the garbage collector run where it may run anyway: in the middle of a step."""
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         gc.collect()
         return EmptyMetadata()
 
@@ -474,8 +474,8 @@ class Sending(NullConnectorWorker):
     def __init__(self, ends: bool) -> None:
         self._ends = ends
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        return FinishedTransfers(finished_sending=frozenset(finished_req_ids) if self._ends else frozenset())
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults(finished_sending=frozenset(finished_req_ids) if self._ends else frozenset())
 
 
 def test_a_reset_waits_for_the_transfers_of_requests_that_have_been_given_up(llama: MakeLLM) -> None:

@@ -18,10 +18,10 @@ from cargohold.engine.model.hf_runner import sample_tokens
 from cargohold.protocol import (
     BlockIds,
     ClassFactory,
-    ConnectorMetadata,
-    FinishedTransfers,
+    KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorScheduler,
+    KVConnectorTransferResults,
     KVConnectorWorker,
     NullConnectorScheduler,
     NullConnectorWorker,
@@ -114,8 +114,8 @@ class PartWorker(KVConnectorWorker):
         ((storage,),) = kv_caches
         self.rows = storage.view(len(storage), self.num_layers, 2, self.block_tokens, -1)
 
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        self.metadata = metadata
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self.metadata = connector_metadata
 
     def start_load_kv(self) -> None:
         if self.metadata.load:
@@ -150,7 +150,7 @@ class PartScheduler(KVConnectorScheduler):
             self.load = tuple(blocks[0][: self.num_blocks])
             self.num_loads += 1
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         load, self.load = self.load, ()
         if self.is_saved or not step.scheduled:
             return Copies(load=load)
@@ -189,8 +189,8 @@ class HalfwayWorker(KVConnectorWorker):
     def register_kv_caches(self, kv_caches: Any) -> None:
         ((self.storage,),) = kv_caches
 
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        self.metadata = metadata
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self.metadata = connector_metadata
 
     def start_load_kv(self) -> None:
         self.storage[list(self.metadata.load)] = GARBAGE
@@ -198,9 +198,9 @@ class HalfwayWorker(KVConnectorWorker):
     def wait_for_save(self) -> None:
         pass
 
-    def get_finished(self, finished_req_ids: Any) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: Any) -> KVConnectorTransferResults:
         ended = frozenset(self.scheduler.take_loading())
-        return FinishedTransfers(finished_recving=ended, failed_recving=ended)
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=ended)
 
     def clear_connector_metadata(self) -> None:
         self.metadata = Copies()
@@ -227,7 +227,7 @@ class HalfwayScheduler(KVConnectorScheduler):
             self.loading.append(request.request_id)
             self.load = tuple(blocks[0])
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         load, self.load = self.load, ()
         return Copies(load=load)
 
@@ -252,8 +252,8 @@ class HalfwayInStepScheduler(HalfwayScheduler):
 class HalfwayInStepWorker(HalfwayWorker):
     """Reports blocks that it has filled with garbage after the step that read them."""
 
-    def get_finished(self, finished_req_ids: Any) -> FinishedTransfers:
-        return FinishedTransfers()
+    def get_transfer_results(self, finished_req_ids: Any) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         return frozenset(self.metadata.load)
@@ -362,8 +362,8 @@ class Listening(NullConnectorScheduler):
     def __init__(self) -> None:
         self.told: list[bool] = []
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self.told.append(output.finished.step_failed)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.told.append(connector_output.step_failed)
 
 
 def test_connectors_are_told_that_the_step_failed(

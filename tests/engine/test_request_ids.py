@@ -10,7 +10,7 @@ import pytest
 
 from cargohold import LLM, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
-from cargohold.protocol import ClassFactory, FinishedTransfers, RequestView
+from cargohold.protocol import ClassFactory, KVConnectorTransferResults, RequestView
 from cargohold.protocol.connector import NullConnectorScheduler, NullConnectorWorker
 from tests.llms import in_engine
 
@@ -66,9 +66,9 @@ class LoadsWhenTold(NullConnectorWorker):
     def __init__(self) -> None:
         self.ended: frozenset[str] = frozenset()
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         ended, self.ended = self.ended, frozenset()
-        return FinishedTransfers(finished_recving=ended, failed_recving=ended)
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=ended)
 
 
 def test_an_id_is_refused_while_blocks_of_an_aborted_request_are_still_being_loaded(

@@ -14,7 +14,7 @@ from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.errors import RequestError
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
-from cargohold.protocol import FinishedTransfers, RequestView
+from cargohold.protocol import KVConnectorTransferResults, RequestView
 from tests.effort import examples
 from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, fill, scripted_connector
 
@@ -573,8 +573,8 @@ def test_a_connector_that_breaks_over_a_later_request_of_the_step_loads_nothing_
 def test_a_connector_that_spoils_every_step_is_turned_off(spoils: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a third party: its worker forgot to clear the bad blocks that it had reported, and nothing ever ended."""
     if spoils == "by a failed step":
-        failed = FinishedTransfers(step_failed=True)
-        monkeypatch.setattr(ScriptedWorker, "get_finished", lambda *_: failed)
+        failed = KVConnectorTransferResults(step_failed=True)
+        monkeypatch.setattr(ScriptedWorker, "get_transfer_results", lambda *_: failed)
     else:
         every_block = frozenset(range(1, 40))
         monkeypatch.setattr(ScriptedWorker, "get_block_ids_with_load_errors", lambda _: every_block)

@@ -20,17 +20,17 @@ from cargohold.engine.core.request import SchedulerStep
 from cargohold.engine.executor import LayerHooks, ModelRunner, RankPlace
 from cargohold.errors import UnsupportedModelError
 from cargohold.protocol import (
-    ConnectorMetadata,
-    FinishedTransfers,
     KVCacheLayout,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
     KVConnectorWorker,
+    KVConnectorWorkerMetadata,
     NullConnectorScheduler,
     SchedulerEnvironment,
     Stats,
     StepView,
     TransferOutcome,
     WorkerEnvironment,
-    WorkerMetadata,
 )
 from cargohold.protocol.metrics import counter
 from cargohold.tiers import HostMemory
@@ -140,11 +140,11 @@ class ProbingWorker(KVConnectorWorker):
     def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
         self.calls.append("register_kv_caches")
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        assert isinstance(metadata, ProbeMetadata)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, ProbeMetadata)
         assert self.metadata is None
-        self.metadata = metadata
-        self.jobs.append((metadata.number + self.rank, metadata.number))
+        self.metadata = connector_metadata
+        self.jobs.append((connector_metadata.number + self.rank, connector_metadata.number))
         self.calls.append("bind_connector_metadata")
 
     def handle_preemptions(self) -> None:
@@ -162,21 +162,21 @@ class ProbingWorker(KVConnectorWorker):
     def wait_for_save(self) -> None:
         self.calls.append("wait_for_save")
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        self.calls.append("get_finished")
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        self.calls.append("get_transfer_results")
         assert self.metadata is not None
         due = {job: TransferOutcome.DONE for at, job in self.jobs if at == self.metadata.number}
-        return FinishedTransfers(jobs=due)
+        return KVConnectorTransferResults(jobs=due)
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
         self.calls.append("get_block_ids_with_load_errors")
         return frozenset()
 
-    def get_stats(self) -> Stats:
-        self.calls.append("get_stats")
+    def get_kv_connector_stats(self) -> Stats:
+        self.calls.append("get_kv_connector_stats")
         return {RANKS: 1}
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         self.calls.append("build_connector_worker_meta")
         calls, self.calls = tuple(self.calls), []
         return Calls((calls,))
@@ -193,7 +193,7 @@ class ProbingScheduler(NullConnectorScheduler):
     def __init__(self) -> None:
         self.number = 0
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         self.number += 1
         return ProbeMetadata(self.number - 1)
 
@@ -221,28 +221,28 @@ class Opaque:
 class OpaqueWorker(ProbingWorker):
     """Sends a message that cannot be carried to another process."""
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return Opaque()
 
 
 class UndeclaredWorker(ProbingWorker):
     """Sends a message of another type than its scheduler side declares."""
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return Undeclared()
 
 
 class CountlessWorker(ProbingWorker):
     """Reports a job whose number is too large for any message."""
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        return FinishedTransfers(jobs={2**70: TransferOutcome.DONE})
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults(jobs={2**70: TransferOutcome.DONE})
 
 
 class NumpyWorker(ProbingWorker):
     """Reports counters as numbers of numpy."""
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         return {RANKS: np.float64(1)}
 
 

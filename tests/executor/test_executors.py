@@ -59,9 +59,9 @@ ORDER = [
     "start_load_kv",
     *(f"{hook} layers.{layer}" for layer in (0, 1) for hook in ("wait_for_layer_load", "save_kv_layer")),
     "wait_for_save",
-    "get_finished",
+    "get_transfer_results",
     "get_block_ids_with_load_errors",
-    "get_stats",
+    "get_kv_connector_stats",
     "build_connector_worker_meta",
     "clear_connector_metadata",
 ]
@@ -122,7 +122,7 @@ def make_executor(request: pytest.FixtureRequest) -> Iterator[MakeExecutor]:
 
 
 def calls_of(output: StepOutput) -> tuple[tuple[str, ...], ...]:
-    meta = output.connector.worker_meta
+    meta = output.connector.kv_connector_worker_meta
     assert isinstance(meta, Calls)
     return meta.by_rank
 
@@ -160,13 +160,13 @@ def test_the_message_is_forgotten_last_also_when_the_forward_pass_raises(make_ex
 @pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
 def test_jobs_end_when_the_last_rank_has_reported_them(kind: str, make_executor: MakeExecutor) -> None:
     executor = make_executor(kind)
-    ended = [sorted(executor.execute(step(number)).connector.finished.jobs) for number in range(4)]
+    ended = [sorted(executor.execute(step(number)).connector.jobs) for number in range(4)]
     assert ended == [[], [0], [1], [2]], "rank 1 reports each a step later than rank 0"
 
 
 @pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
 def test_stats_of_all_ranks_are_added_up(kind: str, make_executor: MakeExecutor) -> None:
-    assert make_executor(kind).execute(step(0)).connector.stats == {RANKS: 2}
+    assert make_executor(kind).execute(step(0)).connector.kv_connector_stats == {RANKS: 2}
 
 
 @pytest.mark.parametrize("kind", MOSTLY_PROCESSES)
@@ -182,14 +182,14 @@ def test_stats_that_were_counted_with_numpy_can_be_carried(make_executor: MakeEx
     """Found by trying: the engine died of them."""
     output = make_executor("multiprocess", connectors=Probing(NumpyWorker)).execute(step(0))
     assert output.connector_error is None
-    assert output.connector.stats == {RANKS: 2}
+    assert output.connector.kv_connector_stats == {RANKS: 2}
 
 
 def test_a_connector_whose_report_cannot_be_carried_is_turned_off_alone(make_executor: MakeExecutor) -> None:
     executor = make_executor("multiprocess", connectors=Probing(CountlessWorker))
     output = executor.execute(step(0))
     assert output.sampled == {"r": 3}
-    assert output.connector.finished.step_failed, "what it has loaded is not known"
+    assert output.connector.step_failed, "what it has loaded is not known"
     assert output.connector_error is not None
     assert "worker 1: its report cannot be carried to another process: " in output.connector_error
 
@@ -197,10 +197,10 @@ def test_a_connector_whose_report_cannot_be_carried_is_turned_off_alone(make_exe
 def test_messages_to_a_side_that_declares_none_are_not_taken_for_empty_ones() -> None:
     carried = StepCodec().decode_step(StepCodec().encode_step(step(0, metadata=Undeclared())))
     assert isinstance(carried.connector_metadata, UndeliveredMetadata)
-    report = KVConnectorOutput(worker_meta=Undeclared())
+    report = KVConnectorOutput(kv_connector_worker_meta=Undeclared())
     output = StepCodec().decode_output(StepCodec().encode_output(StepOutput({}, report)))
     assert output.connector_error == "it sends messages of a type that the side which gets them does not declare"
-    assert output.connector.worker_meta is None
+    assert output.connector.kv_connector_worker_meta is None
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_connector_whose_message_cannot_be_delivered_is_turned_off_alone(
     executor = make_executor("multiprocess")
     output = executor.execute(step(0, metadata=metadata))
     assert output.sampled == {"r": 3}
-    assert output.connector.finished.step_failed, "what it was to load is not there"
+    assert output.connector.step_failed, "what it was to load is not there"
     assert output.connector_error is not None
     assert [f"worker {rank}: " in output.connector_error for rank in (0, 1)] == [True, True]
     assert reason in output.connector_error
@@ -237,7 +237,7 @@ def test_a_connector_whose_workers_answer_what_cannot_be_read_is_turned_off_alon
     executor = make_executor("multiprocess", connectors=Probing(worker))
     output = executor.execute(step(0))
     assert output.sampled == {"r": 3}
-    assert not output.connector.finished.step_failed, "the step itself went well"
+    assert not output.connector.step_failed, "the step itself went well"
     assert output.connector_error is not None
     assert reason in output.connector_error
 

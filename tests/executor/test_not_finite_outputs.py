@@ -5,7 +5,7 @@ from __future__ import annotations
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep, StepOutput
 from cargohold.engine.executor import merge_outputs
 from cargohold.engine.frames import StepCodec
-from cargohold.protocol import FinishedTransfers, KVConnectorOutput, OutputAggregator
+from cargohold.protocol import KVConnectorOutput, OutputAggregator
 
 
 def test_any_rank_can_say_so() -> None:
@@ -15,7 +15,7 @@ def test_any_rank_can_say_so() -> None:
 
 
 def test_it_is_not_lost_if_a_connector_breaks_a_rule_in_the_same_step() -> None:
-    twice = KVConnectorOutput(finished=FinishedTransfers(finished_recving=frozenset({"r"})))
+    twice = KVConnectorOutput(finished_recving=frozenset({"r"}))
     aggregator = OutputAggregator(2)
     merge_outputs(aggregator, [StepOutput(connector=twice), StepOutput()])
     merged = merge_outputs(aggregator, [StepOutput({"a": 1}, twice), StepOutput({"a": None})])

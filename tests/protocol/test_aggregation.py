@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from cargohold.errors import ContractError
 from cargohold.protocol import (
-    FinishedTransfers,
     KVConnectorOutput,
     OutputAggregator,
     TransferOutcome,
@@ -31,7 +30,7 @@ class Trail:
 
 
 def output(rank: int = 0, **finished: object) -> KVConnectorOutput:
-    return KVConnectorOutput(finished=FinishedTransfers(**finished), worker_meta=Trail((rank,)))  # type: ignore[arg-type]
+    return KVConnectorOutput(**finished, kv_connector_worker_meta=Trail((rank,)))  # type: ignore[arg-type]
 
 
 @st.composite
@@ -60,8 +59,8 @@ def test_jobs_complete_with_the_last_report_and_the_worst_outcome(
         outputs: list[KVConnectorOutput | None] = []
         for rank in range(world_size):
             jobs = {job: outcome for (of, job), (at, outcome) in reports.items() if (of, at) == (rank, step)}
-            outputs.append(KVConnectorOutput(finished=FinishedTransfers(jobs=jobs)) if jobs else None)
-        assert aggregator.aggregate(outputs).finished.jobs == expected[step]
+            outputs.append(KVConnectorOutput(jobs=jobs) if jobs else None)
+        assert aggregator.aggregate(outputs).jobs == expected[step]
     assert aggregator.num_incomplete == 0
 
 
@@ -86,7 +85,7 @@ def test_requests_complete_like_jobs_and_fail_if_any_rank_failed_them(
                     rank, finished_sending=frozenset(mine), finished_recving=frozenset(mine), failed_recving=failed_ids
                 )
             )
-        merged = aggregator.aggregate(outputs).finished
+        merged = aggregator.aggregate(outputs)
         now = {ident for ident, (at, _) in ended.items() if at == step}
         assert merged.finished_sending == merged.finished_recving == now
         assert merged.failed_recving == {ident for ident in now if ended[ident][1]}
@@ -99,29 +98,29 @@ def test_metadata_and_stats_are_merged_in_rank_order_and_blocks_united() -> None
     outputs = [
         KVConnectorOutput(
             invalid_block_ids=frozenset({rank, 7}),
-            worker_meta=Trail((rank,)),
-            stats={A: rank, metrics.STORED.of(f"b{rank}"): 1},
+            kv_connector_worker_meta=Trail((rank,)),
+            kv_connector_stats={A: rank, metrics.STORED.of(f"b{rank}"): 1},
         )
         for rank in range(3)
     ]
     merged = OutputAggregator(3).aggregate(outputs)
-    assert merged.worker_meta == Trail((0, 1, 2))
-    assert merged.stats == {A: 3, **{metrics.STORED.of(f"b{rank}"): 1 for rank in range(3)}}
+    assert merged.kv_connector_worker_meta == Trail((0, 1, 2))
+    assert merged.kv_connector_stats == {A: 3, **{metrics.STORED.of(f"b{rank}"): 1 for rank in range(3)}}
     assert merged.invalid_block_ids == {0, 1, 2, 7}
-    assert outputs[0].stats == {A: 0, metrics.STORED.of("b0"): 1}, "inputs are left alone"
+    assert outputs[0].kv_connector_stats == {A: 0, metrics.STORED.of("b0"): 1}, "inputs are left alone"
 
 
 def test_a_worker_that_reports_without_metadata_takes_no_part_in_merging_it() -> None:
-    silent = KVConnectorOutput(stats={A: 1})
+    silent = KVConnectorOutput(kv_connector_stats={A: 1})
     merged = OutputAggregator(4).aggregate([silent, output(1), silent, output(3)])
-    assert merged.worker_meta == Trail((1, 3))
+    assert merged.kv_connector_worker_meta == Trail((1, 3))
 
 
 @pytest.mark.parametrize("failed", [(True, False), (False, True), (True, True), (False, False)])
 def test_a_step_failed_if_it_failed_on_any_rank(failed: tuple[bool, ...]) -> None:
     """Others may have computed rightly: tokens come from all of them together."""
     outputs = [output(rank, step_failed=has_failed) for rank, has_failed in enumerate(failed)]
-    assert OutputAggregator(2).aggregate(outputs).finished.step_failed is any(failed)
+    assert OutputAggregator(2).aggregate(outputs).step_failed is any(failed)
 
 
 def test_a_second_report_of_the_same_rank_is_refused() -> None:
@@ -138,21 +137,17 @@ def test_a_failure_that_is_not_an_end_is_refused() -> None:
 
 def test_fewer_reports_suffice_if_the_connector_says_so() -> None:
     aggregator = OutputAggregator(4, expected_finished_count=2)
-    assert not aggregator.aggregate(
-        [output(finished_sending=frozenset({"r"})), None, None, None]
-    ).finished.finished_sending
+    assert not aggregator.aggregate([output(finished_sending=frozenset({"r"})), None, None, None]).finished_sending
     merged = aggregator.aggregate([None, None, None, output(finished_sending=frozenset({"r"}))])
-    assert merged.finished.finished_sending == {"r"}
+    assert merged.finished_sending == {"r"}
 
 
 def test_a_worker_may_raise_the_expectation() -> None:
     aggregator = OutputAggregator(3, expected_finished_count=1)
     raised = output(finished_sending=frozenset({"r"}), expected_finished_count=3)
-    assert not aggregator.aggregate([raised, None, None]).finished.finished_sending
-    assert not aggregator.aggregate([None, output(finished_sending=frozenset({"r"})), None]).finished.finished_sending
-    assert aggregator.aggregate([None, None, output(finished_sending=frozenset({"r"}))]).finished.finished_sending == {
-        "r"
-    }
+    assert not aggregator.aggregate([raised, None, None]).finished_sending
+    assert not aggregator.aggregate([None, output(finished_sending=frozenset({"r"})), None]).finished_sending
+    assert aggregator.aggregate([None, None, output(finished_sending=frozenset({"r"}))]).finished_sending == {"r"}
 
 
 @pytest.mark.parametrize("count", [0, 3, -1])
@@ -164,15 +159,15 @@ def test_an_expectation_that_can_never_be_met_is_refused(count: int) -> None:
 def test_a_late_report_does_not_count_for_the_next_transfer_under_the_same_id() -> None:
     aggregator = OutputAggregator(3, expected_finished_count=2)
     ended = output(finished_recving=frozenset({"r"}))
-    assert aggregator.aggregate([ended, ended, None]).finished.finished_recving == {"r"}
-    assert not aggregator.aggregate([ended, None, ended]).finished.finished_recving, "the last report is of the first"
-    assert aggregator.aggregate([None, ended, None]).finished.finished_recving == {"r"}
+    assert aggregator.aggregate([ended, ended, None]).finished_recving == {"r"}
+    assert not aggregator.aggregate([ended, None, ended]).finished_recving, "the last report is of the first"
+    assert aggregator.aggregate([None, ended, None]).finished_recving == {"r"}
 
 
 def test_a_worker_cannot_lower_the_expectation() -> None:
     aggregator = OutputAggregator(3)
     lowered = output(jobs={1: TransferOutcome.DONE}, expected_finished_count=1)
-    assert not aggregator.aggregate([lowered, None, None]).finished.jobs
+    assert not aggregator.aggregate([lowered, None, None]).jobs
 
 
 def test_of_transfers_that_some_workers_never_report_only_so_many_are_remembered(
@@ -181,8 +176,8 @@ def test_of_transfers_that_some_workers_never_report_only_so_many_are_remembered
     monkeypatch.setattr(messages, "MAX_REMEMBERED", 2)
     aggregator = OutputAggregator(2, expected_finished_count=1)
     reports = [output(jobs={job: TransferOutcome.DONE}) for job in range(4)]
-    assert [set(aggregator.aggregate([report, None]).finished.jobs) for report in reports] == [{0}, {1}, {2}, {3}]
-    late = [set(aggregator.aggregate([None, report]).finished.jobs) for report in reversed(reports)]
+    assert [set(aggregator.aggregate([report, None]).jobs) for report in reports] == [{0}, {1}, {2}, {3}]
+    late = [set(aggregator.aggregate([None, report]).jobs) for report in reversed(reports)]
     assert late == [set(), set(), {1}, {0}], "the first two were forgotten"
 
 
@@ -209,14 +204,13 @@ def test_each_transfer_is_passed_on_once_whatever_count_is_expected(data: st.Dat
         if data.draw(st.integers(0, 5)) == 0:
             expected = data.draw(st.integers(expected, world_size), "raised")
             assert outputs[0] is not None
-            finished = replace(outputs[0].finished, expected_finished_count=expected)
-            outputs[0] = replace(outputs[0], finished=finished)
+            outputs[0] = replace(outputs[0], expected_finished_count=expected)
         now = {
             ident
             for ident in "ab"
             if ended[ident] < started[ident] and sum(counts[ident] >= started[ident] for counts in reported) >= expected
         }
-        merged = aggregator.aggregate(outputs).finished
+        merged = aggregator.aggregate(outputs)
         assert merged.finished_recving == now
         assert merged.failed_recving == {ident for ident in now if worst[ident, started[ident]]}
         ended.update(now)
@@ -237,7 +231,7 @@ class Unmergeable:
 
 
 def test_metadata_that_cannot_be_merged_is_its_connectors_fault() -> None:
-    outputs = [KVConnectorOutput(worker_meta=Unmergeable()) for _ in range(2)]
-    assert OutputAggregator(1).aggregate(outputs[:1]).worker_meta == Unmergeable()
+    outputs = [KVConnectorOutput(kv_connector_worker_meta=Unmergeable()) for _ in range(2)]
+    assert OutputAggregator(1).aggregate(outputs[:1]).kv_connector_worker_meta == Unmergeable()
     with pytest.raises(ContractError, match="aggregate raised NotImplementedError"):
         OutputAggregator(2).aggregate(outputs)

@@ -57,7 +57,7 @@ WORKER_CALLS: dict[str, Callable[[WorkerConnectorGuard], Any]] = {
     "start_load_kv": lambda guard: guard.begin(EmptyMetadata()),
     "save_kv_layer": lambda guard: guard.save_kv_layer("layers.0"),
     "wait_for_save": lambda guard: guard.wait_for_save(),
-    "get_finished": lambda guard: guard.collect(frozenset()),
+    "get_transfer_results": lambda guard: guard.collect(frozenset()),
     "clear_connector_metadata": lambda guard: guard.clear_connector_metadata(),
 }
 
@@ -95,7 +95,7 @@ def test_the_worker_side_is_stopped(method: str, error: type[BaseException]) -> 
     WORKER_CALLS[method](guard)
     told = guard.take_error()
     assert told is not None and f"raised {error.__name__}" in told
-    assert guard.collect(frozenset()).finished.step_failed or method == "get_finished"
+    assert guard.collect(frozenset()).step_failed or method == "get_transfer_results"
 
 
 @pytest.mark.parametrize("error", CONTAINED)

@@ -12,8 +12,8 @@ import pytest
 
 from cargohold import protocol
 from cargohold.protocol import (
-    FinishedTransfers,
     KVConnectorScheduler,
+    KVConnectorTransferResults,
     KVConnectorWorker,
     NullConnectorScheduler,
     NullConnectorWorker,
@@ -69,7 +69,7 @@ def test_the_document_keeps_the_order_of_the_code(heading: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", ["FinishedTransfers", "KVConnectorOutput", "KVConnectorSchedulerOutput", "CacheReport"]
+    "message", ["KVConnectorTransferResults", "KVConnectorOutput", "KVConnectorSchedulerOutput", "CacheReport"]
 )
 def test_the_document_lists_exactly_the_fields_there_are(message: str) -> None:
     (row,) = re.findall(rf"^\| `{message}` \|.*\| (.*) \|$", DOCUMENT, re.MULTILINE)
@@ -135,7 +135,7 @@ def test_the_defaults_are_safe() -> None:
     assert scheduler.reset_cache()
     assert tuple(scheduler.take_events()) == ()
     assert scheduler.get_finished_count() is None
-    assert worker.get_finished(frozenset()) == FinishedTransfers()
+    assert worker.get_transfer_results(frozenset()) == KVConnectorTransferResults()
     assert worker.get_block_ids_with_load_errors() == frozenset()
     assert worker.build_connector_worker_meta() is None
 

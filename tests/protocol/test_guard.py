@@ -21,10 +21,10 @@ from cargohold.protocol import (
     BlockStored,
     CacheReport,
     ConnectorGuard,
-    ConnectorMetadata,
     EmptyMetadata,
     Hint,
     KeptPrefix,
+    KVConnectorMetadata,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
     KVEvent,
@@ -108,7 +108,7 @@ class Scripted(KVConnectorScheduler):
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         pass
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         if self.raises:
             raise self.raises
         return EmptyMetadata()
@@ -121,7 +121,7 @@ class Scripted(KVConnectorScheduler):
             raise self.raises
         return self.events
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         return self.stats
 
     def shutdown(self) -> None:
@@ -194,9 +194,9 @@ ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
     ("report_to_scheduler", KVConnectorSchedulerOutput((1.0,), ())),  # type: ignore[arg-type]  # that is the point
     ("report_to_scheduler", KVConnectorSchedulerOutput((), ("1",))),  # type: ignore[arg-type]  # that is the point
     ("report_to_scheduler", ((1,), ())),
-    ("get_stats", None),
-    ("get_stats", {metrics.READY_CHUNKS: "many"}),
-    ("get_stats", {3: 1}),
+    ("get_kv_connector_stats", None),
+    ("get_kv_connector_stats", {metrics.READY_CHUNKS: "many"}),
+    ("get_kv_connector_stats", {3: 1}),
     ("take_events", None),
     ("take_events", [("stored", 1)]),
     *(
@@ -230,7 +230,7 @@ def test_an_answer_of_another_type_turns_it_off(
     assert guard.broken is not None and method in guard.broken.rule
     if method == "explain":
         assert answered.notes == (str(guard.broken),)
-    elif method == "get_stats":
+    elif method == "get_kv_connector_stats":
         assert answered == {metrics.FAILURES.of("connector_off"): 1}
     elif method == "get_outages":
         assert [outage.what for outage in answered] == ["everything"]
@@ -319,14 +319,14 @@ def test_what_the_pool_does_not_take_back_is_still_held(
 
 
 def test_locks_are_references_that_add_up(guard: ConnectorGuard, inner: Scripted) -> None:
-    inner.report = KVConnectorSchedulerOutput(lock_block_ids=(2, 2))
+    inner.report = KVConnectorSchedulerOutput(block_ids_to_lock=(2, 2))
     assert guard.report_to_scheduler() == inner.report
     assert guard.num_held_references == 2
     assert guard.has_pending_work()
-    inner.report = KVConnectorSchedulerOutput(unlock_block_ids=(2,))
+    inner.report = KVConnectorSchedulerOutput(block_ids_to_unlock=(2,))
     assert guard.report_to_scheduler() == inner.report
     guard.break_off("a rule")
-    assert guard.release() == KVConnectorSchedulerOutput(unlock_block_ids=(2,)), "what is still locked"
+    assert guard.release() == KVConnectorSchedulerOutput(block_ids_to_unlock=(2,)), "what is still locked"
     assert guard.num_held_references == 0
 
 
@@ -340,10 +340,10 @@ def test_a_block_may_be_locked_and_unlocked_in_one_report(guard: ConnectorGuard,
 @pytest.mark.parametrize(
     ("report", "named"),
     [
-        (KVConnectorSchedulerOutput(unlock_block_ids=(3,)), "block 3"),
-        (KVConnectorSchedulerOutput(lock_block_ids=(0,)), "null block"),
-        (KVConnectorSchedulerOutput(lock_block_ids=(NUM_BLOCKS,)), f"block {NUM_BLOCKS}"),
-        (KVConnectorSchedulerOutput(lock_block_ids=(-1,)), "block -1"),
+        (KVConnectorSchedulerOutput(block_ids_to_unlock=(3,)), "block 3"),
+        (KVConnectorSchedulerOutput(block_ids_to_lock=(0,)), "null block"),
+        (KVConnectorSchedulerOutput(block_ids_to_lock=(NUM_BLOCKS,)), f"block {NUM_BLOCKS}"),
+        (KVConnectorSchedulerOutput(block_ids_to_lock=(-1,)), "block -1"),
         (KVConnectorSchedulerOutput((1,), (1, 2)), "block 2"),
     ],
 )
@@ -426,12 +426,12 @@ def test_levels_of_a_connector_that_is_turned_off_are_taken_back(guard: Connecto
     told = Tally()
     given: tuple[Stats, ...] = {stores: 2, ready: 5}, {ready: -2, held: 1}
     for inner.stats in given:
-        told.add(guard.get_stats())
+        told.add(guard.get_kv_connector_stats())
     assert told == {stores: 2, ready: 3, held: 1}
     guard.break_off("made for this test")
-    told.add(guard.get_stats())
+    told.add(guard.get_kv_connector_stats())
     assert told == {stores: 2, ready: 0, held: 0, metrics.FAILURES.of("connector_off"): 1}
-    assert guard.get_stats() == {}, "once"
+    assert guard.get_kv_connector_stats() == {}, "once"
 
 
 def test_a_connector_that_is_turned_off_is_out_of_use(guard: ConnectorGuard, inner: Scripted) -> None:
@@ -444,7 +444,7 @@ def test_a_connector_that_is_turned_off_is_out_of_use(guard: ConnectorGuard, inn
 
 def test_stats_that_are_none_turn_a_connector_off(guard: ConnectorGuard, inner: Scripted) -> None:
     inner.stats = {metrics.READY_CHUNKS: "many"}  # type: ignore[dict-item]  # nonsense on purpose
-    assert guard.get_stats() == {metrics.FAILURES.of("connector_off"): 1}
+    assert guard.get_kv_connector_stats() == {metrics.FAILURES.of("connector_off"): 1}
     assert guard.broken is not None
 
 
@@ -501,7 +501,7 @@ def test_whatever_method_raises_the_caller_goes_on(name: str, context: Context) 
         assert [outcome.status for outcome in answer] == ["rejected"]
     elif name == "take_events":
         assert not list(answer)
-    elif name == "get_stats":
+    elif name == "get_kv_connector_stats":
         assert answer == {metrics.FAILURES.of("connector_off"): 1}
     elif name == "get_outages":
         assert [outage.what for outage in answer] == ["everything"]

@@ -11,9 +11,10 @@ import pytest
 
 from cargohold.protocol import (
     NOTHING_TO_REPORT,
-    ConnectorMetadata,
     EmptyMetadata,
-    FinishedTransfers,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorTransferResults,
     KVConnectorWorker,
     Stats,
     TransferOutcome,
@@ -28,9 +29,9 @@ class Scripted(KVConnectorWorker):
     def __init__(self, raises_in: str | None = None) -> None:
         self.raises_in = raises_in
         self.calls: list[str] = []
-        self.finished = FinishedTransfers()
+        self.finished = KVConnectorTransferResults()
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._note("bind_connector_metadata")
 
     def handle_preemptions(self) -> None:
@@ -42,16 +43,16 @@ class Scripted(KVConnectorWorker):
     def wait_for_save(self) -> None:
         self._note("wait_for_save")
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        self._note("get_finished")
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        self._note("get_transfer_results")
         return self.finished
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
         self._note("get_block_ids_with_load_errors")
         return {7}
 
-    def get_stats(self) -> Stats:
-        self._note("get_stats")
+    def get_kv_connector_stats(self) -> Stats:
+        self._note("get_kv_connector_stats")
         return {metrics.STORED.of("host"): 1}
 
     def clear_connector_metadata(self) -> None:
@@ -85,7 +86,7 @@ def test_it_is_stopped_at_the_first_call_that_raises(at: int) -> None:
     guard.wait_for_save()
     output = guard.collect(frozenset())
     assert inner.calls == [*BEFORE_THE_MODEL[: at + 1], "shutdown"]
-    assert output.finished.step_failed
+    assert output.step_failed
     assert BEFORE_THE_MODEL[at] in (guard.take_error() or "")
     # From the next step on it is as if there were none.
     guard.begin(EmptyMetadata())
@@ -100,7 +101,7 @@ def test_a_message_to_a_worker_side_that_declares_none_is_refused() -> None:
     guard.begin(Orders(loads=(1,)))
     assert inner.calls == ["shutdown"]
     assert "it was sent a Orders, and declares no metadata_type" in (guard.take_error() or "")
-    assert guard.collect(frozenset()).finished.step_failed
+    assert guard.collect(frozenset()).step_failed
     guard.begin(Orders(loads=(2,)))  # it takes a step until the scheduler knows
     assert guard.take_error() is None
     inner = Scripted()
@@ -110,37 +111,39 @@ def test_a_message_to_a_worker_side_that_declares_none_is_refused() -> None:
 
 
 def test_what_it_said_before_it_raised_counts() -> None:
-    inner = Scripted("get_stats")
-    inner.finished = FinishedTransfers(finished_recving=frozenset({"r1"}), failed_recving=frozenset({"r1"}))
+    inner = Scripted("get_kv_connector_stats")
+    inner.finished = KVConnectorTransferResults(finished_recving=frozenset({"r1"}), failed_recving=frozenset({"r1"}))
     guard = WorkerConnectorGuard(inner)
     output = guard.collect(frozenset())
-    assert output.finished.finished_recving == output.finished.failed_recving == {"r1"}
-    assert output.finished.step_failed
+    assert output.finished_recving == output.failed_recving == {"r1"}
+    assert output.step_failed
     assert output.invalid_block_ids == {7}
-    assert output.stats == {}
-    assert "get_stats" in (guard.take_error() or "")
+    assert output.kv_connector_stats == {}
+    assert "get_kv_connector_stats" in (guard.take_error() or "")
 
 
 def test_loads_whose_bad_blocks_it_could_not_name_have_failed() -> None:
     inner = Scripted("get_block_ids_with_load_errors")
-    inner.finished = FinishedTransfers(finished_recving=frozenset({"r1", "r2"}), failed_recving=frozenset({"r1"}))
+    inner.finished = KVConnectorTransferResults(
+        finished_recving=frozenset({"r1", "r2"}), failed_recving=frozenset({"r1"})
+    )
     output = WorkerConnectorGuard(inner).collect(frozenset())
-    assert output.finished.failed_recving == {"r1", "r2"}
+    assert output.failed_recving == {"r1", "r2"}
     assert output.invalid_block_ids == frozenset()
 
 
 @pytest.mark.parametrize(
     ("method", "answer", "said"),
     [
-        ("get_finished", None, "is no FinishedTransfers"),
-        ("get_finished", FinishedTransfers(finished_recving=["a"]), "finished_recving="),  # type: ignore[arg-type]  # wrong on purpose
-        ("get_finished", FinishedTransfers(finished_sending=frozenset({1})), "finished_sending="),  # type: ignore[arg-type]  # wrong on purpose
-        ("get_finished", FinishedTransfers(jobs={"s1": TransferOutcome.DONE}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
-        ("get_finished", FinishedTransfers(jobs={1: True}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
+        ("get_transfer_results", None, "is no KVConnectorTransferResults"),
+        ("get_transfer_results", KVConnectorTransferResults(finished_recving=["a"]), "finished_recving="),  # type: ignore[arg-type]  # wrong on purpose
+        ("get_transfer_results", KVConnectorTransferResults(finished_sending=frozenset({1})), "finished_sending="),  # type: ignore[arg-type]  # wrong on purpose
+        ("get_transfer_results", KVConnectorTransferResults(jobs={"s1": TransferOutcome.DONE}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
+        ("get_transfer_results", KVConnectorTransferResults(jobs={1: True}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
         ("get_block_ids_with_load_errors", {"7"}, "no block ids"),
-        ("get_stats", None, "no time series and numbers"),
-        ("get_stats", {metrics.STORED.of("host"): "many"}, "no time series and numbers"),
-        ("get_stats", {"copies": 1}, "no time series and numbers"),
+        ("get_kv_connector_stats", None, "no time series and numbers"),
+        ("get_kv_connector_stats", {metrics.STORED.of("host"): "many"}, "no time series and numbers"),
+        ("get_kv_connector_stats", {"copies": 1}, "no time series and numbers"),
     ],
 )
 def test_an_answer_that_no_executor_could_carry_stops_it(
@@ -155,13 +158,13 @@ def test_an_answer_that_no_executor_could_carry_stops_it(
     assert inner.calls[-1] == "shutdown"
     error = guard.take_error() or ""
     assert said in error and error.endswith(method)
-    assert output.finished == FinishedTransfers(step_failed=True)
-    assert output.stats == {}
+    bad = frozenset({7}) if method == "get_kv_connector_stats" else frozenset[int]()
+    assert output == KVConnectorOutput(step_failed=True, invalid_block_ids=bad)
 
 
 def test_saying_nothing_stays_saying_nothing() -> None:
     """What is shared by all who have nothing to say is never changed."""
-    guard = WorkerConnectorGuard(Scripted("get_finished"))
+    guard = WorkerConnectorGuard(Scripted("get_transfer_results"))
     assert guard.collect(frozenset()) != NOTHING_TO_REPORT
-    assert not NOTHING_TO_REPORT.finished.step_failed
+    assert not NOTHING_TO_REPORT.step_failed
     assert NOTHING_TO_REPORT.is_empty()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cargohold.protocol import (
     BlockIds,
-    ConnectorMetadata,
     EmptyMetadata,
+    KVConnectorMetadata,
     KVConnectorScheduler,
     KVConnectorWorker,
     RequestView,
@@ -28,14 +28,14 @@ class CarelessScheduler(KVConnectorScheduler):
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         self._seen.update(request.block_hashes)
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         return EmptyMetadata()
 
 
 class CarelessWorker(KVConnectorWorker):
     name = "careless"
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         pass
 
     def start_load_kv(self) -> None:

@@ -57,13 +57,13 @@ from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
     ConnectorGuard,
-    FinishedTransfers,
     Hint,
     HintEnd,
     HintOutcome,
     KVCacheBlockView,
     KVCacheGroup,
     KVConnectorOutput,
+    KVConnectorTransferResults,
     OutputAggregator,
     RequestView,
     TransferOutcome,
@@ -263,9 +263,11 @@ def still_counts_the_chunks_of_a_connector_that_was_turned_off(patch: Patch) -> 
 
 @mutant(workload="tiny-pool")
 def counts_evicted_chunks_as_if_they_were_there(patch: Patch) -> None:
-    get_stats = OffloadingScheduler.get_stats
+    get_kv_connector_stats = OffloadingScheduler.get_kv_connector_stats
     patch.setattr(
-        OffloadingScheduler, "get_stats", lambda self: {name: max(0, value) for name, value in get_stats(self).items()}
+        OffloadingScheduler,
+        "get_kv_connector_stats",
+        lambda self: {name: max(0, value) for name, value in get_kv_connector_stats(self).items()},
     )
 
 
@@ -352,10 +354,10 @@ def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
 
 @mutant()
 def reports_stores_before_they_are_copied(patch: Patch) -> None:
-    get_finished = OffloadingWorker.get_finished
+    get_transfer_results = OffloadingWorker.get_transfer_results
 
-    def hasty(self: OffloadingWorker, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        finished = get_finished(self, finished_req_ids)
+    def hasty(self: OffloadingWorker, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        finished = get_transfer_results(self, finished_req_ids)
         metadata = self._metadata
         assert isinstance(metadata, OffloadingMetadata)
         stores = {store.job_id for store in metadata.stores}
@@ -364,7 +366,7 @@ def reports_stores_before_they_are_copied(patch: Patch) -> None:
         told |= stores
         return replace(finished, jobs={**jobs, **dict.fromkeys(stores, TransferOutcome.DONE)})
 
-    patch.setattr(OffloadingWorker, "get_finished", hasty)
+    patch.setattr(OffloadingWorker, "get_transfer_results", hasty)
 
 
 @mutant()
@@ -381,15 +383,15 @@ def starts_stores_before_the_forward_pass(patch: Patch) -> None:
 
 @mutant(faults="failed")
 def ignores_failed_loads(patch: Patch) -> None:
-    get_finished = OffloadingWorker.get_finished
+    get_transfer_results = OffloadingWorker.get_transfer_results
 
-    def rosy(self: OffloadingWorker, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
-        finished = get_finished(self, finished_req_ids)
+    def rosy(self: OffloadingWorker, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
+        finished = get_transfer_results(self, finished_req_ids)
         self._invalid_block_ids.clear()
         jobs = dict.fromkeys(finished.jobs, TransferOutcome.DONE)
         return replace(finished, failed_recving=frozenset(), jobs=jobs)
 
-    patch.setattr(OffloadingWorker, "get_finished", rosy)
+    patch.setattr(OffloadingWorker, "get_transfer_results", rosy)
 
 
 @mutant(connector="eager-requests", workload="preemption")
@@ -434,7 +436,7 @@ def aggregates_too_early(patch: Patch) -> None:
 def believes_the_best_of_several_workers(patch: Patch) -> None:
     report = OutputAggregator._count
 
-    def rosy(self: OutputAggregator, rank: int, finished: FinishedTransfers) -> None:
+    def rosy(self: OutputAggregator, rank: int, finished: KVConnectorTransferResults) -> None:
         # Loads count as ended as soon as one worker has loaded.
         report(self, rank, finished)
         for transfer in self._recving._pending.values():

@@ -29,7 +29,7 @@ class Scheduler(ShelfScheduler):
         super().update_state_after_alloc(request, blocks, num_new)
         self._num_loaded += num_new
 
-    def get_stats(self) -> protocol.Stats:
+    def get_kv_connector_stats(self) -> protocol.Stats:
         stats: dict[protocol.Series, float] = {LOADED: self._num_loaded}
         self._num_loaded = 0
         return stats

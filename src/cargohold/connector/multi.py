@@ -20,14 +20,14 @@ from cargohold.protocol import (
     BlockIds,
     CacheReport,
     ConnectorGuard,
-    ConnectorMetadata,
-    FinishedTransfers,
     Hook,
     HookDispatcher,
     KVConnectorFactory,
+    KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
+    KVConnectorTransferResults,
     KVConnectorWorker,
     RequestView,
     SchedulerEnvironment,
@@ -140,7 +140,7 @@ class MultiConnectorScheduler(HookDispatcher):
         for at, child in enumerate(self._children):
             child.update_state_after_alloc(request, blocks, num_external_tokens if at == chosen else 0)
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         """Return all children's messages, and which children are to stop."""
         metadata = [child.build_connector_meta(step) for child in self._children]
         messages = tuple(
@@ -160,17 +160,17 @@ class MultiConnectorScheduler(HookDispatcher):
             fail_step=not loading_in_step.isdisjoint(broken),
         )
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Pass each child its part of the output; turn off children whose workers broke a rule."""
-        meta = output.worker_meta
+        meta = connector_output.kv_connector_worker_meta
         assert meta is None or isinstance(meta, MultiWorkerMetadata)
         for at in range(len(self._children)):
-            own = self._own_output(at, output, meta)
+            own = self._own_output(at, connector_output, meta)
             if not own.is_empty():
                 self._children[at].update_connector_output(own)
-        for request_id in output.finished.finished_recving:
+        for request_id in connector_output.finished_recving:
             self._loading.pop(request_id, None)
-        for request_id in output.finished.finished_sending:
+        for request_id in connector_output.finished_sending:
             self._sending.pop(request_id, None)
         if meta is not None:
             self._learn_of_errors(meta)
@@ -182,8 +182,8 @@ class MultiConnectorScheduler(HookDispatcher):
         for child in self._children:
             report = child.report_to_scheduler()
             if report is not None:
-                locks += report.lock_block_ids
-                unlocks += report.unlock_block_ids
+                locks += report.block_ids_to_lock
+                unlocks += report.block_ids_to_unlock
         return KVConnectorSchedulerOutput(tuple(locks), tuple(unlocks)) if locks or unlocks else None
 
     # --- on demand ----------------------------------------------------------------------------------------------------
@@ -192,11 +192,11 @@ class MultiConnectorScheduler(HookDispatcher):
         """Whether any child has pending work, or keeps blocks of which the workers do not know yet."""
         return bool(self._new_sends) or super().has_pending_work()
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Return all children's counters, with the child's name in front; counters of equal names are summed."""
         stats: Stats = {}
         for child in self._children:
-            stats = add_stats(stats, of_connector(child.name, child.get_stats()))
+            stats = add_stats(stats, of_connector(child.name, child.get_kv_connector_stats()))
         return stats
 
     def get_finished_count(self) -> int | None:
@@ -216,24 +216,23 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def _own_output(self, at: int, output: KVConnectorOutput, meta: MultiWorkerMetadata | None) -> KVConnectorOutput:
         """Return the part of the workers' output that concerns child ``at``."""
-        finished = output.finished
         jobs: dict[int, TransferOutcome] = {}
-        for composed, outcome in finished.jobs.items():
+        for composed, outcome in output.jobs.items():
             child, job_id = split_job_id(composed, len(self._children))
             if child == at:
                 jobs[job_id] = outcome
-        own = FinishedTransfers(
-            finished_sending=frozenset(i for i in finished.finished_sending if at in self._sending.get(i, ())),
-            finished_recving=frozenset(i for i in finished.finished_recving if self._loading.get(i) == at),
-            failed_recving=frozenset(i for i in finished.failed_recving if self._loading.get(i) == at),
+        own = KVConnectorTransferResults(
+            finished_sending=frozenset(i for i in output.finished_sending if at in self._sending.get(i, ())),
+            finished_recving=frozenset(i for i in output.finished_recving if self._loading.get(i) == at),
+            failed_recving=frozenset(i for i in output.failed_recving if self._loading.get(i) == at),
             jobs=jobs,
-            step_failed=finished.step_failed,
-            spoiled_requests=finished.spoiled_requests,
+            step_failed=output.step_failed,
+            spoiled_requests=output.spoiled_requests,
         )
         # Blocks that one child could not load spoil stores of other children from the same step: all children learn of them.
         worker_meta = None if meta is None else meta.children[at].worker_meta
-        stats = part_of_connector(self._children[at].name, output.stats)
-        return KVConnectorOutput(own, output.invalid_block_ids, worker_meta, stats)
+        stats = part_of_connector(self._children[at].name, output.kv_connector_stats)
+        return KVConnectorOutput.of(own, output.invalid_block_ids, worker_meta, stats)
 
     def _learn_of_errors(self, meta: MultiWorkerMetadata) -> None:
         for at, report in enumerate(meta.children):
@@ -241,7 +240,7 @@ class MultiConnectorScheduler(HookDispatcher):
                 self._children[at].break_off(report.error)
         for at in meta.stopped:
             # The child has no transfers in flight on any worker now.
-            self._unlocks_of_stopped += self._children[at].release().unlock_block_ids
+            self._unlocks_of_stopped += self._children[at].release().block_ids_to_unlock
 
 
 Side = TypeVar("Side", KVConnectorScheduler, KVConnectorWorker)

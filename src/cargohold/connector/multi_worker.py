@@ -10,15 +10,15 @@ from typing import Any
 from cargohold.protocol import (
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
-    ConnectorMetadata,
     EmptyMetadata,
-    FinishedTransfers,
+    KVConnectorMetadata,
     KVConnectorOutput,
+    KVConnectorTransferResults,
     KVConnectorWorker,
+    KVConnectorWorkerMetadata,
     Stats,
     TransferOutcome,
     WorkerConnectorGuard,
-    WorkerMetadata,
     add_stats,
 )
 from cargohold.protocol.metrics import of_connector
@@ -37,7 +37,7 @@ class MultiMetadata:
         fail_step: whether a child that was to load KV for this very step has been turned off.
     """
 
-    children: tuple[ConnectorMetadata | None, ...] = ()
+    children: tuple[KVConnectorMetadata | None, ...] = ()
     new_loads: tuple[str, ...] = ()
     new_sends: dict[str, tuple[int, ...]] = field(default_factory=dict)
     stop: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class ChildReport:
         error: the rule that the child's worker side broke; that side has stopped. ``None`` if it broke none.
     """
 
-    worker_meta: WorkerMetadata | None = None
+    worker_meta: KVConnectorWorkerMetadata | None = None
     error: str | None = None
 
     def aggregate(self, other: ChildReport) -> ChildReport:
@@ -162,17 +162,17 @@ class MultiConnectorWorker(KVConnectorWorker):
         for child in self._children:
             child.register_kv_caches(kv_caches)
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Pass each child its own message; stop the children that are to stop."""
-        assert isinstance(metadata, MultiMetadata)
-        self._metadata = metadata
-        for request_id, keepers in metadata.new_sends.items():
+        assert isinstance(connector_metadata, MultiMetadata)
+        self._metadata = connector_metadata
+        for request_id, keepers in connector_metadata.new_sends.items():
             self._keepers[request_id] = set(keepers)
-        self._loading.update(metadata.new_loads)
-        for at in metadata.stop:
+        self._loading.update(connector_metadata.new_loads)
+        for at in connector_metadata.stop:
             self._children[at].stop()
         for at, child in enumerate(self._children):
-            own = metadata.children[at] if metadata.children else None
+            own = connector_metadata.children[at] if connector_metadata.children else None
             # From another process, the message to a child that declares no type arrives as a dict.
             is_empty = own is None or (isinstance(own, dict) and not own)
             child.bind_connector_metadata(EmptyMetadata() if is_empty else own)
@@ -202,7 +202,7 @@ class MultiConnectorWorker(KVConnectorWorker):
         for child in self._children:
             child.wait_for_save()
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Return what ended in any child. A request that several children keep is reported when all have released it."""
         self._outputs = [child.collect(finished_req_ids) for child in self._children]
         metadata = self._metadata
@@ -213,11 +213,10 @@ class MultiConnectorWorker(KVConnectorWorker):
         failed: set[str] = set()
         jobs: dict[int, TransferOutcome] = {}
         for at, output in enumerate(self._outputs):
-            finished = output.finished
-            received |= finished.finished_recving
-            failed |= finished.failed_recving
-            jobs |= {compose_job_id(at, ident, len(self._children)): end for ident, end in finished.jobs.items()}
-            for request_id in finished.finished_sending:
+            received |= output.finished_recving
+            failed |= output.failed_recving
+            jobs |= {compose_job_id(at, ident, len(self._children)): end for ident, end in output.jobs.items()}
+            for request_id in output.finished_sending:
                 self._keepers.get(request_id, set()).discard(at)
         for keepers in self._keepers.values():
             keepers.difference_update(self._metadata.stop)
@@ -227,34 +226,34 @@ class MultiConnectorWorker(KVConnectorWorker):
         self._loading -= received
         given_up = self._loading.intersection(self._metadata.fail_loads)
         self._loading -= given_up
-        return FinishedTransfers(
+        return KVConnectorTransferResults(
             finished_sending=frozenset(sent),
             finished_recving=frozenset(received | given_up),
             failed_recving=frozenset(failed | given_up),
             jobs=jobs,
-            expected_finished_count=max(output.finished.expected_finished_count for output in self._outputs),
-            step_failed=self._metadata.fail_step or any(output.finished.step_failed for output in self._outputs),
+            expected_finished_count=max(output.expected_finished_count for output in self._outputs),
+            step_failed=self._metadata.fail_step or any(output.step_failed for output in self._outputs),
         )
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
         """Return the ids of blocks that any child could not load."""
         return frozenset[int]().union(*(output.invalid_block_ids for output in self._outputs))
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return each child's own report; ``None`` if no child has one and none has stopped."""
-        metas = [output.worker_meta for output in self._outputs]
+        metas = [output.kv_connector_worker_meta for output in self._outputs]
         errors = [child.take_error() for child in self._children]
         if self._metadata.stop or any(said is not None for said in (*metas, *errors)):
             reports = [ChildReport(meta, error) for meta, error in zip(metas, errors, strict=True)]
             return MultiWorkerMetadata(tuple(reports), self._metadata.stop)
         return None
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Return all children's counters, with the child's name in front."""
         stats: Stats = {}
         for child, output in zip(self._children, self._outputs, strict=False):
-            if output.stats:
-                stats = add_stats(stats, of_connector(child.name, output.stats))
+            if output.kv_connector_stats:
+                stats = add_stats(stats, of_connector(child.name, output.kv_connector_stats))
         return stats
 
     def clear_connector_metadata(self) -> None:

@@ -175,9 +175,9 @@ class RecordingScheduler(ForwardingScheduler):
                 seen.loading = tuple(tuple(table) for table in blocks)
         self.inner.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:  # noqa: D102
-        self._take_back(output)
-        self.inner.update_connector_output(output)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: D102
+        self._take_back(connector_output)
+        self.inner.update_connector_output(connector_output)
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:  # noqa: D102
         seen = self._seen.pop(request.request_id, None)
@@ -206,9 +206,9 @@ class RecordingScheduler(ForwardingScheduler):
             for seen in self._seen.values():
                 if seen.loading:
                     seen.reused_tokens = min(seen.reused_tokens, self._num_good_tokens(seen, output.invalid_block_ids))
-        for request_id in output.finished.finished_recving & self._seen.keys():
+        for request_id in output.finished_recving & self._seen.keys():
             seen = self._seen[request_id]
-            if seen.loading and request_id in output.finished.failed_recving:
+            if seen.loading and request_id in output.failed_recving:
                 seen.reused_tokens = seen.device_tokens
             seen.loading = ()
 

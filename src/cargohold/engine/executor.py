@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.errors import ContractError
 from cargohold.protocol import (
-    FinishedTransfers,
     KVConnectorOutput,
     KVConnectorWorker,
     OutputAggregator,
@@ -146,7 +145,7 @@ def merge_outputs(aggregator: OutputAggregator, outputs: Sequence[StepOutput]) -
         connector = aggregator.aggregate([output.connector for output in outputs])
     except ContractError as error:
         # The reports said which loads failed. Without them, nothing of the step can be trusted.
-        failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
+        failed = KVConnectorOutput(step_failed=True)
         return StepOutput(sampled=sampled, connector=failed, connector_error=error.rule)
     return StepOutput(sampled=sampled, connector=connector, connector_error="; ".join(errors) or None)
 

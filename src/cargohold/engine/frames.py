@@ -36,7 +36,6 @@ from cargohold.protocol import (
     Clock,
     EmptyMetadata,
     Exchange,
-    FinishedTransfers,
     KVCacheLayout,
     KVConnectorFactory,
     KVConnectorOutput,
@@ -145,25 +144,27 @@ class StepCodec:
             return self._encode_output(output)
         except Exception as error:  # noqa: BLE001  # a third party's numbers and names: whatever making bytes of them raises
             # The report said which loads failed. Without it, nothing of the step can be trusted.
-            failed = KVConnectorOutput(finished=FinishedTransfers(step_failed=True))
+            failed = KVConnectorOutput(step_failed=True)
             reason = f"its report cannot be carried to another process: {one_line(error)}"
             return self._encode_output(StepOutput(output.sampled, failed, output.connector_error or reason))
 
     def _encode_output(self, output: StepOutput) -> bytes:
-        report, finished = output.connector, output.connector.finished
-        raw, undelivered = (None, None) if report.worker_meta is None else self._carry(report.worker_meta)
+        report = output.connector
+        raw, undelivered = (
+            (None, None) if report.kv_connector_worker_meta is None else self._carry(report.kv_connector_worker_meta)
+        )
         return self._encoder.encode(
             _WireOutput(
                 sampled=dict(output.sampled),
-                finished_sending=list(finished.finished_sending),
-                finished_recving=list(finished.finished_recving),
-                failed_recving=list(finished.failed_recving),
-                jobs=dict(finished.jobs),
-                expected_finished_count=finished.expected_finished_count,
-                step_failed=finished.step_failed,
+                finished_sending=list(report.finished_sending),
+                finished_recving=list(report.finished_recving),
+                failed_recving=list(report.failed_recving),
+                jobs=dict(report.jobs),
+                expected_finished_count=report.expected_finished_count,
+                step_failed=report.step_failed,
                 invalid_block_ids=list(report.invalid_block_ids),
                 worker_meta=raw,
-                stats=metrics.pack(report.stats),
+                stats=metrics.pack(report.kv_connector_stats),
                 connector_error=output.connector_error or undelivered,
             )
         )
@@ -171,20 +172,17 @@ class StepCodec:
     def decode_output(self, data: bytes) -> StepOutput:
         """An output from bytes. Raises ``msgspec.MsgspecError`` for bytes that are none."""
         wire = self._output_decoder.decode(data)
-        finished = FinishedTransfers(
+        worker_meta, problem = _read(self._worker_metadata_decoder, wire.worker_meta)
+        report = KVConnectorOutput(
             finished_sending=frozenset(wire.finished_sending),
             finished_recving=frozenset(wire.finished_recving),
             failed_recving=frozenset(wire.failed_recving),
             jobs=wire.jobs,
             expected_finished_count=wire.expected_finished_count,
             step_failed=wire.step_failed,
-        )
-        worker_meta, problem = _read(self._worker_metadata_decoder, wire.worker_meta)
-        report = KVConnectorOutput(
-            finished=finished,
             invalid_block_ids=frozenset(wire.invalid_block_ids),
-            worker_meta=worker_meta,
-            stats=metrics.unpack(wire.stats),
+            kv_connector_worker_meta=worker_meta,
+            kv_connector_stats=metrics.unpack(wire.stats),
         )
         sampled: Mapping[str, int | None] = wire.sampled
         return StepOutput(sampled=sampled, connector=report, connector_error=wire.connector_error or problem)

@@ -293,7 +293,7 @@ class LLMEngine:
 
     def stats(self) -> Tally:
         """Counters of the connector since the start, both sides of it, summed over the workers, and of deferred look-ups."""
-        self._stats = add_stats(self._stats, self.scheduler.connector.get_stats())
+        self._stats = add_stats(self._stats, self.scheduler.connector.get_kv_connector_stats())
         total = Tally(add_stats(self._stats, self._own_stats))
         if num_deferred := self.scheduler.num_deferred_lookups:
             total[metrics.DEFERRED_LOOKUPS.of()] = num_deferred
@@ -377,7 +377,7 @@ class LLMEngine:
         step = self.scheduler.schedule()
         output = self._executor.execute(step)
         updates = self.scheduler.update_from_output(output)
-        self._stats = add_stats(self._stats, output.connector.stats)
+        self._stats = add_stats(self._stats, output.connector.kv_connector_stats)
         if self._publisher is not None:
             self._publish(self._publisher)
         elif self.scheduler.emits_events:

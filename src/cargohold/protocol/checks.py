@@ -22,8 +22,8 @@ from cargohold.protocol.messages import (
     BlockRemoved,
     BlockStored,
     CacheReport,
-    FinishedTransfers,
     KVConnectorSchedulerOutput,
+    KVConnectorTransferResults,
     KVEvent,
     Locality,
     TransferOutcome,
@@ -39,12 +39,12 @@ _FIELDS: Final[Mapping[type, Mapping[str, Any]]] = {
 """What the fields of these must be: texts and numbers."""
 
 
-def checked_transfers(finished: object) -> FinishedTransfers:
-    """Check the answer of ``get_finished``, and return it."""
+def checked_transfers(finished: object) -> KVConnectorTransferResults:
+    """Check the answer of ``get_transfer_results``, and return it."""
     if finished is NOTHING_ENDED:
         return NOTHING_ENDED
-    if not isinstance(finished, FinishedTransfers):
-        raise TypeError(f"{finished!r} is no FinishedTransfers")
+    if not isinstance(finished, KVConnectorTransferResults):
+        raise TypeError(f"{finished!r} is no KVConnectorTransferResults")
     for name in ("finished_sending", "finished_recving", "failed_recving"):
         ids = getattr(finished, name)
         if not isinstance(ids, AbstractSet) or not _are_all(ids, str):
@@ -67,7 +67,7 @@ def checked_block_ids(block_ids: Iterable[Any]) -> frozenset[int]:
 
 
 def checked_stats(stats: Any) -> Stats:
-    """Check the answer of either side's ``get_stats``, and return it."""
+    """Check the answer of either side's ``get_kv_connector_stats``, and return it."""
     if not isinstance(stats, Mapping) or not (_are_all(stats, Series) and _are_all(stats.values(), int | float)):
         raise TypeError(f"{stats!r} are no time series and numbers")
     return stats
@@ -156,8 +156,8 @@ def checked_hint_events(events: Iterable[Any]) -> tuple[HintEvent, ...]:
 def checked_locks(report: Any) -> KVConnectorSchedulerOutput:
     """Check the answer of ``report_to_scheduler``; return a copy, because the connector may reuse its own object."""
     if isinstance(report, KVConnectorSchedulerOutput):
-        copy = KVConnectorSchedulerOutput(tuple(report.lock_block_ids), tuple(report.unlock_block_ids))
-        if _are_all((*copy.lock_block_ids, *copy.unlock_block_ids), int):
+        copy = KVConnectorSchedulerOutput(tuple(report.block_ids_to_lock), tuple(report.block_ids_to_unlock))
+        if _are_all((*copy.block_ids_to_lock, *copy.block_ids_to_unlock), int):
             return copy
     raise TypeError(f"{report!r} is no KVConnectorSchedulerOutput with block ids")
 

@@ -15,7 +15,7 @@ One step, as the engine runs it::
                                             start_load_kv
                                               (forward: per layer wait_for_layer_load, save_kv_layer)
                                             wait_for_save
-                                            get_finished
+                                            get_transfer_results
                                             get_block_ids_with_load_errors
                                             build_connector_worker_meta
     update_connector_output     <-------    clear_connector_metadata
@@ -49,13 +49,13 @@ from cargohold.protocol.hints import Hint, HintEvent, HintOutcome, answers_to
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
     CacheReport,
-    ConnectorMetadata,
     EmptyMetadata,
-    FinishedTransfers,
+    KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     KVEvent,
-    WorkerMetadata,
 )
 from cargohold.protocol.metrics import Stats
 from cargohold.protocol.reports import Episode, Outage, TierContents
@@ -67,7 +67,7 @@ class KVConnectorScheduler(ABC):
     Attributes:
         name: the connector's name in log lines, metrics and errors.
         worker_metadata_type: concrete type of the metadata that its workers send back; a frozen dataclass (see
-            ``WorkerMetadata``). Executors with workers in other processes need it to decode the metadata.
+            ``KVConnectorWorkerMetadata``). Executors with workers in other processes need it to decode the metadata.
     """
 
     name: str = "connector"
@@ -133,14 +133,14 @@ class KVConnectorScheduler(ABC):
         """
 
     @abstractmethod
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         """Return the message to the workers for this step, with its jobs. Called once in every step.
 
         The connector starts anew to collect jobs for the next step. ``step`` is read-only. A store planned here may read
         blocks that this very step writes, so workers start it after the forward pass.
         """
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:  # noqa: B027  # a default, not an omission
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: B027  # a default, not an omission
         """Learn which transfers finished or failed, over all workers. Called after each step whose output is not empty."""
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
@@ -183,7 +183,7 @@ class KVConnectorScheduler(ABC):
         """Drop all chunks kept. Return ``False`` if a transfer in flight forbids it: some or all may then still be found."""
         return True
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Counters since the last call; see ``Stats``."""
         return {}
 
@@ -213,7 +213,7 @@ class KVConnectorWorker(ABC):
     Attributes:
         name: the connector's name in log lines, metrics and errors.
         metadata_type: concrete type of the metadata that its scheduler side sends; a frozen dataclass (see
-            ``ConnectorMetadata``). Executors with workers in other processes need it to decode the metadata.
+            ``KVConnectorMetadata``). Executors with workers in other processes need it to decode the metadata.
     """
 
     name: str = "connector"
@@ -230,7 +230,7 @@ class KVConnectorWorker(ABC):
         """
 
     @abstractmethod
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take this step's message from the scheduler side."""
 
     def handle_preemptions(self) -> None:  # noqa: B027  # a default, not an omission
@@ -250,7 +250,7 @@ class KVConnectorWorker(ABC):
     def wait_for_save(self) -> None:
         """Start this step's stores; wait only for those that cannot run in the background. Called after the forward pass."""
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Return the asynchronous transfers that ended since the last call.
 
         Args:
@@ -262,11 +262,11 @@ class KVConnectorWorker(ABC):
         """Return the ids of blocks whose load failed since the last call."""
         return frozenset()
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Return counters since the last call; see ``Stats``."""
         return {}
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this step's message to the scheduler side, opaque to the engine; ``None`` if there is none."""
         return None
 
@@ -416,7 +416,7 @@ class NullConnectorScheduler(KVConnectorScheduler):
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Do nothing: no tokens were promised, so there is no load to plan."""
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         """Return an empty message: there are no jobs."""
         return EmptyMetadata()
 
@@ -426,7 +426,7 @@ class NullConnectorWorker(KVConnectorWorker):
 
     name = "null"
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Ignore the message."""
 
     def start_load_kv(self) -> None:

@@ -388,12 +388,12 @@ class BlockPoolView(Protocol):
         """Do ``free_blocks`` for the blocks with these ids, to the tail of the free queue."""
         ...
 
-    def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
+    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
         """Walk the free queue in eviction order, next victim first.
 
-        With ``after`` the walk resumes behind a block that an earlier walk yielded. If that block has left the free queue,
-        the *call* raises ``StaleCursorError``, so that the caller restarts at the head knowingly. Touching the block just
-        yielded is allowed during the walk. If the walk's next block has left the queue meanwhile, the walk raises
+        With ``after_block`` the walk resumes behind a block that an earlier walk yielded. If that block has left the free
+        queue, the *call* raises ``StaleCursorError``, so that the caller restarts at the head knowingly. Touching the block
+        just yielded is allowed during the walk. If the walk's next block has left the queue meanwhile, the walk raises
         ``StaleCursorError``.
         """
         ...

@@ -39,8 +39,8 @@ from cargohold.protocol.engine_view import (
 from cargohold.protocol.hints import Hint, HintOutcome
 from cargohold.protocol.hooks import Hook, HookDispatcher
 from cargohold.protocol.messages import (
-    ConnectorMetadata,
     EmptyMetadata,
+    KVConnectorMetadata,
     KVConnectorSchedulerOutput,
     KVEvent,
 )
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TURNED_OFF: Final = FAILURES.of("connector_off")
-_NO_METADATA: ConnectorMetadata = EmptyMetadata()
+_NO_METADATA: KVConnectorMetadata = EmptyMetadata()
 
 NOT_CONTAINED: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """What a guard passes on: it is not the connector's failure, even if it is raised while the connector runs."""
@@ -118,9 +118,9 @@ class GuardedContext:
             self._ledger.take(block_ids)  # nothing was freed
             raise
 
-    def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
+    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
         """See ``SchedulerContext``."""
-        return self._context.iter_free_blocks(after)
+        return self._context.iter_free_blocks(after_block)
 
     def get_request_blocks(self, request_id: str) -> tuple[Sequence[KVCacheBlockView], ...]:
         """See ``SchedulerContext``."""
@@ -171,11 +171,11 @@ class ConnectorGuard(HookDispatcher):
         self._keep: Mapping[str, Callable[[Any], Any]] = {
             "report_to_scheduler": self._keep_locks,
             "take_events": self._keep_announced,
-            "get_stats": self._keep_levels,
+            "get_kv_connector_stats": self._keep_levels,
         }
         self._withdraw: Mapping[str, Callable[[ContractError], Any]] = {
             "take_events": self._withdraw_announced,
-            "get_stats": self._withdraw_levels,
+            "get_kv_connector_stats": self._withdraw_levels,
             "get_outages": self._outage,
         }
 
@@ -228,7 +228,7 @@ class ConnectorGuard(HookDispatcher):
         touched = self._touched.give_back_all()
         if self._context is not None:
             self._context.free_ids(touched)
-        return KVConnectorSchedulerOutput(unlock_block_ids=self._locked.give_back_all())
+        return KVConnectorSchedulerOutput(block_ids_to_unlock=self._locked.give_back_all())
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         """Pass the context on, wrapped so that the connector can give back only references that it took."""
@@ -287,16 +287,16 @@ class ConnectorGuard(HookDispatcher):
         """Note locks, which must name blocks that exist, and unlocks, which must name blocks that it has locked."""
         if report is None:
             return None
-        for block_id in report.lock_block_ids:
+        for block_id in report.block_ids_to_lock:
             if block_id == NULL_BLOCK_ID:
                 raise NullBlockError("lock")
             if not 0 < block_id < self._num_blocks:
                 raise ContractError(self.name, f"locked block {block_id}, which does not exist")
-        self._locked.take(report.lock_block_ids)
+        self._locked.take(report.block_ids_to_lock)
         try:
-            self._locked.give_back(report.unlock_block_ids)
+            self._locked.give_back(report.block_ids_to_unlock)
         except BlockNotHeldError:
-            self._locked.give_back(report.lock_block_ids)
+            self._locked.give_back(report.block_ids_to_lock)
             raise
         return report
 

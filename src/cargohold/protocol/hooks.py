@@ -114,7 +114,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
         Hook("has_pending_work", bool, _always(False), any),  # the answer
         Hook("num_stuck_references", lambda answer: checked_number(answer, "references") or 0, _always(0), sum),
         Hook("reset_cache", bool, _always(True), all),  # the answer
-        Hook("get_stats", checked_stats, lambda _: {}),
+        Hook("get_kv_connector_stats", checked_stats, lambda _: {}),
         Hook("get_outages", checked_outages, _always(()), _united),
         Hook("get_contents", checked_contents, _always(()), _united),
         Hook("get_finished_count", lambda answer: checked_number(answer, "reports")),
@@ -162,7 +162,7 @@ class HookDispatcher(KVConnectorScheduler):
     has_pending_work = _dispatched(KVConnectorScheduler.has_pending_work)
     num_stuck_references = _dispatched(KVConnectorScheduler.num_stuck_references)
     reset_cache = _dispatched(KVConnectorScheduler.reset_cache)
-    get_stats = _dispatched(KVConnectorScheduler.get_stats)
+    get_kv_connector_stats = _dispatched(KVConnectorScheduler.get_kv_connector_stats)
     get_outages = _dispatched(KVConnectorScheduler.get_outages)
     get_contents = _dispatched(KVConnectorScheduler.get_contents)
     get_finished_count = _dispatched(KVConnectorScheduler.get_finished_count)

@@ -8,7 +8,7 @@ An index that a follower builds from all events of a medium, in order, equals wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
@@ -29,7 +29,7 @@ class TransferOutcome(IntEnum):
 
 
 @runtime_checkable
-class ConnectorMetadata(Protocol):
+class KVConnectorMetadata(Protocol):
     """A connector's message from its scheduler side to its workers, one per step.
 
     The engine carries it without looking inside. A connector's metadata is a frozen dataclass whose fields are numbers,
@@ -50,10 +50,10 @@ class UndeliveredMetadata:
 
 
 @runtime_checkable
-class WorkerMetadata(Protocol):
+class KVConnectorWorkerMetadata(Protocol):
     """A connector's message from a worker to the scheduler side, opaque to the engine.
 
-    Its fields follow the rule of ``ConnectorMetadata``.
+    Its fields follow the rule of ``KVConnectorMetadata``.
     """
 
     def aggregate(self, other: Self) -> Self:
@@ -74,8 +74,8 @@ class EmptyMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedTransfers:
-    """The transfers that ended on one worker since the previous call of ``get_finished``.
+class KVConnectorTransferResults:
+    """The transfers that ended on one worker since the previous call of ``get_transfer_results``.
 
     Attributes:
         finished_sending: requests for which ``request_finished`` returned ``True`` and whose blocks this worker no longer
@@ -100,27 +100,44 @@ class FinishedTransfers:
     spoiled_requests: frozenset[str] = frozenset()
 
 
-NOTHING_ENDED = FinishedTransfers()
+NOTHING_ENDED = KVConnectorTransferResults()
 """No transfer has ended: the report of most steps. Never mutated."""
 
 
 @dataclass(frozen=True, slots=True)
-class KVConnectorOutput:
+class KVConnectorOutput(KVConnectorTransferResults):
     """The report of one worker's connector after a step or, once aggregated, of all workers.
 
+    Of the transfers that ended, it has once aggregated those that all expected workers have reported.
+
     Attributes:
-        finished: transfers that ended; once aggregated, those that all expected workers have reported.
         invalid_block_ids: blocks whose load failed. For an asynchronous load they are reported no later than its
             ``finished_recving``. If the step computed with one of them, nothing that was stored from this step may ever be
             found.
-        worker_meta: the connector's own message, opaque; merged over workers with ``aggregate``.
-        stats: counters, added up over workers.
+        kv_connector_worker_meta: the connector's own message, opaque; merged over workers with ``aggregate``.
+        kv_connector_stats: values by time series, added up over workers.
     """
 
-    finished: FinishedTransfers = NOTHING_ENDED
     invalid_block_ids: frozenset[int] = frozenset()
-    worker_meta: WorkerMetadata | None = None
-    stats: Stats = field(default_factory=dict)
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+    kv_connector_stats: Stats = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        results: KVConnectorTransferResults,
+        invalid_block_ids: frozenset[int],
+        worker_meta: KVConnectorWorkerMetadata | None,
+        stats: Stats,
+    ) -> Self:
+        """Make the report of one worker from its connector's answers."""
+        ended = {name.name: getattr(results, name.name) for name in fields(KVConnectorTransferResults)}
+        return cls(
+            **ended,
+            invalid_block_ids=invalid_block_ids,
+            kv_connector_worker_meta=worker_meta,
+            kv_connector_stats=stats,
+        )
 
     def is_empty(self) -> bool:
         """True if it says nothing, so that ``update_connector_output`` need not be called."""
@@ -136,12 +153,12 @@ class KVConnectorSchedulerOutput:
     """The requests of a connector's scheduler side to the scheduler after a step.
 
     Attributes:
-        lock_block_ids: blocks to take a reference on. Repeated ids add up.
-        unlock_block_ids: blocks to give a reference back on; freed in the order given, so the first is evicted first.
+        block_ids_to_lock: blocks to take a reference on. Repeated ids add up.
+        block_ids_to_unlock: blocks to give a reference back on; freed in the order given, so the first is evicted first.
     """
 
-    lock_block_ids: tuple[int, ...] = ()
-    unlock_block_ids: tuple[int, ...] = ()
+    block_ids_to_lock: tuple[int, ...] = ()
+    block_ids_to_unlock: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,38 +372,38 @@ class OutputAggregator:
         ]
         if not present:
             return NOTHING_TO_REPORT  # most steps: nothing can become complete without a report
-        if self._world_size == 1 and not present[0][1].finished.expected_finished_count:
+        if self._world_size == 1 and not present[0][1].expected_finished_count:
             return self._of_only_worker(present[0][1])
         for rank, output in present:
-            self._count(rank, output.finished)
+            self._count(rank, output)
         received = self._recving.take_complete(self._expected)
-        worker_meta: WorkerMetadata | None = None
+        worker_meta: KVConnectorWorkerMetadata | None = None
         stats: Stats = {}
         for _, output in present:
-            if output.worker_meta is not None:
-                worker_meta = self._merged(worker_meta, output.worker_meta)
-            stats = add_stats(stats, output.stats)
+            if output.kv_connector_worker_meta is not None:
+                worker_meta = self._merged(worker_meta, output.kv_connector_worker_meta)
+            stats = add_stats(stats, output.kv_connector_stats)
         return KVConnectorOutput(
-            finished=FinishedTransfers(
-                finished_sending=frozenset(self._sending.take_complete(self._expected)),
-                finished_recving=frozenset(received),
-                failed_recving=frozenset(
-                    request_id for request_id, outcome in received.items() if outcome is not TransferOutcome.DONE
-                ),
-                jobs=self._jobs.take_complete(self._expected),
-                step_failed=any(output.finished.step_failed for _, output in present),
+            finished_sending=frozenset(self._sending.take_complete(self._expected)),
+            finished_recving=frozenset(received),
+            failed_recving=frozenset(
+                request_id for request_id, outcome in received.items() if outcome is not TransferOutcome.DONE
             ),
+            jobs=self._jobs.take_complete(self._expected),
+            step_failed=any(output.step_failed for _, output in present),
             invalid_block_ids=_union(output.invalid_block_ids for _, output in present),
-            worker_meta=worker_meta,
-            stats=stats,
+            kv_connector_worker_meta=worker_meta,
+            kv_connector_stats=stats,
         )
 
     def _of_only_worker(self, output: KVConnectorOutput) -> KVConnectorOutput:
         """Return the output of the only worker: what it reports is complete, and there is nothing to merge."""
-        self._check_failed(0, output.finished)
+        self._check_failed(0, output)
         return output
 
-    def _merged(self, left: WorkerMetadata | None, right: WorkerMetadata) -> WorkerMetadata:
+    def _merged(
+        self, left: KVConnectorWorkerMetadata | None, right: KVConnectorWorkerMetadata
+    ) -> KVConnectorWorkerMetadata:
         if left is None:
             return right
         try:
@@ -394,7 +411,7 @@ class OutputAggregator:
         except Exception as error:  # a third party's code: whatever it raises must not stop the engine
             raise ContractError(self._connector, f"aggregate raised {error!r}") from error
 
-    def _count(self, rank: int, finished: FinishedTransfers) -> None:
+    def _count(self, rank: int, finished: KVConnectorTransferResults) -> None:
         if finished.expected_finished_count:
             self._expected = max(self._expected, self._checked_expectation(finished.expected_finished_count))
         for request_id in finished.finished_sending:
@@ -407,7 +424,7 @@ class OutputAggregator:
         for job_id, outcome in finished.jobs.items():
             self._jobs.report(rank, job_id, outcome, self._connector)
 
-    def _check_failed(self, rank: int, finished: FinishedTransfers) -> None:
+    def _check_failed(self, rank: int, finished: KVConnectorTransferResults) -> None:
         stray = finished.failed_recving - finished.finished_recving
         if stray:
             raise ContractError(self._connector, f"worker {rank} reported {min(stray)!r} as failed but not as finished")

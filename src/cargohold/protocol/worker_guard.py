@@ -14,11 +14,11 @@ from cargohold.protocol.guard import NOT_CONTAINED, describe_raised
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
-    ConnectorMetadata,
     EmptyMetadata,
+    KVConnectorMetadata,
     KVConnectorOutput,
+    KVConnectorWorkerMetadata,
     UndeliveredMetadata,
-    WorkerMetadata,
 )
 from cargohold.protocol.metrics import Stats
 
@@ -71,17 +71,17 @@ class WorkerConnectorGuard:
         """Pass the call on."""
         self._call(self._inner.register_kv_caches, None, kv_caches)
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Pass the call on."""
         call = self._inner.bind_connector_metadata
         try:
-            self._bind(metadata)
+            self._bind(connector_metadata)
         except NOT_CONTAINED:
             raise
         except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
             self._contain(error, call)
 
-    def begin(self, metadata: ConnectorMetadata) -> None:
+    def begin(self, metadata: KVConnectorMetadata) -> None:
         """Pass on the three calls before the forward pass, for workers that do nothing of their own between them."""
         inner = self._inner
         call: Callable[..., object] = inner.bind_connector_metadata
@@ -119,18 +119,18 @@ class WorkerConnectorGuard:
     def collect(self, finished_req_ids: AbstractSet[str]) -> KVConnectorOutput:
         """Make the calls between ``wait_for_save`` and the end of the step; return their answers as one output."""
         inner = self._inner
-        call: Callable[..., object] = inner.get_finished
+        call: Callable[..., object] = inner.get_transfer_results
         finished = NOTHING_ENDED
         invalid_block_ids: frozenset[int] | None = None
-        worker_meta: WorkerMetadata | None = None
+        worker_meta: KVConnectorWorkerMetadata | None = None
         stats: Stats = {}
         try:
             # Answers given before the connector raised count.
-            finished = checked_transfers(inner.get_finished(finished_req_ids))
+            finished = checked_transfers(inner.get_transfer_results(finished_req_ids))
             call = inner.get_block_ids_with_load_errors
             invalid_block_ids = checked_block_ids(inner.get_block_ids_with_load_errors())
-            call = inner.get_stats
-            stats = checked_stats(inner.get_stats())
+            call = inner.get_kv_connector_stats
+            stats = checked_stats(inner.get_kv_connector_stats())
             call = inner.build_connector_worker_meta
             worker_meta = inner.build_connector_worker_meta()
         except NOT_CONTAINED:
@@ -147,7 +147,7 @@ class WorkerConnectorGuard:
             finished = replace(finished, step_failed=True)
         if finished is NOTHING_ENDED and not invalid_block_ids and worker_meta is None and not stats:
             return NOTHING_TO_REPORT  # most steps
-        return KVConnectorOutput(finished, invalid_block_ids, worker_meta, stats)
+        return KVConnectorOutput.of(finished, invalid_block_ids, worker_meta, stats)
 
     def clear_connector_metadata(self) -> None:
         """Pass the call on. Always the last call of a step."""
@@ -165,7 +165,7 @@ class WorkerConnectorGuard:
         except BaseException:  # a third party's code: its failure must not stop the worker
             logger.exception("connector %s raised while it was stopped", inner.name)
 
-    def _bind(self, metadata: ConnectorMetadata) -> None:
+    def _bind(self, metadata: KVConnectorMetadata) -> None:
         # Raised here, so that it is contained as if the connector had raised it.
         if isinstance(metadata, UndeliveredMetadata):
             raise TypeError(metadata.reason)

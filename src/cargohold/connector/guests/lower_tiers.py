@@ -163,11 +163,11 @@ class TiersBelow(Guest):
 
     def worker_reported(self, output: KVConnectorOutput) -> None:
         """Take in how jobs have gone, and what tiers have lost: chunks of jobs that ended count as lost after these jobs."""
-        report = output.worker_meta if isinstance(output.worker_meta, TierReport) else None
+        report = output.kv_connector_worker_meta if isinstance(output.kv_connector_worker_meta, TierReport) else None
         if report is not None:
             self._lower.note_emptied(at for at, losses in report.losses.items() if losses.is_all)
             self._lower.note_report(report.answers, report.health, report.namespace, report.listings, report.seconds)
-        for job_id, outcome in output.finished.jobs.items():
+        for job_id, outcome in output.jobs.items():
             self._lower.end(job_id, outcome)
         for at, losses in report.losses.items() if report is not None else ():
             self._lower.note_lost(at, losses.keys)
@@ -210,7 +210,7 @@ class _LastJobs(Guest):
 
     def worker_reported(self, output: KVConnectorOutput) -> None:
         """Give back the slots of jobs that have ended."""
-        for job_id, outcome in output.finished.jobs.items():
+        for job_id, outcome in output.jobs.items():
             self._lower.end(job_id, outcome)
 
     def is_busy(self) -> bool:

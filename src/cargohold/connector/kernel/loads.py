@@ -446,7 +446,7 @@ class Loads:
     def end(self, load: Load, outcome: TransferOutcome, output: KVConnectorOutput) -> None:
         """Release the load's pins and blocks. Chunks that could not be read are removed: they are misses from now on."""
         bad_blocks = self._take_bad_blocks(
-            load, are_all=outcome is TransferOutcome.FAILED and load.request_id in output.finished.failed_recving
+            load, are_all=outcome is TransferOutcome.FAILED and load.request_id in output.failed_recving
         )
         bad_keys = _keys_of(load, bad_blocks)
         load.handle.release(bad_keys)
@@ -465,7 +465,7 @@ class Loads:
 
     def _num_usable_tokens(self, load: Load, bad_blocks: AbstractSet[int], output: KVConnectorOutput) -> int:
         """Return how many leading tokens of a load that failed the engine uses nevertheless."""
-        is_whole = not bad_blocks or load.is_in_step or load.request_id in output.finished.failed_recving
+        is_whole = not bad_blocks or load.is_in_step or load.request_id in output.failed_recving
         if is_whole or not self._shared.keeps_partial_loads:
             return 0
         starts = zip(load.block_ids, load.block_starts, strict=True)

@@ -29,7 +29,7 @@ from cargohold.protocol import (
     AttentionKind,
     BlockIds,
     CacheReport,
-    ConnectorMetadata,
+    KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorScheduler,
     KVConnectorSchedulerOutput,
@@ -219,7 +219,7 @@ class KernelScheduler(KVConnectorScheduler):
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
         state.was_admitted = True
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         """Return this step's loads, and the stores of the chunks that its tokens complete.
 
         Raises ``ContractError`` if a job does not end in time, and its blocks are held by its request alone: they can be
@@ -237,21 +237,21 @@ class KernelScheduler(KVConnectorScheduler):
             return NOTHING_TO_DO  # most steps
         return OffloadingMetadata(loads, stores, finish_stores, release, given_up, rider)
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
-        self._guests.worker_reported(output)
-        self._loads.note_copied(output.stats)
-        self._loads.note_invalid(output.invalid_block_ids)
-        if output.finished.step_failed or output.invalid_block_ids:
-            self._spoil_stores(output.finished.spoiled_requests)
-        for job_id, outcome in output.finished.jobs.items():
+        self._guests.worker_reported(connector_output)
+        self._loads.note_copied(connector_output.kv_connector_stats)
+        self._loads.note_invalid(connector_output.invalid_block_ids)
+        if connector_output.step_failed or connector_output.invalid_block_ids:
+            self._spoil_stores(connector_output.spoiled_requests)
+        for job_id, outcome in connector_output.jobs.items():
             is_stuck, since = self._shared.jobs.is_stuck(job_id), self._shared.jobs.since(job_id)
             job = self._shared.jobs.end(job_id)
             if isinstance(job, Load):
                 if is_stuck:
                     self._loads.end_stuck(job, outcome)
                 else:
-                    self._loads.end(job, outcome, output)
+                    self._loads.end(job, outcome, connector_output)
                 self._guests.load_ended(job, since, outcome)
             elif isinstance(job, Store):
                 self._stores.end(job, outcome)
@@ -288,7 +288,7 @@ class KernelScheduler(KVConnectorScheduler):
         """Let guests release what they hold: the manager may outlive this connector."""
         self._guests.shutdown()
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Return the kernel's counters since the last call."""
         stats, self._shared.stats = self._shared.stats, Tally()
         return stats

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata
 from cargohold.protocol import (
     NOTHING_ENDED,
-    ConnectorMetadata,
-    FinishedTransfers,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
     KVConnectorWorker,
+    KVConnectorWorkerMetadata,
     Stats,
     Tally,
     TransferOutcome,
-    WorkerMetadata,
     metrics,
 )
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
@@ -33,7 +33,7 @@ class WorkerPart(Protocol):
         """Return the jobs that ended since the last call, and how."""
         ...
 
-    def take_report(self) -> WorkerMetadata | None:
+    def take_report(self) -> KVConnectorWorkerMetadata | None:
         """Return what the guest is to learn besides; ``None`` if nothing."""
         ...
 
@@ -77,10 +77,10 @@ class KernelWorker(KVConnectorWorker):
         assert all(_same(other, regions) for other in kv_caches), "groups with memory of their own are not served"
         self._transfers = self._make_transfers(regions)
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take this step's jobs."""
-        assert isinstance(metadata, OffloadingMetadata)
-        self._metadata = metadata
+        assert isinstance(connector_metadata, OffloadingMetadata)
+        self._metadata = connector_metadata
 
     def handle_preemptions(self) -> None:
         """Keep this step from overwriting blocks that stores in flight read, if the scheduler side asks for that."""
@@ -105,7 +105,7 @@ class KernelWorker(KVConnectorWorker):
         for store in self._metadata.stores:
             self._running.submit(CopyJob(store.job_id, Direction.STORE, store.block_ids, store.rows, store.timeout_s))
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Return the jobs that ended since the last call, and the requests whose loads they were."""
         results = self._running.poll()
         if not results and self._part is None and not self._metadata.release and not self._given_up:
@@ -124,7 +124,7 @@ class KernelWorker(KVConnectorWorker):
                     failed.add(request_id)
         if self._part is not None:
             jobs.update(self._part.poll())
-        return FinishedTransfers(
+        return KVConnectorTransferResults(
             finished_sending=frozenset(self._metadata.release),
             finished_recving=frozenset(received),
             failed_recving=frozenset(failed),
@@ -136,12 +136,12 @@ class KernelWorker(KVConnectorWorker):
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Return blocks copied and seconds taken, per direction, and a guest's counters, since the last call."""
         stats, self._stats = self._stats, Tally()
         return stats if self._part is None else {**stats, **self._part.take_stats()}
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return what a guest's part has to report."""
         return None if self._part is None else self._part.take_report()
 

@@ -76,7 +76,7 @@ class FreeQueueScout:
             return []
         unsafe: list[KVCacheBlockView] = []
         # All safe blocks are without references here, so they are in the queue, and the cursor is not stale.
-        for block in self._context.iter_free_blocks(after=self._safe[-1][0] if self._safe else None):
+        for block in self._context.iter_free_blocks(after_block=self._safe[-1][0] if self._safe else None):
             if block.block_hash is None or self._is_kept(block):
                 # Behind an unsafe block there is a hole in the stretch, until that block is saved and put back at the head.
                 if not unsafe:

@@ -139,11 +139,11 @@ class OffloadingScheduler(KernelScheduler):
             )
         ]
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Return counters since the last call."""
         lower = {} if self.lower is None else self.lower.take_stats()
         hints = self._hints.take_stats(self._shared.tier, self._meters.chunk_bytes)
-        return {**super().get_stats(), **self._meters.take_stats(), **hints, **lower}
+        return {**super().get_kv_connector_stats(), **self._meters.take_stats(), **hints, **lower}
 
     def get_outages(self) -> Sequence[Outage]:
         """Return which tiers are out of use, as a whole or in part."""

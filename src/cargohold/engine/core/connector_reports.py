@@ -8,7 +8,7 @@ from dataclasses import replace
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, StepOutput, StepPlan
 from cargohold.engine.core.roster import EndedLoad, LoadFailurePolicy, Roster, SchedulerConfig
-from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers, KVConnectorSchedulerOutput, Patience
+from cargohold.protocol import Clock, ConnectorGuard, KVConnectorSchedulerOutput, KVConnectorTransferResults, Patience
 
 EndRequest = Callable[[Request, FinishReason, str], None]
 
@@ -87,21 +87,21 @@ class ConnectorReports:
         # Blocks that hold garbage come first: they must not be read, whatever else is wrong with the connector.
         if report.invalid_block_ids:
             self._discard_blocks(report.invalid_block_ids)
-        if report.finished.step_failed:
+        if report.step_failed:
             self._start_over(request for request, _ in plan)
         if None in output.sampled.values():
             # Connectors may have stored what this step wrote. The other requests of the step are unharmed, and go on.
             not_finite = self._end_not_finite(output, plan)
-            is_for_all = report.finished.step_failed or report.invalid_block_ids
+            is_for_all = report.step_failed or report.invalid_block_ids
             spoiled = frozenset[str]() if is_for_all else not_finite
-            report = replace(report, finished=replace(report.finished, step_failed=True, spoiled_requests=spoiled))
+            report = replace(report, step_failed=True, spoiled_requests=spoiled)
         if output.connector_error is not None:
             self._connector.break_off(output.connector_error)
         if not report.is_empty():
             self._connector.update_connector_output(report)
         self._apply(self._connector.report_to_scheduler())
-        if self._connector.broken is None and (report.finished.finished_recving or report.finished.finished_sending):
-            self._end_transfers(report.finished)
+        if self._connector.broken is None and (report.finished_recving or report.finished_sending):
+            self._end_transfers(report)
 
     def drop_connector(self) -> None:
         """Give back all blocks that are held for the connector: its workers have stopped, so nothing is in flight any more."""
@@ -118,10 +118,10 @@ class ConnectorReports:
         """Take the references of the connector's locks, then give back those of its unlocks, which hold from the step's end."""
         if report is not None:
             pool = self._kv.pool
-            pool.touch([pool.get_block(block_id) for block_id in report.lock_block_ids])
-            pool.free_blocks([pool.get_block(block_id) for block_id in report.unlock_block_ids])
+            pool.touch([pool.get_block(block_id) for block_id in report.block_ids_to_lock])
+            pool.free_blocks([pool.get_block(block_id) for block_id in report.block_ids_to_unlock])
 
-    def _end_transfers(self, finished: FinishedTransfers) -> None:
+    def _end_transfers(self, finished: KVConnectorTransferResults) -> None:
         transfers = self._roster.transfers
         strays = transfers.strays(finished)
         if strays:

@@ -21,10 +21,10 @@ from cargohold.protocol import (
     NOTHING_TO_REPORT,
     Adapter,
     BlockIds,
-    ConnectorMetadata,
     EmptyMetadata,
     ExtraKey,
     HintOutcome,
+    KVConnectorMetadata,
     KVConnectorOutput,
     TurnEnd,
 )
@@ -289,7 +289,7 @@ class Request:
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
-_NO_METADATA: ConnectorMetadata = EmptyMetadata()
+_NO_METADATA: KVConnectorMetadata = EmptyMetadata()
 
 
 class SampleSpec(msgspec.Struct, frozen=True):
@@ -358,7 +358,7 @@ class SchedulerStep(msgspec.Struct, frozen=True):
     scheduled: tuple[ScheduledTokens, ...] = ()
     preempted_req_ids: frozenset[str] = frozenset()
     finished_req_ids: frozenset[str] = frozenset()
-    connector_metadata: ConnectorMetadata = _NO_METADATA
+    connector_metadata: KVConnectorMetadata = _NO_METADATA
     drop_connector: bool = False
 
     @property

@@ -10,7 +10,7 @@ from itertools import islice
 
 from cargohold.engine.core.kv_cache_manager import KVCacheManager, LocalHit
 from cargohold.engine.core.request import Request, RequestStatus, StepPlan
-from cargohold.protocol import Clock, ConnectorGuard, FinishedTransfers
+from cargohold.protocol import Clock, ConnectorGuard, KVConnectorTransferResults
 
 SortKey = tuple[int, int]
 
@@ -173,19 +173,19 @@ class TransferTable:
             if request_id in self._loads:
                 self._loads[request_id].invalid_block_ids |= block_ids
 
-    def strays(self, finished: FinishedTransfers) -> list[str]:
+    def strays(self, finished: KVConnectorTransferResults) -> list[str]:
         """Ids in ``finished`` of requests that have no such transfer."""
         return sorted(
             (finished.finished_recving - self._loads.keys()) | (finished.finished_sending - self._sending.keys())
         )
 
-    def end_loads(self, finished: FinishedTransfers) -> Iterator[EndedLoad]:
+    def end_loads(self, finished: KVConnectorTransferResults) -> Iterator[EndedLoad]:
         """Take out the loads that ended; there must be no strays."""
         for request_id in sorted(finished.finished_recving):
             load = self._loads.pop(request_id)
             yield EndedLoad(load.request, request_id in finished.failed_recving, frozenset(load.invalid_block_ids))
 
-    def end_sends(self, finished: FinishedTransfers) -> Iterator[Request]:
+    def end_sends(self, finished: KVConnectorTransferResults) -> Iterator[Request]:
         """Take out the requests whose blocks are no longer read; there must be no strays."""
         for request_id in sorted(finished.finished_sending):
             yield self._sending.pop(request_id)

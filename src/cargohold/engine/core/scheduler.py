@@ -57,9 +57,9 @@ class EngineContext:
         """Give one reference back on each."""
         self._kv.pool.free_blocks(blocks, evict_first=evict_first)
 
-    def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[KVCacheBlock]:
+    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlock]:
         """Walk the free queue in eviction order."""
-        return self._kv.pool.iter_free_blocks(after)
+        return self._kv.pool.iter_free_blocks(after_block)
 
     def get_request_blocks(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
         """The request's block table per group."""

@@ -217,12 +217,12 @@ class PoolContext:
         freed = {block.block_id: block for block in own if block.ref_cnt == 0}
         self._pool.free_block_queue.prepend_n(list(freed.values()))
 
-    def iter_free_blocks(self, after: KVCacheBlockView | None = None) -> Iterator[BlockView]:
+    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[BlockView]:
         """Walk the free queue in eviction order."""
         queue = self._pool.free_block_queue
-        start = queue.fake_free_list_head if after is None else self._pool.blocks[after.block_id]
-        if after is not None and not _is_free(start):
-            raise StaleCursorError(after.block_id)
+        start = queue.fake_free_list_head if after_block is None else self._pool.blocks[after_block.block_id]
+        if after_block is not None and not _is_free(start):
+            raise StaleCursorError(after_block.block_id)
         if not self.shows_free_blocks:
             return iter(())
         return self._walk(start.next_free_block, queue.fake_free_list_tail)

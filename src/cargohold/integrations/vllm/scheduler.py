@@ -372,8 +372,8 @@ class SchedulerSide:
             self.guard.break_off(error.rule, error)
             return
         if step_failed:
-            output = replace(output, finished=replace(output.finished, step_failed=True))
-        self._stats.add(output.stats)
+            output = replace(output, step_failed=True)
+        self._stats.add(output.kv_connector_stats)
         output = self._without_synchronous(output)
         if not output.is_empty():
             self.guard.update_connector_output(output)
@@ -384,8 +384,8 @@ class SchedulerSide:
         """Apply the connector's locks and unlocks; after a step's output, and after ``update_connector_output`` if it came."""
         report = self.guard.report_to_scheduler()
         if report is not None:
-            self._context.touch_ids(report.lock_block_ids)
-            self._context.free_ids(report.unlock_block_ids)
+            self._context.touch_ids(report.block_ids_to_lock)
+            self._context.free_ids(report.block_ids_to_unlock)
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is nothing to compute."""
@@ -415,7 +415,7 @@ class SchedulerSide:
             return {}
         self._stats_due_at = now + STATS_EVERY_S
         told, self._stats = self._stats, Tally()
-        told.add(self.guard.get_stats())
+        told.add(self.guard.get_kv_connector_stats())
         told.add(self._take_levels())
         shown = for_operators(told, block_bytes, self.layout.token_bytes, self.layout.num_replicas)
         shown.add(self._outages.take_changes(self.guard.get_outages()))
@@ -475,14 +475,14 @@ class SchedulerSide:
 
     def _without_synchronous(self, output: KVConnectorOutput) -> KVConnectorOutput:
         """Note the loads that ended; return the output as the connector expects it, to which synchronous loads need no end."""
-        ended = output.finished.finished_recving
+        ended = output.finished_recving
         if not ended:
             return output  # in most steps
         loads = {request_id: self._loading.pop(request_id, None) for request_id in ended}
         own = frozenset(request_id for request_id, load in loads.items() if load is None or not load.ends_in_step)
         if len(own) == len(ended):
             return output
-        return replace(output, finished=replace(output.finished, finished_recving=own))
+        return replace(output, finished_recving=own)
 
     def _note_failed(self, request_ids: AbstractSet[str]) -> None:
         """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
@@ -514,7 +514,7 @@ class SchedulerSide:
 
     def _release(self) -> None:
         """Give back all references of the connector. All workers have stopped: nothing reads or writes its blocks any more."""
-        unlocks = self.guard.release().unlock_block_ids
+        unlocks = self.guard.release().block_ids_to_unlock
         self._context.free_ids(unlocks)
         self._loading.clear()
         self._deferrals.clear()

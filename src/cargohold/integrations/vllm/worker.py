@@ -25,14 +25,13 @@ from torch import distributed
 from cargohold.connector.factory import Parts
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import (
-    ConnectorMetadata,
     EmptyMetadata,
     Exchange,
     KVCacheLayout,
     KVConnectorFactory,
+    KVConnectorMetadata,
     KVConnectorOutput,
     NullConnectorWorker,
     WorkerConnectorGuard,
@@ -41,7 +40,7 @@ from cargohold.protocol import (
 
 
 @dataclass(frozen=True)
-class StepMessage(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's class, or an inert one
+class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's class, or an inert one
     """Scheduler side to workers, once a step.
 
     Attributes:
@@ -52,7 +51,7 @@ class StepMessage(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's class, o
         stop: the connector was turned off: let its transfers end and do without it.
     """
 
-    inner: ConnectorMetadata = field(default_factory=EmptyMetadata)
+    inner: KVConnectorMetadata = field(default_factory=EmptyMetadata)
     new_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     new_sends: tuple[str, ...] = ()
     synchronous: tuple[str, ...] = ()
@@ -77,7 +76,7 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class WorkerMessage(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's class, or an inert one
+class WorkerMessage(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's class, or an inert one
     """Workers to scheduler side.
 
     Attributes:
@@ -286,9 +285,9 @@ class WorkerSide:
             if not output.invalid_block_ids.isdisjoint(block_ids):
                 self._failed.add(request_id)
         # vLLM ends itself if it hears of a request that it does not know.
-        received = frozenset(self._loading if stopped else output.finished.finished_recving & self._loading.keys())
-        sent = frozenset(self._sending if stopped else output.finished.finished_sending & self._sending)
-        failed = received if stopped else received & (output.finished.failed_recving | self._failed)
+        received = frozenset(self._loading if stopped else output.finished_recving & self._loading.keys())
+        sent = frozenset(self._sending if stopped else output.finished_sending & self._sending)
+        failed = received if stopped else received & (output.failed_recving | self._failed)
         invalid = frozenset(block_id for request_id in failed for block_id in self._loading.get(request_id, ()))
         self._failed -= received
         self._sending -= sent
@@ -304,8 +303,8 @@ class WorkerSide:
             return output
         if self._guard.is_stopped:
             self._failed.update(synchronous)  # maybe before it had loaded them
-        received = output.finished.finished_recving.union(synchronous)
-        return replace(output, finished=replace(output.finished, finished_recving=received))
+        received = output.finished_recving.union(synchronous)
+        return replace(output, finished_recving=received)
 
     def build_meta(self) -> WorkerMessage | None:
         """This rank's report; ``None`` if there is nothing to report."""

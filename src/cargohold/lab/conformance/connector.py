@@ -234,12 +234,12 @@ class ConnectorConformance(ABC):
         assert connector.broken is None
 
     def test_its_counters_add_up(self) -> None:
-        """``get_stats`` gives changes since the last call: only those of levels may be negative, and no sum falls below 0."""
+        """Values are changes since the last call: only those of gauges may be negative, and no sum falls below 0."""
         engine = self._engine(self.factory())
         total: Stats = {}
         for number in (0, 1, 2, 0):
             self._ask(engine, f"request {len(engine.requests)}", self._prompt(number))
-            stats = engine.scheduler.connector.get_stats()
+            stats = engine.scheduler.connector.get_kv_connector_stats()
             assert engine.scheduler.connector.broken is None
             fallen = {
                 series: value for series, value in stats.items() if value < 0 and series.family.kind is not Kind.GAUGE
@@ -383,7 +383,7 @@ class ConnectorConformance(ABC):
 
     def _num_held(self, engine: SimulatedEngine) -> int:
         """Objects that the connector's two sides hold, after their counters and events have been taken."""
-        engine.scheduler.connector.get_stats()
+        engine.scheduler.connector.get_kv_connector_stats()
         engine.scheduler.take_events()
         return num_reachable([engine.connector, *engine.worker_sides])
 

@@ -55,7 +55,7 @@ def _serve(guests: list[str]) -> Stats:
     for number in range(_NUM_REQUESTS):
         engine.add(f"r{number}", [1 + number % 4, *range(3, 3 + 4 * BLOCK_TOKENS + number % 3)], 2)
         engine.run()
-    stats = dict(engine.connector.get_stats())
+    stats = dict(engine.connector.get_kv_connector_stats())
     engine.scheduler.reset_cache()
     engine.add("again", range(3, 3 + 3 * BLOCK_TOKENS), 2)
     engine.run()

@@ -21,14 +21,14 @@ from cargohold.protocol import (
     AttentionKind,
     BlockIds,
     CacheReport,
-    ConnectorMetadata,
     ExtraKey,
-    FinishedTransfers,
     ForwardingScheduler,
     Hint,
     HintOutcome,
     KVConnectorFactory,
+    KVConnectorMetadata,
     KVConnectorScheduler,
+    KVConnectorTransferResults,
     KVConnectorWorker,
     KVEvent,
     RequestView,
@@ -203,7 +203,7 @@ class StrictScheduler(ForwardingScheduler):
             self._views.forget(request_id)
         return super().explain(request_id)
 
-    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+    def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         """Pass on; the connector must leave the step as it was."""
         self._before = None
         before = deepcopy(step)
@@ -372,9 +372,9 @@ class SpoilingWorker(KVConnectorWorker):
         """Keep the regions."""
         self._regions = kv_caches
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Note what to spoil in this step."""
-        self._spoils = metadata if isinstance(metadata, Spoils) else Spoils()
+        self._spoils = connector_metadata if isinstance(connector_metadata, Spoils) else Spoils()
 
     def start_load_kv(self) -> None:
         """Fill the blocks with garbage; then raise ``OSError`` if that is how it reports failure."""
@@ -387,10 +387,10 @@ class SpoilingWorker(KVConnectorWorker):
     def wait_for_save(self) -> None:
         """Do nothing: this connector stores nothing."""
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Report the step as failed if blocks were spoiled and that is how it reports failure."""
         has_failed = bool(self._spoils.blocks) and self._failure is Failure.STEP
-        return FinishedTransfers(step_failed=True) if has_failed else NOTHING_ENDED
+        return KVConnectorTransferResults(step_failed=True) if has_failed else NOTHING_ENDED
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
         """The blocks that hold garbage, if that is how it reports failure."""

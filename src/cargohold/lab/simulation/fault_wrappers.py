@@ -18,17 +18,17 @@ from cargohold.lab.simulation.faults import Fault, FaultSource
 from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows
 from cargohold.protocol import (
-    ConnectorMetadata,
-    FinishedTransfers,
     ForwardingScheduler,
     KVConnectorFactory,
+    KVConnectorMetadata,
     KVConnectorScheduler,
+    KVConnectorTransferResults,
     KVConnectorWorker,
+    KVConnectorWorkerMetadata,
     SchedulerEnvironment,
     Stats,
     TransferOutcome,
     WorkerEnvironment,
-    WorkerMetadata,
 )
 from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.port import have_succeeded
@@ -105,16 +105,16 @@ class FaultyWorker(KVConnectorWorker):
         self.name = inner.name
         self.metadata_type = inner.metadata_type
         self._source = source
-        self._held_back = FinishedTransfers()
+        self._held_back = KVConnectorTransferResults()
         self._steps_late = 0
 
     def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
         """Pass on."""
         self.inner.register_kv_caches(kv_caches)
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Pass on."""
-        self.inner.bind_connector_metadata(metadata)
+        self.inner.bind_connector_metadata(connector_metadata)
 
     def handle_preemptions(self) -> None:
         """Pass on."""
@@ -136,28 +136,28 @@ class FaultyWorker(KVConnectorWorker):
         """Pass on."""
         self.inner.wait_for_save()
 
-    def get_finished(self, finished_req_ids: AbstractSet[str]) -> FinishedTransfers:
+    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Pass on; if this worker is late, the report is held back for some steps."""
-        finished = merged(self._held_back, self.inner.get_finished(finished_req_ids))
+        finished = merged(self._held_back, self.inner.get_transfer_results(finished_req_ids))
         if self._steps_late == 0 and self._source.strikes(Fault.LATE_WORKER):
             self._steps_late = self._source.random.randint(1, 4)
         if self._steps_late:
             self._steps_late -= 1
             # The report that this very step has failed cannot wait.
             self._held_back = replace(finished, step_failed=False)
-            return FinishedTransfers(step_failed=finished.step_failed)
-        self._held_back = FinishedTransfers()
+            return KVConnectorTransferResults(step_failed=finished.step_failed)
+        self._held_back = KVConnectorTransferResults()
         return finished
 
     def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
         """Pass on: bad blocks are named no later than the end of their load, so earlier is right too."""
         return self.inner.get_block_ids_with_load_errors()
 
-    def get_stats(self) -> Stats:
+    def get_kv_connector_stats(self) -> Stats:
         """Pass on."""
-        return self.inner.get_stats()
+        return self.inner.get_kv_connector_stats()
 
-    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Pass on."""
         return self.inner.build_connector_worker_meta()
 
@@ -175,9 +175,9 @@ class FaultyWorker(KVConnectorWorker):
             raise SimulatedMishapError("on a worker")
 
 
-def merged(earlier: FinishedTransfers, later: FinishedTransfers) -> FinishedTransfers:
+def merged(earlier: KVConnectorTransferResults, later: KVConnectorTransferResults) -> KVConnectorTransferResults:
     """Merge two reports of a worker, the earlier one first."""
-    if earlier == FinishedTransfers():
+    if earlier == KVConnectorTransferResults():
         return later
     return replace(
         later,

@@ -127,19 +127,18 @@ def _jobs(engine: Replica) -> Iterator[str]:
 
 
 def _report(report: KVConnectorOutput) -> Iterator[str]:
-    finished = report.finished
-    if finished.jobs:
-        ended = " ".join(f"{job_id}:{outcome.name.lower()}" for job_id, outcome in finished.jobs.items())
+    if report.jobs:
+        ended = " ".join(f"{job_id}:{outcome.name.lower()}" for job_id, outcome in report.jobs.items())
         yield f"jobs ended {ended}"
-    if finished.finished_recving:
-        yield f"received {_ids(finished.finished_recving)}"
-    if finished.failed_recving:
-        yield f"load failed of {_ids(finished.failed_recving)}"
-    if finished.finished_sending:
-        yield f"sent {_ids(finished.finished_sending)}"
+    if report.finished_recving:
+        yield f"received {_ids(report.finished_recving)}"
+    if report.failed_recving:
+        yield f"load failed of {_ids(report.failed_recving)}"
+    if report.finished_sending:
+        yield f"sent {_ids(report.finished_sending)}"
     if report.invalid_block_ids:
         yield f"invalid blocks {_ids(report.invalid_block_ids)}"
-    if finished.step_failed:
+    if report.step_failed:
         yield "the step is not to be trusted"
 
 

@@ -53,7 +53,6 @@ from cargohold.lab.vllm.worker import SimulatedWorker, WriteFirstRunner
 from cargohold.protocol import (
     HINTS_KEY,
     AttentionKind,
-    FinishedTransfers,
     Hint,
     KVConnectorOutput,
     TransferOutcome,
@@ -94,19 +93,17 @@ def _with_tokens(answer: Any) -> Iterator[tuple[str, int]]:
 
 
 def _both(left: KVConnectorOutput, right: KVConnectorOutput) -> KVConnectorOutput:
-    one, two = left.finished, right.finished
+    one, two = left, right
     ids = {*one.jobs, *two.jobs}
     done = TransferOutcome.DONE
     return KVConnectorOutput(
-        finished=FinishedTransfers(
-            finished_sending=one.finished_sending | two.finished_sending,
-            finished_recving=one.finished_recving | two.finished_recving,
-            failed_recving=one.failed_recving | two.failed_recving,
-            jobs={ident: max(one.jobs.get(ident, done), two.jobs.get(ident, done)) for ident in sorted(ids)},
-            step_failed=one.step_failed or two.step_failed,
-        ),
+        finished_sending=one.finished_sending | two.finished_sending,
+        finished_recving=one.finished_recving | two.finished_recving,
+        failed_recving=one.failed_recving | two.failed_recving,
+        jobs={ident: max(one.jobs.get(ident, done), two.jobs.get(ident, done)) for ident in sorted(ids)},
+        step_failed=one.step_failed or two.step_failed,
         invalid_block_ids=left.invalid_block_ids | right.invalid_block_ids,
-        stats=add_stats(left.stats, right.stats),
+        kv_connector_stats=add_stats(left.kv_connector_stats, right.kv_connector_stats),
     )
 
 

@@ -105,7 +105,7 @@ class StatsOracle(Oracle):
     def inspect(self) -> None:
         """Take the counters, and check them."""
         connector = self._engine.scheduler.connector
-        stats = connector.get_stats()
+        stats = connector.get_kv_connector_stats()
         fallen = [series for series, value in stats.items() if value < 0 and series.family.kind is not Kind.GAUGE]
         self.require(not fallen, f"counters fell: {fallen}")
         self._total.add(stats)

@@ -114,11 +114,10 @@ class WishOracle(Oracle):
         update = watched.side.update_connector_output
 
         def note_failed(output: KVConnectorOutput) -> None:
-            finished = output.finished
             watched.failed |= {
                 job_id
                 for job_id, job in watched.loads.items()
-                if finished.jobs.get(job_id) is TransferOutcome.FAILED and job.request_id in finished.failed_recving
+                if output.jobs.get(job_id) is TransferOutcome.FAILED and job.request_id in output.failed_recving
             }
             update(output)
 

@@ -14,7 +14,7 @@ from cargohold.lab.vllm.others.copies import CopyRoom
 from cargohold.lab.vllm.others.plan import StrangerPlan
 from cargohold.lab.vllm.requests import CacheView, SchedulerView
 from cargohold.lab.vllm.worker import SimulatedWorker
-from cargohold.protocol import ConnectorGuard, FinishedTransfers, KVConnectorOutput, NullConnectorScheduler
+from cargohold.protocol import ConnectorGuard, KVConnectorOutput, NullConnectorScheduler
 
 
 class _Cache(CacheView):
@@ -96,11 +96,9 @@ class StrangerEngine(VllmEngine):
             connector=KVConnectorOutput()
             if report is None
             else KVConnectorOutput(
-                finished=FinishedTransfers(
-                    finished_sending=frozenset(report.finished_sending or ()),
-                    finished_recving=frozenset(report.finished_recving or ()),
-                    failed_recving=frozenset(report.failed_recving or ()),
-                ),
+                finished_sending=frozenset(report.finished_sending or ()),
+                finished_recving=frozenset(report.finished_recving or ()),
+                failed_recving=frozenset(report.failed_recving or ()),
                 invalid_block_ids=frozenset(report.invalid_block_ids or ()),
             ),
         )

@@ -39,7 +39,7 @@ class StepTable(RecentTimeline):
 
     def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
         """Record a step."""
-        pool, finished = engine.scheduler.kv.pool, output.connector.finished
+        pool, report = engine.scheduler.kv.pool, output.connector
         loading = {name for name, request in engine.requests.items() if request.status is RequestStatus.LOADING}
         waiting = [request.request_id for request in engine.scheduler.waiting_requests()]
         cells = (
@@ -52,9 +52,9 @@ class StepTable(RecentTimeline):
             f"; {word} {' '.join(sorted(names))}"
             for word, names in (
                 ("preempted", step.preempted_req_ids),
-                ("loaded", finished.finished_recving),
-                ("load failed", finished.failed_recving),
-                ("sent", finished.finished_sending),
+                ("loaded", report.finished_recving),
+                ("load failed", report.failed_recving),
+                ("sent", report.finished_sending),
             )
             if names
         )
