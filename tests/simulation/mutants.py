@@ -75,9 +75,9 @@ from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waitin
 from cargohold.tiers.scheduler_side.fetches import Fetches
 from cargohold.tiers.scheduler_side.listing import Lister
 from cargohold.tiers.scheduler_side.plan import Planner
-from cargohold.tiers.scheduler_side.prefetch import Event
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.tiers.scheduler_side.waiting import Event
 from cargohold.tiers.scheduler_side.writing import Writes
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.port import SharedStores

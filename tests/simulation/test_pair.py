@@ -9,7 +9,8 @@ import pytest
 from cargohold.lab.simulation.faults import parse_faults
 from cargohold.lab.simulation.world import draw_scenario
 from cargohold.tiers.scheduler_side import Promises
-from cargohold.tiers.scheduler_side.prefetch import Phase, Prefetcher, Waiting
+from cargohold.tiers.scheduler_side.prefetch import Prefetcher
+from cargohold.tiers.scheduler_side.waiting import Phase, Waiting
 from tests.simulation.pair import PairRun, draw_restarts
 
 

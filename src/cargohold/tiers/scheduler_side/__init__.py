@@ -5,7 +5,7 @@ from cargohold.tiers.scheduler_side.ahead import Ahead, Prefetches
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.plan import Wanted, sources_per_token
-from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
+from cargohold.tiers.scheduler_side.prefetch import Prefetcher
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import (
@@ -17,6 +17,7 @@ from cargohold.tiers.scheduler_side.tier_state import (
     TieringConfig,
     TierOptions,
 )
+from cargohold.tiers.scheduler_side.waiting import Waiting
 
 __all__ = [
     "MAX_ANNOUNCED",

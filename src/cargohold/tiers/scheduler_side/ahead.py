@@ -14,7 +14,8 @@ from typing import Final
 from cargohold.cache.manager import ChunkKeys, OffloadManager
 from cargohold.protocol import Clock, Hint, HintEnd
 from cargohold.tiers.scheduler_side.plan import Wanted
-from cargohold.tiers.scheduler_side.prefetch import Prefetcher, Waiting
+from cargohold.tiers.scheduler_side.prefetch import Prefetcher
+from cargohold.tiers.scheduler_side.waiting import Waiting
 
 MAX_AHEAD: Final = 64
 """Maximum number of prefetches under way; one tenant may have half of them."""

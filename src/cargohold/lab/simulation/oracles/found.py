@@ -13,7 +13,7 @@ from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.lab.simulation.replica import Oracle, Replica
 from cargohold.lab.simulation.tiers import ListedMedium
 from cargohold.protocol import AttentionKind, BlockIds, RequestView
-from cargohold.tiers.scheduler_side.prefetch import MAX_AGAIN
+from cargohold.tiers.scheduler_side.waiting import MAX_AGAIN
 
 
 class FoundOracle(Oracle):
