@@ -21,6 +21,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import lcm
 from typing import Final, NamedTuple, Protocol
 
 from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError, StaleCursorError
@@ -465,21 +466,23 @@ def longest_hit(
         num_computed_tokens: number of leading tokens that are present already.
         limit_tokens: maximum length of the prefix; ``num_tokens`` if ``None``.
     """
+    step_tokens = lcm(*[lcm(units.unit_tokens, units.group.hit_tokens) for units in groups])
     needs_end = not any(_always_reads_back(units.group) for units in groups)
     prefixes = [
         _FullAttention(units, num_computed_tokens)
         if units.group.kind is AttentionKind.FULL
-        else _Windowed(units, num_tokens - 1, num_computed_tokens, needs_end=needs_end)
+        else _Windowed(units, step_tokens, num_tokens - 1, num_computed_tokens, needs_end=needs_end)
         for units in groups
     ]
     length = num_tokens if limit_tokens is None else limit_tokens
-    if len(prefixes) == 1 and length > num_computed_tokens:
+    if len(prefixes) == 1 and step_tokens == groups[0].unit_tokens and length > num_computed_tokens:
         length = prefixes[0].shorten(length)  # what one group can use, nobody makes shorter
         return PrefixHit(max(length, num_computed_tokens), prefixes[0].undecided)
     while length > num_computed_tokens:
         before = length
         for prefix in prefixes:
             length = prefix.shorten(length)
+        length -= length % step_tokens
         if length == before:
             break
     return PrefixHit(max(length, num_computed_tokens), any(prefix.undecided for prefix in prefixes))
@@ -515,11 +518,14 @@ class _FullAttention:
 class _Windowed:
     """The usable prefix of a group whose queries read the last units only. No unit is asked for twice.
 
-    With ``needs_end``, its last unit must be there even if no query reads it.
+    It ends at a multiple of ``step_tokens``. With ``needs_end``, its last unit must be there even if no query reads it.
     """
 
-    def __init__(self, units: GroupUnits, last_query: int, num_computed_tokens: int, *, needs_end: bool) -> None:
+    def __init__(
+        self, units: GroupUnits, step_tokens: int, last_query: int, num_computed_tokens: int, *, needs_end: bool
+    ) -> None:
         self._units = units
+        self._step = step_tokens // units.unit_tokens
         self._needs_end = needs_end
         self._last_query = last_query
         self._num_local = num_computed_tokens // units.unit_tokens
@@ -531,7 +537,7 @@ class _Windowed:
     def shorten(self, length: int) -> int:
         """Return the length of the longest prefix of at most ``length`` tokens usable for this group, in whole units."""
         unit_tokens = self._units.unit_tokens
-        end = length // unit_tokens
+        end = length // unit_tokens // self._step * self._step
         while end > 0:
             next_query = min(end * unit_tokens, self._last_query)
             first = self._units.group.num_skipped_tokens(next_query) // unit_tokens
@@ -542,7 +548,7 @@ class _Windowed:
                 return end * unit_tokens
             # Any shorter prefix that still reaches beyond the absent unit needs it as well: the first unit that a prefix needs
             # never moves right when the prefix gets shorter.
-            end = absent_at
+            end = absent_at // self._step * self._step
         return 0
 
     def _last_absent(self, first: int, end: int) -> int | None:

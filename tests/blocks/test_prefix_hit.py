@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, PrefixHit, longest_hit
+from cargohold.connector.kernel.loads import blocks_to_store
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 FULL = (AttentionKind.FULL, None)
@@ -46,7 +48,7 @@ def usable(
     needs_end: bool = False,
 ) -> bool:
     """Whether every token that the next query and later ones read is computed or in a present unit; or also the last unit."""
-    if length % unit_tokens:
+    if length % unit_tokens or length % group.hit_tokens:
         return False
     next_query = min(length, num_tokens - 1)
     first_needed = group.num_skipped_tokens(next_query) // group.block_tokens * group.block_tokens
@@ -105,6 +107,20 @@ def test_one_group_exhaustively(kind: tuple[AttentionKind, int | None], blocks_p
                 for num_computed in range(0, num_tokens, block_tokens):
                     expected = naive([(group, unit)], [states], num_tokens, num_computed)
                     assert find([(group, unit)], [states], num_tokens, num_computed) == PrefixHit(expected, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hit_tokens", [4, 6, 8])
+def test_a_hit_ends_where_the_engine_goes_on(kind: tuple[AttentionKind, int | None], hit_tokens: int) -> None:
+    """With whatever is there, and with no more than what a hit that ends there can reach."""
+    group = replace(group_of(0, kind, 2), hit_tokens=hit_tokens)
+    for states in itertools.product((ABSENT, READY), repeat=8):
+        for num_tokens, num_computed in ((16, 0), (17, 0), (16, 4), (17, 10)):
+            expected = naive([(group, 2)], [states], num_tokens, num_computed)
+            assert find([(group, 2)], [states], num_tokens, num_computed) == PrefixHit(expected, False)
+    kept = blocks_to_store(group, range(1, 9), 1, 0, 8).chunks
+    states = tuple(READY if at in kept else ABSENT for at in range(8))
+    assert find([(group, 2)], [states], 17, 0) == PrefixHit(16 // hit_tokens * hit_tokens, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

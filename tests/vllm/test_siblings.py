@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import connector
-from cargohold.integrations.vllm.layout import Translation
+from cargohold.integrations.vllm.layout import NO_GROUPS, Translation
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.sibling import beside, wishing
 
@@ -70,7 +70,11 @@ def test_a_sibling_hears_its_workers_where_cargohold_is_off(
     """Found by review: vLLM passed on what our workers said instead, and the engine did not start with NIXL beside."""
 
     def translate(side: Any) -> Translation:
-        return found(side) if side._is_scheduler and who == "workers" else Translation((), ("group 0 mixes layers",))
+        return (
+            found(side)
+            if side._is_scheduler and who == "workers"
+            else Translation(NO_GROUPS, ("group 0 mixes layers",))
+        )
 
     found = connector.CargoholdConnector._translate
     monkeypatch.setattr(connector.CargoholdConnector, "_translate", translate)

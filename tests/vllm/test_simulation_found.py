@@ -13,7 +13,7 @@ pytest.importorskip(
 
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
 from cargohold.integrations.vllm.deferrals import LoadRoom
-from cargohold.integrations.vllm.layout import bears_full_hits
+from cargohold.integrations.vllm.groups import bears_full_hits
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.fingerprints import GroupPlan
 from cargohold.lab.simulation.transfers import LinkProfile

@@ -14,18 +14,18 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
-import cargohold.integrations.vllm.connector as connector_module
+import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.integrations.vllm.deferrals import CacheResets
 from cargohold.integrations.vllm.engine_view import PoolContext, Share
-from cargohold.integrations.vllm.layout import bears_full_hits
+from cargohold.integrations.vllm.groups import bears_full_hits
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.lab.simulation.campaign import play_seed
 from cargohold.lab.vllm.engine import VllmRecipe
-from cargohold.protocol import AttentionKind, OutputAggregator
+from cargohold.protocol import AttentionKind, KVCacheGroup, OutputAggregator
 from tests.simulation.mutants import loads_the_state_of_one_block_too_early
 from tests.simulation.mutation import Mutant, Patch, registrar
 
@@ -84,15 +84,15 @@ def does_not_stop_workers_of_a_connector_turned_off(patch: Patch) -> None:
 
 @mutant(workload="full-hit", connector="multi")
 def has_full_hits_behind_every_window(patch: Patch) -> None:
-    patch.setattr(connector_module, "bears_full_hits", lambda group: True)
+    patch.setattr(groups_module, "bears_full_hits", lambda group: True)
 
 
 @mutant(workload="recurrent", faults="full")
 def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
     states = Share._states
 
-    def with_the_latest(self: Share, group: int, table: Sequence[Any]) -> list[int]:
-        return [table[-1].block_id if block_id else block_id for block_id in states(self, group, table)]
+    def with_the_latest(self: Share, group: KVCacheGroup, number: int, table: Sequence[Any]) -> list[int]:
+        return [table[-1].block_id if block_id else block_id for block_id in states(self, group, number, table)]
 
     patch.setattr(Share, "_states", with_the_latest)
 
@@ -103,7 +103,7 @@ mutant(workload="recurrent", connector="lazy")(loads_the_state_of_one_block_too_
 @mutant(workload="recurrent")
 def takes_the_last_token_into_a_state_twice(patch: Patch) -> None:
     patch.setattr(
-        connector_module,
+        groups_module,
         "bears_full_hits",
         lambda group: group.kind is AttentionKind.RECURRENT or bears_full_hits(group),
     )

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from cargohold.connector.factory import Parts
 from cargohold.integrations.vllm import compat, connector
-from cargohold.integrations.vllm.layout import Translation
+from cargohold.integrations.vllm.layout import NO_GROUPS, Translation
 from cargohold.integrations.vllm.worker import WorkerPart, check_stages, stage_obstacles, united
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine
@@ -194,7 +194,7 @@ class TestWhatWorkersSay:
         translate = connector.CargoholdConnector._translate
 
         def translate_on(side: Any) -> Translation:
-            return translate(side) if side._is_scheduler else Translation((), ("group 0 mixes layers",))
+            return translate(side) if side._is_scheduler else Translation(NO_GROUPS, ("group 0 mixes layers",))
 
         monkeypatch.setattr(connector.CargoholdConnector, "_translate", translate_on)
         engine = start(vllm_model("llama"), EAGER)

@@ -60,6 +60,8 @@ class KVCacheGroup:
         layer_names: the layers, in the order in which a block holds them.
         window_tokens: length of the sliding window, or of the aligned runs of chunked local attention; ``None`` for other
             kinds.
+        hit_tokens: the engine goes on behind a prefix only at a multiple of so many tokens. What no query behind such a place
+            reads of a window, or of a state, is worth nothing.
     """
 
     index: int
@@ -67,6 +69,7 @@ class KVCacheGroup:
     block_tokens: int
     layer_names: tuple[str, ...]
     window_tokens: int | None = None
+    hit_tokens: int = 1
 
     def __post_init__(self) -> None:
         windowed = self.kind in (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)

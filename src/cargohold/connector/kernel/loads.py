@@ -209,7 +209,7 @@ def _shared_end(groups: Sequence[GroupUnits], hit: PrefixHit, num_tokens: int, n
     keeping = [units for units in groups if units.group.kind is AttentionKind.FULL]
     if not keeping or len(keeping) == len(groups):
         return 0
-    unit_tokens = lcm(*[units.unit_tokens for units in groups])
+    unit_tokens = lcm(*[lcm(units.unit_tokens, units.group.hit_tokens) for units in groups])
     end = longest_hit(keeping, num_tokens, num_computed_tokens, num_tokens - 1).num_tokens // unit_tokens * unit_tokens
     return end if end > hit.num_tokens else 0
 
@@ -279,16 +279,23 @@ def blocks_to_store(
     """Return the chunks in ``[first_chunk, end_chunk)`` that can be stored.
 
     A chunk is left out if one of its blocks that a later request could need is null: its KV is gone. In a window group, blocks
-    before the window of the chunk's last token are never needed, so they may be null; null blocks are not copied.
+    before the window of the chunk's last token are never needed, so they may be null; null blocks are not copied. A chunk is
+    left out, too, if no window reaches it from a place where the engine goes on.
     """
     block_ids = table[first_chunk * blocks_per_chunk : end_chunk * blocks_per_chunk]
-    if NULL_BLOCK_ID not in block_ids:
+    chunk_tokens = group.block_tokens * blocks_per_chunk
+    is_reached = group.kind is AttentionKind.FULL or chunk_tokens % group.hit_tokens == 0
+    if is_reached and NULL_BLOCK_ID not in block_ids:
         return BlocksToStore(range(first_chunk, end_chunk), block_ids)
     chunks: list[int] = []
     kept: list[int] = []
     for chunk in range(first_chunk, end_chunk):
         start, end = chunk * blocks_per_chunk, (chunk + 1) * blocks_per_chunk
         needed_from = group.num_skipped_tokens(end * group.block_tokens - 1) // group.block_tokens
+        last_token = (chunk + 1) * chunk_tokens
+        place = -(-last_token // group.hit_tokens) * group.hit_tokens
+        if not is_reached and last_token <= min(group.num_skipped_tokens(place), place - 1):
+            continue  # the last chunk before such a place says that something is kept there, even if no query reads it
         if NULL_BLOCK_ID not in table[max(start, needed_from) : end]:
             chunks.append(chunk)
             kept += table[start:end]

@@ -25,8 +25,8 @@ from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.layout import (
+    NO_GROUPS,
     Translation,
-    bears_full_hits,
     block_bytes,
     dropped_tokens,
     make_layout,
@@ -53,7 +53,7 @@ from cargohold.integrations.vllm.worker import (
     stage_obstacles,
     united,
 )
-from cargohold.protocol import Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
+from cargohold.protocol import Clock, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._settings = settings.of_role(stores=transfer.is_kv_producer)
         self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
         self._obstacles: list[str] = []
-        self._groups: tuple[KVCacheGroup, ...] = ()
+        self._groups = NO_GROUPS
         if self._is_scheduler:
             check_stages(vllm_config)
         if self._turn_off(self._missing()):
@@ -175,9 +175,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the paged KV."""
         if self._worker is not None and not self._obstacles:
-            layout = self._layout(smallest_block_tokens(self._groups))
-            exchange = exchange_with_workers if layout.num_replicas > 1 else None
-            self._worker.register_kv_caches(kv_caches, self._factory(), layout, self._clock(), exchange)
+            layout = self._layout(smallest_block_tokens(self._groups.served))
+            exchange = partial(exchange_with_workers, layout.num_replicas) if layout.num_replicas > 1 else None
+            served = {name: tensor for name, tensor in kv_caches.items() if name not in self._groups.left_out_layers}
+            self._worker.register_kv_caches(served, self._factory(), layout, self._clock(), exchange)
 
     def get_handshake_metadata(self) -> WorkerPart | None:
         """Which part of the model this worker holds, or why it keeps nothing; ``None`` if the scheduler side knows its part.
@@ -191,7 +192,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             return WorkerPart(obstacles=tuple(self._obstacles))
         if not has_stages(self._vllm_config):
             return None
-        num_layers = tuple(len(group.layer_names) for group in self._groups)
+        num_layers = tuple(len(group.layer_names) for group in self._groups.served)
         return WorkerPart(block_bytes(self._kv_cache_config), num_layers)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -257,7 +258,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take vLLM's block pool, which is all that versions before 0.30 give."""
-        self._bind(gpu_block_pool, NotedTables(len(self._groups)))
+        self._bind(gpu_block_pool, NotedTables(len(self._groups.by_number)))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Take what workers said of their parts, by stage and by rank within it. Called before the first request."""
@@ -271,7 +272,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self.shutdown()
             self._scheduler = None
         elif self._begin is not None:
-            self._begin(united(parts, len(self._groups)))
+            self._begin(united(parts, len(self._groups.served)))
 
     def on_new_request(self, request: Any) -> None:
         """Note that a request arrived."""
@@ -386,10 +387,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             obstacles.append(
                 "lazy offloading keeps what the prefix cache evicts: --enable-prefix-caching, or mode eager"
             )
-        return Translation((), (*translation.obstacles, *obstacles)) if obstacles else translation
+        return Translation(NO_GROUPS, (*translation.obstacles, *obstacles)) if obstacles else translation
 
     def _layout(self, hash_block_tokens: int) -> KVCacheLayout:
-        return make_layout(self._groups, self._vllm_config, self._kv_cache_config, hash_block_tokens)
+        return make_layout(self._groups.served, self._vllm_config, self._kv_cache_config, hash_block_tokens)
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
         """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have told their parts."""
@@ -405,7 +406,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def _make_scheduler(self, pool: Any, tables: BlockTables, layout: KVCacheLayout, parts: Parts) -> None:
         layout = replace(layout, block_bytes=parts.largest_block_bytes)
         self._mean_block_bytes = parts.all_block_bytes / layout.world_size
-        self._events = EventTranslator(self._kv_cache_config.kv_cache_groups)
+        self._events = EventTranslator(self._kv_cache_config.kv_cache_groups, self._groups.numbers)
         events = getattr(self._vllm_config, "kv_events_config", None)
         environment = SchedulerEnvironment(
             layout=layout,
@@ -417,7 +418,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             shares_load_ends=shares_load_ends(self._vllm_config, layout.groups),
             emits_events=bool(events is not None and events.enable_kv_cache_events),
             emits_salted_events=self._settings.adapter.kv_events_salted,
-            full_hits=all(map(bears_full_hits, layout.groups)),
+            full_hits=self._groups.bear_full_hits,
             keeps_partial_loads=False,
             # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
             give_up_loads_after_s=None if compat.TransferResults is None else self._settings.adapter.load_timeout_s / 2,
@@ -434,10 +435,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",
             tool_tokens=start.tool_tokens(self._vllm_config.model_config),
             marks_shared_prefixes=marks_shared_prefixes(layout.groups),
+            groups=self._groups,
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
-        room = LoadRoom(pool, layout.groups, tables, int(in_flight))
+        room = LoadRoom(pool, self._groups.in_pool, tables, int(in_flight))
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
         told = self._vllm_config, self._kv_cache_config
         for line in (*start_report(layout, self._settings.offload, parts), *start.remarks(*told, self._settings)):

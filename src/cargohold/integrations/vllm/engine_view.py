@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol, overload
 from cargohold.connector.tenants import tenant_in
 from cargohold.errors import NullBlockError, StaleCursorError
 from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.groups import Groups
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     Adapter,
@@ -33,7 +34,7 @@ class BlockView:
 
     Args:
         block: vLLM's block object.
-        groups: the KV-cache groups.
+        groups: our group for each of vLLM's; ``None`` for those that are left out.
 
     Attributes:
         block_id: index in the KV tensors.
@@ -41,7 +42,7 @@ class BlockView:
 
     __slots__ = ("_groups", "block", "block_id")
 
-    def __init__(self, block: Any, groups: Sequence[KVCacheGroup]) -> None:
+    def __init__(self, block: Any, groups: Sequence[KVCacheGroup | None]) -> None:
         self.block = block
         self.block_id: int = block.block_id
         self._groups = groups
@@ -62,19 +63,23 @@ class BlockView:
 
         In the latter case, the block does not hold a whole block's KV.
         """
-        key = self.block.block_hash
-        if key is None:
+        key, group = self.block.block_hash, self._group
+        if group is None:
             return None
         num_tokens = getattr(self.block, "block_hash_num_tokens", None)
-        if num_tokens is not None and num_tokens % self._groups[_group_of(key)].block_tokens:
+        if num_tokens is not None and num_tokens % group.block_tokens:
             return None
         return bytes(key[:-_GROUP_BYTES])
 
     @property
     def group_id(self) -> int | None:
         """KV-cache group whose KV it holds."""
+        return None if self._group is None else self._group.index
+
+    @property
+    def _group(self) -> KVCacheGroup | None:
         key = self.block.block_hash
-        return None if key is None else _group_of(key)
+        return None if key is None else self._groups[_group_of(key)]
 
 
 class BlockIdTable(Sequence[int]):
@@ -157,7 +162,7 @@ class PoolContext:
     Args:
         pool: vLLM's block pool.
         groups: the KV-cache groups.
-        tables: the requests' block tables.
+        tables: the requests' block tables, of all groups of vLLM's.
         waiting: the requests that wait, in the order in which they will be tried.
 
     Attributes:
@@ -167,7 +172,7 @@ class PoolContext:
     def __init__(
         self,
         pool: Any,
-        groups: Sequence[KVCacheGroup],
+        groups: Groups,
         tables: BlockTables,
         waiting: Callable[[], Iterable[RequestView]],
     ) -> None:
@@ -190,7 +195,7 @@ class PoolContext:
             raise IndexError(f"block {block_id} does not exist")
         view = self._views[block_id]
         if view is None:
-            view = self._views[block_id] = BlockView(self._pool.blocks[block_id], self._groups)
+            view = self._views[block_id] = BlockView(self._pool.blocks[block_id], self._groups.by_number)
         return view
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:
@@ -229,8 +234,8 @@ class PoolContext:
 
     def get_request_blocks(self, request_id: str) -> tuple[list[BlockView], ...]:
         """The request's block table per group."""
-        tables = self._tables.blocks(request_id)
-        return tuple([BlockView(block, self._groups) for block in table] for table in tables)
+        tables = self._groups.select(self._tables.blocks(request_id))
+        return tuple([BlockView(block, self._groups.by_number) for block in table] for table in tables)
 
     def waiting_requests(self) -> Iterable[RequestView]:
         """Requests not running yet, in the order in which they will be tried."""
@@ -239,7 +244,7 @@ class PoolContext:
     def _walk(self, block: Any, tail: Any) -> Iterator[BlockView]:
         while block is not tail:
             following = block.next_free_block
-            yield BlockView(block, self._groups)
+            yield BlockView(block, self._groups.by_number)
             if following is not tail and not _is_free(following):
                 raise StaleCursorError(following.block_id)
             block = following
@@ -396,7 +401,8 @@ class Share:
         request: vLLM's request, before this step is counted as computed.
         num_scheduled_tokens: tokens this step computes.
         layout: the paged KV.
-        tables: the requests' block tables.
+        tables: the requests' block tables, of all groups of vLLM's.
+        groups: the KV-cache groups.
 
     Attributes:
         request_id: the request.
@@ -404,12 +410,23 @@ class Share:
         num_scheduled_tokens: tokens this step computes.
     """
 
-    __slots__ = ("_layout", "_request", "_tables", "num_computed_tokens", "num_scheduled_tokens", "request_id")
+    __slots__ = (
+        "_groups",
+        "_hash_tokens",
+        "_request",
+        "_tables",
+        "num_computed_tokens",
+        "num_scheduled_tokens",
+        "request_id",
+    )
 
-    def __init__(self, request: Any, num_scheduled_tokens: int, layout: KVCacheLayout, tables: BlockTables) -> None:
+    def __init__(
+        self, request: Any, num_scheduled_tokens: int, layout: KVCacheLayout, tables: BlockTables, groups: Groups
+    ) -> None:
         self._request = request
-        self._layout = layout
+        self._hash_tokens = layout.hash_block_tokens
         self._tables = tables
+        self._groups = groups
         self.request_id: str = request.request_id
         self.num_computed_tokens: int = request.num_computed_tokens
         self.num_scheduled_tokens = num_scheduled_tokens
@@ -417,21 +434,22 @@ class Share:
     @property
     def block_ids(self) -> BlockIds:
         """The request's block tables; made when asked for, since few steps complete a chunk."""
-        tables = self._tables.blocks(self.request_id)
+        tables = zip(self._groups.by_number, self._tables.blocks(self.request_id), strict=True)
         return tuple(
-            self._states(group.index, table) if group.kind is AttentionKind.RECURRENT else BlockIdTable(table)
-            for group, table in zip(self._layout.groups, tables, strict=True)
+            self._states(group, number, table) if group.kind is AttentionKind.RECURRENT else BlockIdTable(table)
+            for number, (group, table) in enumerate(tables)
+            if group is not None
         )
 
-    def _states(self, group: int, table: Sequence[Any]) -> list[int]:
+    def _states(self, group: KVCacheGroup, number: int, table: Sequence[Any]) -> list[int]:
         """Blocks of recurrent state; null where a block does not hold the state at its end.
 
         vLLM keeps running states, checkpoints and scratch space in the same table. A block holds the state that belongs to its
         place exactly if vLLM's own prefix cache has it under the hash of that place.
         """
-        per_block = self._layout.groups[group].block_tokens // self._layout.hash_block_tokens
+        per_block = group.block_tokens // self._hash_tokens
         hashes = self._request.block_hashes
-        suffix = group.to_bytes(4, "big")
+        suffix = number.to_bytes(_GROUP_BYTES, "big")
         ids = [NULL_BLOCK_ID] * len(table)
         for at, block in enumerate(table):
             last = (at + 1) * per_block - 1
@@ -444,12 +462,14 @@ class _Shares(Sequence[Share]):
     """The requests' shares of a step, each made when it is asked for: of many that generate, few complete a chunk."""
 
     def __init__(
-        self, counts: Mapping[str, int], requests: Mapping[str, SeenRequest], layout: KVCacheLayout, tables: BlockTables
+        self,
+        counts: Mapping[str, int],
+        requests: Mapping[str, SeenRequest],
+        of: tuple[KVCacheLayout, BlockTables, Groups],
     ) -> None:
         self._counts = counts
         self._requests = requests
-        self._layout = layout
-        self._tables = tables
+        self._of = of
         self._ids: list[str] | None = None
 
     def __len__(self) -> int:
@@ -469,7 +489,7 @@ class _Shares(Sequence[Share]):
         return self._share(self._ids[at])
 
     def _share(self, request_id: str) -> Share:
-        return Share(self._requests[request_id].own, self._counts[request_id], self._layout, self._tables)
+        return Share(self._requests[request_id].own, self._counts[request_id], *self._of)
 
 
 class Step:
@@ -479,16 +499,22 @@ class Step:
         output: vLLM's scheduler output.
         requests: the requests that the connector knows, by id.
         layout: the paged KV.
-        tables: the requests' block tables.
+        tables: the requests' block tables, of all groups of vLLM's.
+        groups: the KV-cache groups.
     """
 
     def __init__(
-        self, output: Any, requests: Mapping[str, SeenRequest], layout: KVCacheLayout, tables: BlockTables
+        self,
+        output: Any,
+        requests: Mapping[str, SeenRequest],
+        layout: KVCacheLayout,
+        tables: BlockTables,
+        groups: Groups,
     ) -> None:
         counts: dict[str, int] = output.num_scheduled_tokens
         if not counts.keys() <= requests.keys():
             counts = {request_id: num_tokens for request_id, num_tokens in counts.items() if request_id in requests}
         self.num_scheduled_tokens = counts
-        self.scheduled: Sequence[Share] = _Shares(counts, requests, layout, tables)
+        self.scheduled: Sequence[Share] = _Shares(counts, requests, (layout, tables, groups))
         self.preempted_req_ids: AbstractSet[str] = output.preempted_req_ids or frozenset()
         self.finished_req_ids: AbstractSet[str] = output.finished_req_ids

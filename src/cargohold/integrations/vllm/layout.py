@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from cargohold.integrations.vllm import compat, plugin
+from cargohold.integrations.vllm.groups import Groups, groups_of, is_latent, layer_specs
 from cargohold.process import can_share_memory
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, ServedModel
 
@@ -189,21 +190,11 @@ def _attention_backends(vllm_config: Any) -> str:
     return " ".join(sorted(names))
 
 
-# By the class's own name: subclasses keep other things in their blocks, so an unknown subclass must not be served.
-_LATENT = "MLAAttentionSpec"
-_KINDS: Mapping[str, AttentionKind] = {
-    "FullAttentionSpec": AttentionKind.FULL,
-    _LATENT: AttentionKind.FULL,
-    "SlidingWindowSpec": AttentionKind.SLIDING_WINDOW,
-    "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
-    "MambaSpec": AttentionKind.RECURRENT,
-}
 _KEPT_AT_ENDS = frozenset({AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT})
 """Kinds of which vLLM's prefix cache keeps only what ends where requests are likely to go on."""
-_WINDOW_FIELDS = {
-    AttentionKind.SLIDING_WINDOW: "sliding_window",
-    AttentionKind.CHUNKED_LOCAL: "attention_chunk_size",
-}
+
+
+NO_GROUPS: Final = Groups((), (), bear_full_hits=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +202,11 @@ class Translation:
     """The result of translating a KV-cache configuration.
 
     Attributes:
-        groups: the groups; empty if there are ``obstacles``.
+        groups: the groups; none if there are ``obstacles``.
         obstacles: reasons why the configuration cannot be served, as sentences.
     """
 
-    groups: tuple[KVCacheGroup, ...]
+    groups: Groups
     obstacles: tuple[str, ...]
 
 
@@ -232,30 +223,27 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
         obstacles.append(
             "vLLM itself reuses no prefix of this model: its pooling or attention needs all tokens at once"
         )
-    groups: list[KVCacheGroup] = []
-    for index, spec in enumerate(kv_cache_config.kv_cache_groups):
-        group = _group(index, spec)
-        if isinstance(group, str):
-            obstacles.append(f"group {index} {group}")
-        else:
-            groups.append(group)
+    found = groups_of(kv_cache_config)
+    if isinstance(found, list):
+        obstacles += found
+    groups = NO_GROUPS if isinstance(found, list) else found
     if not kv_cache_config.kv_cache_groups:
         obstacles.append("the model keeps no KV")
     elif not kv_cache_config.kv_cache_tensors or int(kv_cache_config.num_blocks) < 1:
         obstacles.append("vLLM's KV-cache configuration has no memory for the KV")
     caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
-    if not caches_prefixes and any(group.kind is AttentionKind.RECURRENT for group in groups):
+    if not caches_prefixes and any(group.kind is AttentionKind.RECURRENT for group in groups.served):
         obstacles.append(
             "recurrent state is kept at block boundaries only with prefix caching: --enable-prefix-caching"
         )
-    if not reports_requests and any(group.kind is not AttentionKind.FULL or group.index > 0 for group in groups):
+    if not reports_requests and any(group.kind is not AttentionKind.FULL or group.index > 0 for group in groups.served):
         # vLLM would go on from the first block that failed. With a window, the tokens before it, which its queries see, may not
         # have been loaded either.
         obstacles.append(
             "with windows, recurrent state or several KV-cache groups this vLLM cannot be told that a load failed; "
             "0.30 and later can"
         )
-    return Translation(() if obstacles else tuple(groups), tuple(obstacles))
+    return Translation(NO_GROUPS if obstacles else groups, tuple(obstacles))
 
 
 def may_load(vllm_config: Any) -> bool:
@@ -286,24 +274,27 @@ def make_layout(
 def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
     """How many workers hold the same KV and share what is kept of it.
 
-    Latent attention is not split: all tensor-parallel workers project the same hidden states with the same weights.
+    Since 0.32 vLLM says so of all layers together, also of keys and values with fewer heads than workers. Without that it is
+    known of latent attention alone: it is not split, all workers project the same hidden states with the same weights.
 
     Returns:
         Their number; and, if there are such workers but they do not share, the reason as a sentence, else nothing.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    num_workers = int(getattr(parallel, "tensor_parallel_size", 1))
-    layers = [layer for group in kv_cache_config.kv_cache_groups for layer in _layer_specs(group.kv_cache_spec)]
-    num_latent = sum(type(layer).__name__ == _LATENT for layer in layers)
-    if num_workers == 1 or not num_latent or not getattr(model, "use_mla", False):
-        return 1, ""
-    if num_latent < len(layers):
-        return 1, "the model also keeps KV that differs between them"
+    num_alike = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    if num_alike == 1:
+        layers = [layer for group in kv_cache_config.kv_cache_groups for layer in layer_specs(group)]
+        num_latent = sum(map(is_latent, layers))
+        num_alike = int(getattr(parallel, "tensor_parallel_size", 1))
+        if num_alike == 1 or not num_latent or not getattr(model, "use_mla", False):
+            return 1, ""
+        if num_latent < len(layers):
+            return 1, "the model also keeps KV that differs between them"
     if parallel.distributed_executor_backend != "mp" or may_span_machines(parallel):
         return 1, "they may run on several machines; with mp and one node they do not"
     if compat.tensor_parallel_group is None or not can_share_memory():
         return 1, "they cannot share memory here"
-    return num_workers, ""
+    return num_alike, ""
 
 
 def may_span_machines(parallel_config: Any) -> bool:
@@ -339,28 +330,6 @@ def dropped_tokens(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> int:
         return 0
     drops = getattr(speculation, "use_eagle_block_drop", speculation.use_eagle)
     return math.lcm(*(group.block_tokens for group in groups)) if drops() else 0
-
-
-def bears_full_hits(group: KVCacheGroup) -> bool:
-    """Whether a request whose tokens were all loaded may compute its last token again, as vLLM then does.
-
-    For a load of ``n`` tokens, vLLM allocates the blocks that a query at position ``n`` sees. But the query that it computes
-    next is at ``n - 1``, and may see one block more::
-
-        window of 5, blocks of 4      |........|........|        n = 8
-                                           <------->             what position 7 sees: token 3, of the first block
-                                               <------->         what position 8 sees: the first block is not needed
-
-    A recurrent state would take in the last token twice.
-    """
-    match group.kind:
-        case AttentionKind.FULL:
-            return True
-        case AttentionKind.SLIDING_WINDOW:
-            # A full hit ends with a block; so the windows differ by a block if the later one begins with a block.
-            return group.window_tokens is not None and (group.window_tokens - 1) % group.block_tokens != 0
-        case AttentionKind.CHUNKED_LOCAL | AttentionKind.RECURRENT:
-            return False
 
 
 def shares_loads(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
@@ -414,42 +383,7 @@ def _latent_obstacles(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     is_cpu = getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cpu"
     if not is_cpu or vllm_config.cache_config.enable_prefix_caching:
         return []
-    layers = [layer for group in kv_cache_config.kv_cache_groups for layer in _layer_specs(group.kv_cache_spec)]
-    if not any(type(layer).__name__ == _LATENT for layer in layers):
+    layers = [layer for group in kv_cache_config.kv_cache_groups for layer in layer_specs(group)]
+    if not any(is_latent(layer) for layer in layers):
         return []
     return ["vLLM itself reuses no prefix of latent attention on this CPU: what it computes behind one differs"]
-
-
-def _group(index: int, spec: Any) -> KVCacheGroup | str:
-    """Translate one of vLLM's groups; a sentence without its subject if it cannot be served."""
-    if getattr(spec, "host_resident", False) or not getattr(spec, "enable_kv_transfer", True):
-        return "lives outside the block pool"
-    layers = _layer_specs(spec.kv_cache_spec)
-    descriptions = {_describe(layer) for layer in layers}
-    if len(descriptions) > 1:
-        return f"mixes layers of different kinds: {', '.join(sorted(kind for kind, *_ in descriptions))}"
-    if any(getattr(layer, "non_causal", False) for layer in layers):
-        return "has attention that looks ahead: its KV depends on what follows it"
-    name, block_tokens, window = descriptions.pop()
-    kind = _KINDS.get(name)
-    if kind is None:
-        return f"has layers of kind {name}, which is not served"
-    if kind is AttentionKind.RECURRENT and getattr(layers[0], "mamba_cache_mode", "none") == "none":
-        return "keeps one recurrent state per request and none at block boundaries; vLLM's --mamba-cache-mode says when"
-    if kind is AttentionKind.FULL:
-        window = None  # with its hybrid cache manager off, vLLM keeps blocks behind a window
-    return KVCacheGroup(index, kind, block_tokens, tuple(spec.layer_names), window)
-
-
-def _layer_specs(spec: Any) -> list[Any]:
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return list(per_layer.values()) if isinstance(per_layer, dict) else [spec]
-
-
-def _describe(spec: Any) -> tuple[str, int, int | None]:
-    name = type(spec).__name__
-    field = _WINDOW_FIELDS.get(_KINDS.get(name, AttentionKind.FULL))
-    if field is None:
-        return name, int(spec.block_size), None
-    # With several layers that draft, vLLM keeps some tokens more than the window, and wants them in a load.
-    return name, int(spec.block_size), getattr(spec, field) + getattr(spec, "extra_retained_tokens", 0)

@@ -162,9 +162,11 @@ class EventTranslator:
 
     Args:
         groups: vLLM's KV-cache groups. Events name their kinds, because routers follow only some kinds of groups.
+        numbers: vLLM's number for each of ours.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
+    def __init__(self, groups: Sequence[Any], numbers: Sequence[int] = ()) -> None:
+        self._numbers = numbers
         self._kinds = [compat.describe_group(group.kv_cache_spec) for group in groups]
 
     def translate(self, events: Iterable[KVEvent]) -> Iterator[Any]:
@@ -177,7 +179,7 @@ class EventTranslator:
                     yield compat.BlockRemoved(
                         block_hashes=[compat.convert_block_hash(block_hash) for block_hash in event.block_hashes],
                         medium=event.medium,
-                        group_idx=event.group,
+                        group_idx=self._numbers[event.group],
                         locality=event.locality,
                     )
                 case AllBlocksCleared():
@@ -185,7 +187,8 @@ class EventTranslator:
 
     def _stored(self, event: BlockStored) -> Any:
         parent = event.parent_block_hash
-        kind, window = self._kinds[event.group]
+        number = self._numbers[event.group]
+        kind, window = self._kinds[number]
         return compat.BlockStored(
             block_hashes=[compat.convert_block_hash(block_hash) for block_hash in event.block_hashes],
             parent_block_hash=None if parent is None else compat.convert_block_hash(parent),
@@ -195,7 +198,7 @@ class EventTranslator:
             medium=event.medium,
             lora_name=None if event.adapter is None else event.adapter.name,
             extra_keys=[keys or None for keys in event.extra_keys] or None,
-            group_idx=event.group,
+            group_idx=number,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             locality=event.locality,

@@ -24,6 +24,7 @@ from cargohold.integrations.vllm.engine_view import (
     turn_end_of,
 )
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
+from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
@@ -89,6 +90,7 @@ class SideOptions:
         tool_tokens: the tokens with which the model calls tools.
         marks_shared_prefixes: whether to mark where other requests go on, at the end of a load or of what they share: there
             vLLM ends a step, and its prefix cache keeps windows and states.
+        groups: the KV-cache groups; ``None`` if none is left out.
     """
 
     load_timeout_s: float
@@ -98,6 +100,7 @@ class SideOptions:
     by_priority: bool = False
     tool_tokens: ToolTokens = ToolTokens({})  # noqa: RUF009  # it is never changed
     marks_shared_prefixes: bool = False
+    groups: Groups | None = None
 
 
 class SchedulerSide:
@@ -136,7 +139,8 @@ class SchedulerSide:
         self._tool_tokens = options.tool_tokens
         self._marks_shared_prefixes = options.marks_shared_prefixes
         self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
-        self._context = PoolContext(pool, layout.groups, tables, self._waiting_requests)
+        self._groups = options.groups or Groups.of(layout.groups)
+        self._context = PoolContext(pool, self._groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, SeenRequest] = {}
         self._told = Explanations()
@@ -246,7 +250,7 @@ class SchedulerSide:
         if seen is None:
             return False, dict(self._told.take(request, CacheReport(), ())) or None
         seen.turn_end = turn_end_of(request, self._tool_tokens)
-        keeps_blocks, params = self.guard.request_finished(seen, tables)
+        keeps_blocks, params = self.guard.request_finished(seen, self._groups.select(tables))
         report = self.guard.explain(request_id)
         if keeps_blocks:
             self._new_sends.append(request_id)
@@ -316,7 +320,7 @@ class SchedulerSide:
         seen = self._requests.get(request_id)
         if seen is None:
             return
-        tables = block_ids(blocks.blocks)
+        tables = block_ids(self._groups.select(blocks.blocks))
         if num_external_tokens:
             is_synchronous = request_id in self._synchronous
             self._synchronous.discard(request_id)
@@ -342,7 +346,7 @@ class SchedulerSide:
             for request_id in output.num_scheduled_tokens:
                 self._parked.pop(request_id, None)
         requests = {} if is_reset_due else self._requests
-        inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables))
+        inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables, self._groups))
         new_loads, self._new_loads = self._new_loads, {}
         new_sends, self._new_sends = tuple(self._new_sends), []
         synchronous, self._new_synchronous = tuple(self._new_synchronous), []

@@ -57,7 +57,7 @@ def remarks(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Itera
         yield _SUDDEN_END
     _, reason = replicas(vllm_config, kv_cache_config)
     if reason:
-        yield f"latent KV is the same on all workers, and is kept once for each: {reason}"
+        yield f"KV that is the same on several workers is kept once for each: {reason}"
 
 
 def tool_tokens(model_config: Any) -> ToolTokens:

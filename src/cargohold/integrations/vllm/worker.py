@@ -90,12 +90,13 @@ class WorkerMessage(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]  # 
         return WorkerMessage({**self.reports, **other.reports})
 
 
-def exchange_with_workers(message: bytes) -> list[bytes]:
-    """The messages of all tensor-parallel workers; see ``cargohold.protocol.Exchange``."""
+def exchange_with_workers(num_replicas: int, message: bytes) -> list[bytes]:
+    """The messages of the tensor-parallel workers that hold the same KV, neighbours; see ``cargohold.protocol.Exchange``."""
     group = compat.tensor_parallel_group()
     messages: list[bytes] = [b""] * group.world_size
     distributed.all_gather_object(messages, message, group=group.cpu_group)
-    return messages
+    first = group.rank_in_group // num_replicas * num_replicas
+    return messages[first : first + num_replicas]
 
 
 # --- the parts of a model that workers hold ---------------------------------------------------------------------------

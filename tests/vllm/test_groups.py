@@ -1,0 +1,288 @@
+"""Which KV-cache groups are served, on the real groups that vLLM's planner makes of published models."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
+)
+
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout as Order
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from cargohold.connector.kernel.loads import blocks_to_store
+from cargohold.integrations.vllm.groups import Groups, groups_of, layer_specs
+from cargohold.integrations.vllm.layout import block_bytes
+from cargohold.integrations.vllm.regions import regions_of
+from cargohold.protocol import AttentionKind
+from tests.vllm.layouts import NUM_BLOCKS, Published, planner_config, published
+
+MODELS = {model.name: model for model in published()}
+SERVED = [name for name in MODELS if "R-SWA" not in name]
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+def served(name: str) -> Groups:
+    groups = groups_of(MODELS[name].kv_cache_config())
+    assert isinstance(groups, Groups), groups
+    return groups
+
+
+def configured(*specs: Any, **values: Any) -> Any:
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=groups, **values)
+
+
+LATENT: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+def summary(model: Published) -> str:
+    """A model's row in the page's table."""
+    found = groups_of(model.kv_cache_config())
+    if not isinstance(found, Groups):
+        return f"| {model.name} | no: {found[0].partition(': ')[2]} | |"
+    out = sorted({_kind(spec) for spec, group in zip(_specs(model), found.by_number, strict=True) if group is None})
+    kinds = " and ".join(
+        f"{sum(group.kind is kind for group in found.served)} of {_NAMES[kind]}"
+        for kind in AttentionKind
+        if any(group.kind is kind for group in found.served)
+    )
+    return f"| {model.name} | {kinds} | {', '.join(out)} |"
+
+
+_NAMES = {
+    AttentionKind.FULL: "full attention",
+    AttentionKind.SLIDING_WINDOW: "windows",
+    AttentionKind.CHUNKED_LOCAL: "chunked local attention",
+    AttentionKind.RECURRENT: "recurrent state",
+}
+
+
+def _specs(model: Published) -> list[Any]:
+    return [layer_specs(group)[0] for group in model.kv_cache_config().kv_cache_groups]
+
+
+def _kind(spec: Any) -> str:
+    return "replayed windows" if isinstance(spec, SlidingWindowMLASpec) else "rings"
+
+
+def test_the_page_says_of_each_published_model_what_is_kept() -> None:
+    page = PAGE.read_text()
+    rows = [summary(model) for model in MODELS.values()]
+    assert all(row in page for row in rows), "in docs/vllm.md must stand:\n" + "\n".join(rows)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_copies_of_a_published_layout_move_exactly_the_bytes_of_their_blocks(name: str) -> None:
+    """Into what was full of other bytes: what a group's layers read of a block comes back, and no other block is touched."""
+    config = MODELS[name].kv_cache_config()
+    groups = groups_of(config)
+    assert isinstance(groups, Groups)
+    memory = torch.zeros(config.kv_cache_tensors[0].size, dtype=torch.int8)
+    views = _views(config, memory)
+    regions = regions_of(
+        {layer: view for layer, view in views.items() if layer not in groups.left_out_layers}, NUM_BLOCKS
+    )
+    assert sum(region.shape[1] for region in regions) <= block_bytes(config)
+    rng = random.Random(name)
+    for group in groups.served:
+        filled = torch.randint(-128, 127, memory.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+        memory.copy_(filled)
+        source, target = rng.sample(range(1, NUM_BLOCKS), 2)
+        before = {layer: views[layer].clone() for layer in group.layer_names}
+        rows = [region[source].clone() for region in regions]
+        memory.random_(-128, 127)
+        others = {layer: views[layer].clone() for layer in group.layer_names}
+        for region, row in zip(regions, rows, strict=True):
+            region[target] = row
+        for layer in group.layer_names:
+            for block in range(NUM_BLOCKS):
+                expected = before[layer][source] if block == target else others[layer][block]
+                assert torch.equal(views[layer][block].view(torch.uint8), expected.view(torch.uint8)), (layer, block)
+
+
+def _views(config: Any, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The layers' tensors as vLLM makes them."""
+    specs: dict[str, Any] = {}
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        of_group = (
+            spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+        )
+        specs |= of_group
+    return {
+        layer: view.view(torch.int8) if view.dtype.itemsize == 1 else view
+        for tensor in config.kv_cache_tensors
+        for layer, view in zip(
+            tensor.layers,
+            create_kv_cache_views(memory, specs[tensor.layers[0]], NUM_BLOCKS, Order.BLNHC, tensor),
+            strict=True,
+        )
+    }
+
+
+def test_of_several_block_sizes_only_what_a_hit_can_reach_is_stored() -> None:
+    """Found by reading: of DeepSeek V4, whole blocks were stored for every four tokens that no request could go on behind."""
+    stored = {}
+    for group in served("DeepSeek V4").served:
+        num_blocks = 1024 // group.block_tokens
+        stored[group.block_tokens, group.window_tokens] = blocks_to_store(
+            group, range(1, num_blocks + 1), 1, 0, num_blocks
+        ).chunks
+    assert list(stored[256, None]) == [0, 1, 2, 3]
+    assert list(stored[64, 128]) == [at for end in (4, 8, 12, 16) for at in (end - 2, end - 1)]
+    assert list(stored[4, 8]) == [at for end in (64, 128, 192, 256) for at in (end - 2, end - 1)]
+    assert len(stored[8, 128]) == 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (SlidingWindowMLASpec(**LATENT, sliding_window=128), AttentionKind.SLIDING_WINDOW),
+        (SlidingWindowMLASpec(**LATENT, sliding_window=128, bounded_replay=True), None),
+        (CircularBufferSpec(**LATENT | {"block_size": 8}), None),
+    ],
+)
+def test_a_group_is_kept_if_a_prefix_of_it_can_be_found(spec: Any, expected: AttentionKind | None) -> None:
+    groups = groups_of(configured(spec, MLAAttentionSpec(**LATENT)))
+    assert isinstance(groups, Groups)
+    first, second = groups.by_number
+    assert (None if first is None else first.kind) is expected
+    assert second is not None
+    assert groups.numbers[second.index] == 1
+    assert groups.select(("first", "second")) == (("first", "second") if expected else ("second",))
+    assert groups.bear_full_hits is (expected is not None)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_left_out_is_what_vllm_loads_from_no_cache(name: str) -> None:
+    config = MODELS[name].kv_cache_config()
+    groups = groups_of(config)
+    assert isinstance(groups, Groups)
+    assert groups.numbers == config.prefix_cacheable_group_ids
+    layers = [layer for spec in config.kv_cache_groups for layer in layer_specs(spec)]
+    ratios = {int(layer.tokens_per_state) for layer in layers if getattr(layer, "tokens_per_state", 1) > 1}
+    for group in groups.served:
+        assert not any(group.hit_tokens % ratio for ratio in ratios), (
+            "a hit leaves a ring without keys that are still needed"
+        )
+
+
+def test_vllm_computes_windows_that_are_left_out_anew_behind_a_hit_of_its_own() -> None:
+    specs = {
+        "latent": MLAAttentionSpec(**LATENT),
+        "replayed": SlidingWindowMLASpec(**LATENT, sliding_window=128, bounded_replay=True),
+    }
+    init_none_hash(sha256)
+    scheduler = scheduler_over(specs)
+    for number in range(2):
+        scheduler.add_request(request(str(number), 700))
+        output = scheduler.schedule()
+        (new,) = output.scheduled_new_reqs
+        if number:
+            assert (new.num_computed_tokens, output.num_scheduled_tokens["1"]) == (640 - 128, 700 - 640 + 128)
+        scheduler.finish_requests(str(number), RequestStatus.FINISHED_ABORTED)
+        scheduler.schedule()
+
+
+def scheduler_over(specs: dict[str, Any]) -> Any:
+    """VLLM's scheduler over groups of one layer each."""
+    config = planner_config(64, 60)
+    caches = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 1 << 40)
+    sizes = resolve_kv_cache_block_sizes(caches, config)
+    config.cache_config.num_gpu_blocks = caches.num_blocks
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=caches,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=sizes[0],
+        hash_block_size=sizes[1],
+    )
+
+
+def request(request_id: str, num_tokens: int) -> Any:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(range(num_tokens)),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(64, sha256),
+    )
+
+
+def test_windows_keep_what_vllm_retains_behind_them() -> None:
+    groups = groups_of(configured(SlidingWindowMLASpec(**LATENT, sliding_window=128, extra_retained_tokens=2)))
+    assert isinstance(groups, Groups)
+    assert [group.window_tokens for group in groups.served] == [130]
+
+
+def test_rows_of_several_tokens_bear_no_full_hit() -> None:
+    """Found by review: its last token is computed once more, and would be compressed with what the ring does not hold."""
+    groups = groups_of(configured(MLAAttentionSpec(**LATENT, tokens_per_state=4)))
+    assert isinstance(groups, Groups)
+    assert not groups.bear_full_hits
+
+
+@pytest.mark.parametrize(
+    "name", ["RSWASpec", "HiddenStateCacheSpec", "HiSparseHotSpec", "HiSparseResidentSpec", "EncoderOnlyAttentionSpec"]
+)
+def test_a_kind_that_cannot_be_kept_is_refused_with_its_own_reason(name: str) -> None:
+    assert hasattr(kv_cache_interface, name)
+    (reason,) = _refused(type(name, (), {"block_size": 16, "prefix_cacheable": True})())
+    assert reason.startswith(f"group 0 has layers of kind {name}: it ")
+
+
+def test_a_kind_made_of_a_known_one_is_not_taken_for_it() -> None:
+    unknown = type("BetterMLAAttentionSpec", (MLAAttentionSpec,), {})(**LATENT)
+    assert _refused(unknown) == ["group 0 has layers of kind BetterMLAAttentionSpec, which is not served"]
+
+
+def test_a_group_that_cannot_be_found_is_left_out_only_if_vllm_computes_it_anew() -> None:
+    unknown = type("SlidingWindowSpec", (), {"block_size": 16, "sliding_window": 32, "prefix_cacheable": False})()
+    assert _refused(unknown) == ["group 0 has layers of kind SlidingWindowSpec, which is not served"]
+
+
+def test_a_model_with_a_group_on_the_host_is_refused() -> None:
+    config = configured(MLAAttentionSpec(**LATENT), MLAAttentionSpec(**LATENT))
+    config.kv_cache_groups[1].host_resident = True
+    assert groups_of(config) == ["group 1 lives outside the block pool"]
+
+
+def test_hits_end_where_vllm_goes_on_also_for_groups_that_are_left_out() -> None:
+    ring = CircularBufferSpec(**LATENT | {"block_size": 24})
+    groups = groups_of(configured(MLAAttentionSpec(**LATENT), ring, cache_hit_alignment_tokens=192))
+    assert isinstance(groups, Groups)
+    assert [group.hit_tokens for group in groups.served] == [192]
+
+
+def _refused(spec: Any) -> list[str]:
+    found = groups_of(configured(spec))
+    assert isinstance(found, list)
+    return found
