@@ -16,6 +16,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypedDict
 from weakref import WeakSet, finalize
 
+from cargohold.connector.config import LOAD_TIMEOUT
 from cargohold.connector.factory import (
     Offload,
     check_chunks,
@@ -24,6 +25,7 @@ from cargohold.connector.factory import (
     connector_factory,
     equal_parts,
     host_bytes_of,
+    load_timeout_s,
     never_found,
     start_report,
 )
@@ -94,7 +96,7 @@ class BaseLLM:
             factory = RecordingFactory(factory, os.fspath(record))
         if traces:
             factory = TracingFactory(factory)
-        self.plan = plan_engine(config, describe_model(config.model, config.dtype))
+        self.plan = plan_engine(config, describe_model(config.model, config.dtype), load_timeout_s(offload))
         if (
             self.plan.executor.kind is not ExecutorKind.RAY
         ):  # Ray's workers may run on machines with other disks and memory
@@ -262,6 +264,8 @@ def _check_memory(plan: EnginePlan, host_bytes: int) -> None:
 
 def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) -> EngineConfig:
     known = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    if "load_timeout_s" in options:
+        raise ConfigError("load_timeout_s", options["load_timeout_s"], f"here that is {LOAD_TIMEOUT}")
     for key, value in options.items():
         if key not in known:
             raise _no_such_option(key, value, ["offload", "record", *known])

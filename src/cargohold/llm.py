@@ -157,22 +157,24 @@ class LLM(BaseLLM):
         return self._ask(LLMEngine.take_hint_events)
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until no copy and no write to a lower tier is in flight, for at most ``timeout_s`` or ``load_timeout_s``.
+        """Wait until no copy and no write to a lower tier is in flight, ``timeout_s`` at most, or as long as a load may take.
 
         Returns:
             Whether that is so; ``False`` at once if requests are being served.
         """
-        timeout_s = self.plan.config.load_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.plan.scheduler.load_timeout_s if timeout_s is None else timeout_s
         return self._settled(lambda engine: not engine.has_work(), timeout_s)
 
     def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; waits until transfers have ended.
 
         Returns:
-            ``False`` if requests are being served, or if transfers do not end within ``load_timeout_s``. Then part of it may be
+            ``False`` if requests are being served, or if transfers do not end in time. Then part of it may be
             forgotten already.
         """
-        return self._ask(LLMEngine.reset_cache) or self._settled(LLMEngine.reset_cache, self.plan.config.load_timeout_s)
+        return self._ask(LLMEngine.reset_cache) or self._settled(
+            LLMEngine.reset_cache, self.plan.scheduler.load_timeout_s
+        )
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call, if ``kv_events`` is on."""
@@ -318,13 +320,13 @@ class AsyncLLM(BaseLLM):
 
     async def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until no copy and no write to a lower tier is in flight; see ``LLM.settle``."""
-        timeout_s = self.plan.config.load_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.plan.scheduler.load_timeout_s if timeout_s is None else timeout_s
         return await self._settled(lambda engine: not engine.has_work(), timeout_s)
 
     async def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; see ``LLM.reset_cache``."""
         return await self._ask(LLMEngine.reset_cache) or await self._settled(
-            LLMEngine.reset_cache, self.plan.config.load_timeout_s
+            LLMEngine.reset_cache, self.plan.scheduler.load_timeout_s
         )
 
     async def take_events(self) -> list[KVEvent]:

@@ -266,7 +266,7 @@ def test_a_connector_that_fails_during_a_step_keeps_its_blocks_until_the_workers
 def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else(
     direction: Direction, outcome: TransferOutcome, windows: tuple[int | None, ...], world_size: int, hold: str
 ) -> None:
-    offloading = SimulatedOffloading(100, transfer_timeout_s=5.0, job_timeout_s=20.0)
+    offloading = SimulatedOffloading(100, transfer_timeout_s=5.0)
     layout = simulated_layout(120, windows=windows, world_size=world_size)
     engine = SimulatedEngine(layout, offloading, max_num_batched_tokens=64, **HOLDS[hold])
     serve_and_lose(engine, offloading, prompt(0, 30), 1)
@@ -349,8 +349,8 @@ def test_stuck_copies_take_no_more_than_a_part_of_the_device_pool() -> None:
 
 @pytest.mark.parametrize("direction", Direction)
 def test_a_stuck_copy_whose_blocks_only_its_request_holds_turns_the_connector_off(direction: Direction) -> None:
-    offloading = SimulatedOffloading(60, transfer_timeout_s=5.0, job_timeout_s=20.0)
-    engine = SimulatedEngine(simulated_layout(60), offloading, **HOLDS["request"])
+    offloading = SimulatedOffloading(60, transfer_timeout_s=5.0)
+    engine = SimulatedEngine(simulated_layout(60), offloading, load_timeout_s=100.0, **HOLDS["request"])
     serve_and_lose(engine, offloading, prompt(0, 30), 1)
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance(100.0)  # what has ended is not lost
@@ -361,14 +361,14 @@ def test_a_stuck_copy_whose_blocks_only_its_request_holds_turns_the_connector_of
         engine.step()
     (job,) = transfers.pending
     assert job.direction is direction
-    engine.clock.advance(19.0)
+    engine.clock.advance(69.0)
     for _ in range(10):
         engine.step()
     assert broken_rule(engine) == ""
     for _ in range(10):
         engine.clock.advance(1.0)
         engine.step()
-    assert f"did not end job {job.job_id} within 20 s" in broken_rule(engine)
+    assert f"did not end job {job.job_id} within 70 s" in broken_rule(engine)
     engine.run()
     engine.scheduler.check_settled()
     assert engine.tokens("second") == alone(prompt(0 if direction is Direction.LOAD else 1, 30), 1)

@@ -17,6 +17,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
+from cargohold.deadlines import PROGRESS
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
 from cargohold.protocol import BlockStored, SchedulerEnvironment, metrics
@@ -265,7 +266,7 @@ def test_an_engine_that_was_refused_leaves_its_directory_to_the_next(
     reason: str, tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
 ) -> None:
     """Found by trying: threads of the refused one used it until the process ended."""
-    config = offload(disk(tmp_path, lock_wait_s=0.0))
+    config = offload(disk(tmp_path))
     impossible: Any = TwoReports(config) if reason == "too many reports" else [config, config]
     with pytest.raises((ConfigError, ContractError)):
         SettledLLM(tiny_model("llama"), offload=impossible, **OPTIONS)
@@ -420,7 +421,7 @@ def test_what_is_being_written_when_the_engine_stops_is_there_after_a_restart(
     config = offload(disk(tmp_path), restore_timeout_s=0.01)
     with monkeypatch.context() as patched:
         patched.setattr("cargohold.connector.offloading.factory.open_tier", opened)
-        patched.setattr("cargohold.tiers.scheduler_side.lower_tiers.PROGRESS_S", 0.05)
+        patched.setattr("cargohold.tiers.scheduler_side.lower_tiers.PROGRESS", replace(PROGRESS, plus_s=0.05))
         patched.setattr(TierQueue, "shutdown", stop)
         with SettledLLM(tiny_model("llama"), offload=config, **OPTIONS) as first:
             expected = tokens(ask(first, prompts(1)))

@@ -37,7 +37,7 @@ def test_a_server_under_an_engine_goes_and_comes_back(
     model = tiny_model("llama")
     expected = expected_tokens(model)
     with key_value_server(kind) as server:
-        tier = SharedTierConfig(url=f"{kind}://127.0.0.1:{server.port}", request_timeout_s=2.0)
+        tier = SharedTierConfig(url=f"{kind}://127.0.0.1:{server.port}")
         config = offload(tier, host_bytes="16MiB")
         assert tokens(ask(make_llm(model, offload=config, **OPTIONS), prompts())) == expected
         llm = make_llm(model, offload=config, **OPTIONS)

@@ -31,6 +31,7 @@ from cargohold import (
     RequestOutput,
     SamplingParams,
 )
+from cargohold.deadlines import LOCK
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import (
     AllBlocksCleared,
@@ -335,11 +336,12 @@ def test_a_closed_model_leaves_no_thread_and_no_open_file(tiny_model: Callable[[
 
 
 def test_a_model_that_is_forgotten_is_stopped_in_the_background(
-    tiny_model: Callable[[str], str], tmp_path: Path
+    tiny_model: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a notebook, whose cells run again. Its threads kept KV, host memory and the disk's directory."""
+    monkeypatch.setattr("cargohold.tiers.disk.shard.LOCK", replace(LOCK, plus_s=60.0))
     before = set(threading.enumerate())
-    disk = DiskTierConfig(directory=tmp_path, max_bytes="1MiB", reserve_bytes=0, lock_wait_s=60)
+    disk = DiskTierConfig(directory=tmp_path, max_bytes="1MiB", reserve_bytes=0)
     offload = OffloadConfig(host_bytes="1MiB", tiers=[disk], restore="always")
     llm = LLM(tiny_model("llama"), offload=offload)
     llm.generate(prompt(0, 60), SamplingParams(max_tokens=2))
@@ -492,8 +494,9 @@ def test_a_reset_waits_for_the_transfers_of_requests_that_have_been_given_up(lla
     assert llm.generate(prompt(1, 40), SamplingParams(max_tokens=1))[0].metrics.device_tokens == 0
 
 
-def test_a_reset_does_not_wait_for_ever(llama: MakeLLM) -> None:
-    llm = llama(offload=ClassFactory(lambda _: Keeping(), lambda _: Sending(ends=False)), load_timeout_s=0.1)
+def test_a_reset_does_not_wait_for_ever(llama: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cargohold.base_llm.load_timeout_s", lambda _: 0.1)
+    llm = llama(offload=ClassFactory(lambda _: Keeping(), lambda _: Sending(ends=False)))
     llm.generate(prompt(0, 10), SamplingParams(max_tokens=2))
     assert not llm.reset_cache()
     in_engine(
@@ -508,9 +511,12 @@ class NeverDone(NullConnectorScheduler):
         return True
 
 
-def test_nobody_waits_for_ever_for_a_connector_that_is_never_done(llama: MakeLLM) -> None:
+def test_nobody_waits_for_ever_for_a_connector_that_is_never_done(
+    llama: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cargohold.base_llm.load_timeout_s", lambda _: 0.1)
     factory = ClassFactory(lambda _: NeverDone(), lambda _: NullConnectorWorker())
-    llm = llama(offload=factory, load_timeout_s=0.1)
+    llm = llama(offload=factory)
     for _ in range(2):
         (output,) = llm.generate(prompt(0, 10), SamplingParams(max_tokens=3))
         assert len(output.token_ids) == 3

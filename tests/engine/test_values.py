@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cargohold import LLM, ConfigError, OffloadConfig, RequestError, SamplingParams
+from cargohold import LLM, OffloadConfig, RequestError, SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import metrics
 
@@ -98,12 +98,6 @@ def test_temperatures_that_no_integer_of_64_bits_holds_are_served(temperature: i
     """Found by a review: they ended the engine."""
     (output,) = llama().generate([PROMPT], SamplingParams(max_tokens=2, temperature=temperature))
     assert len(output.token_ids) == 2
-
-
-@pytest.mark.parametrize("load_timeout_s", [10**400, 0, float("inf")])
-def test_a_timeout_that_is_no_time_is_refused(load_timeout_s: float, llama: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match=r"load_timeout_s=.* a number of seconds above 0"):
-        llama(load_timeout_s=load_timeout_s)
 
 
 class FromAfar(Mapping[str, Any]):

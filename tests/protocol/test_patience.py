@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cargohold.protocol import Patience
-from cargohold.protocol.checks import MAX_GRACE_S, MIN_LOOKS
+from cargohold.deadlines import MAX_GRACE_S, MIN_LOOKS, Patience
 
 
 class Clock:

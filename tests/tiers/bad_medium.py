@@ -10,7 +10,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ import obstore
 import pytest
 from obstore import exceptions as store_errors
 
+from cargohold.deadlines import GROWTH, ROOM
 from cargohold.tiers.memory import PAGE_BYTES
 from tests.tiers.common import in_thread
 
@@ -91,8 +92,8 @@ class BadMedium:
             for name in names:
                 self._patch.setattr(module, name, self._wrapped(name, getattr(module, name)))
         # Without waiting: others act only at operations, so nothing changes while somebody waits.
-        self._patch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.0)
-        self._patch.setattr("cargohold.tiers.disk.tier._GROWTH_WAIT_S", 0.0)
+        self._patch.setattr("cargohold.tiers.disk.files.ROOM", replace(ROOM, plus_s=0.0))
+        self._patch.setattr("cargohold.tiers.disk.tier.GROWTH", replace(GROWTH, plus_s=0.0))
 
     def close(self) -> None:
         """Leave the operations as they were."""

@@ -106,7 +106,6 @@ def disk_tier(
     reserve_bytes: int | str = 0,
     policy: str = "lru",
     direct_io: bool = True,
-    lock_wait_s: float = 0.0,
 ) -> DiskTier:
     config = DiskTierConfig(
         directory=str(directory),
@@ -114,7 +113,6 @@ def disk_tier(
         reserve_bytes=reserve_bytes,
         policy=policy,
         direct_io=direct_io,
-        lock_wait_s=lock_wait_s,
     )
     return DiskTier(config, using or codec(), chunk_bytes, num_shards)
 

@@ -160,7 +160,6 @@ def test_chunks_of_another_size_make_the_shard_start_anew(tmp_path: Path) -> Non
         ({"policy": "magic"}, "policy"),
         ({"reserve_bytes": "much"}, "reserve_bytes"),
         ({"num_threads": 0}, "num_threads"),
-        ({"lock_wait_s": -1}, "lock_wait_s"),
         ({"encryption_key": "password"}, "encryption_key"),
         ({"encryption_key": "file:key\0"}, "encryption_key"),
     ],

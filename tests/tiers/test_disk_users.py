@@ -11,10 +11,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cargohold.deadlines import GROWTH, LOCK, ROOM
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import DiskTierConfig, LoadOutcome, StoreOutcome
 from cargohold.tiers.disk import DiskTier
@@ -162,14 +164,14 @@ def test_a_lock_that_cannot_be_let_go_of_is_gone_with_its_file(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", lock)
         assert store(tier, 1) is StoreOutcome.STORED
-    monkeypatch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("cargohold.tiers.disk.files.ROOM", replace(ROOM, plus_s=0.0))
     with brief_lock(tmp_path):
         assert load(tier, 1) == payload(1)
 
 
 def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own(tmp_path: Path) -> None:
     root = tmp_path / "kv"
-    first = DiskTierConfig(directory=root, max_bytes="1MiB", reserve_bytes=0, lock_wait_s=0.0)
+    first = DiskTierConfig(directory=root, max_bytes="1MiB", reserve_bytes=0)
     assert first.of_replica(0) == first
     tiers = [open_tier(first.of_replica(replica), NAMESPACE, CHUNK) for replica in (2, 0, 1)]
     assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) == sorted(
@@ -185,7 +187,7 @@ def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own
 
 def test_the_wait_for_a_lock_of_a_stopped_process_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: after Ctrl-Z in `cargohold cache ls`, an engine hung at its start, and said nothing."""
-    monkeypatch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("cargohold.tiers.disk.files.ROOM", replace(ROOM, plus_s=0.1))
     tier = disk_tier(tmp_path)
     with brief_lock(tmp_path):
         with pytest.raises(ConfigError, match="another process has held"):
@@ -213,7 +215,7 @@ def test_one_store_waits_for_the_lock_of_another_process_and_the_others_do_not(
             yield
 
     monkeypatch.setattr(disk_shard, "brief_lock", held)
-    monkeypatch.setattr("cargohold.tiers.disk.tier._GROWTH_WAIT_S", 0.01)
+    monkeypatch.setattr("cargohold.tiers.disk.tier.GROWTH", replace(GROWTH, plus_s=0.01))
     outcomes: list[StoreOutcome] = []
     first = threading.Thread(target=lambda: outcomes.append(store(tier, number)), daemon=True)
     first.start()
@@ -229,7 +231,7 @@ def test_one_store_waits_for_the_lock_of_another_process_and_the_others_do_not(
     tier.check()
 
 
-def test_a_start_waits_for_the_lock_of_an_ending_process(tmp_path: Path) -> None:
+def test_a_start_waits_for_the_lock_of_an_ending_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "from pathlib import Path; from tests.tiers.common import disk_tier, key, payload;"
         f"tier = disk_tier(Path({str(tmp_path)!r})); tier.store(key(1), memoryview(payload(1)));"
@@ -245,7 +247,8 @@ def test_a_start_waits_for_the_lock_of_an_ending_process(tmp_path: Path) -> None
             disk_tier(tmp_path)
         ending = threading.Timer(0.2, process.kill)
         ending.start()
-        tier = disk_tier(tmp_path, lock_wait_s=60.0)
+        monkeypatch.setattr("cargohold.tiers.disk.shard.LOCK", replace(LOCK, plus_s=60.0))
+        tier = disk_tier(tmp_path)
         ending.join()
     assert load(tier, 1) == payload(1)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cargohold.deadlines import ROOM
 from cargohold.errors import TierError
 from cargohold.tiers import SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES
@@ -242,7 +244,7 @@ def test_of_a_namespace_that_cannot_be_deleted_as_much_goes_as_can(
 def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: whoever needed room, or started, waited until all headers were read, and gave up after a minute."""
     filled(disk_tier(tmp_path, using=codec(weights="other")), 3).close()
-    monkeypatch.setattr("cargohold.tiers.disk.files.MAX_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("cargohold.tiers.disk.files.ROOM", replace(ROOM, plus_s=0.1))
     engines: list[Tier] = []
 
     def count(file: Path) -> int:

@@ -122,8 +122,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 def in_bucket(max_bytes: str | None = None) -> Tier:
-    config = SharedTierConfig(url=f"s3://{BUCKET}/kv", max_bytes=max_bytes, request_timeout_s=WAIT_S)
-    return open_tier(config, NAMESPACE, CHUNK)
+    config = SharedTierConfig(url=f"s3://{BUCKET}/kv", max_bytes=max_bytes)
+    return open_tier(config.with_times(3 * WAIT_S), NAMESPACE, CHUNK)
 
 
 def store(tier: Tier, number: int) -> StoreOutcome:
@@ -241,9 +241,7 @@ def test_a_daily_limit_without_room_for_a_chunk_is_refused(tmp_path: Path, num_s
     """Found by use: one chunk was written at the start, and none in the year after."""
 
     def limited(max_daily_bytes: int) -> DiskTierConfig:
-        return DiskTierConfig(
-            directory=tmp_path, max_bytes="16MiB", reserve_bytes=0, max_daily_bytes=max_daily_bytes, lock_wait_s=0
-        )
+        return DiskTierConfig(directory=tmp_path, max_bytes="16MiB", reserve_bytes=0, max_daily_bytes=max_daily_bytes)
 
     refused = refusals(limited(num_shards * CHUNK - 1), CHUNK, num_shards)
     assert [error.key for error in refused] == ["max_daily_bytes"] * 2

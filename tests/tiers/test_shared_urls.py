@@ -83,7 +83,6 @@ def test_a_wrong_key_for_azure_is_refused_and_not_shown(
         ({"url": "redis://h", "ttl_s": 0}, "ttl_s"),
         ({"url": "redis://h", "max_bytes": "1GiB"}, "max_bytes"),
         ({"url": "s3://b", "max_bytes": "lots"}, "max_bytes"),
-        ({"url": "redis://h", "request_timeout_s": 0}, "request_timeout_s"),
         ({"url": "redis://h", "num_threads": 0}, "num_threads"),
     ],
 )

@@ -120,6 +120,8 @@ def limits_in_chunks(quotas: Sequence[TenantQuota], capacity: int, chunk_bytes: 
     return limits
 
 
+LOAD_TIMEOUT: Final = "nothing to set: twice what a copy may take, which is 30 s longer than transfer_timeout_s"
+"""What became of an option of engines."""
 _DISK: Final = '{"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}'
 
 _NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
@@ -157,6 +159,9 @@ _NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "max_local_disk_size": f"max_bytes of a disk tier, a number of bytes or a size, not GB: tiers=[{_DISK}]",
         "remote_url": 'url of a shared tier: tiers=[{"kind": "shared", "url": "redis://host:6379/0"}]',
         "save_decode_cache": "store_generated",
+        # options that are gone
+        "job_timeout_s": "nothing to set: a copy may take 30 s longer than transfer_timeout_s, which may be set",
+        "load_timeout_s": LOAD_TIMEOUT,
         # KVBM's environment variables, in small letters and without "DYN_KVBM_"
         "cpu_cache_gb": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of GB",
         "cpu_cache_override_num_blocks": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of blocks",

@@ -15,6 +15,7 @@ from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
 from cargohold.connector.offloading.lazy import LazyOffloadingFactory
+from cargohold.deadlines import CONNECTOR, DEFAULTS, TRANSFER
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, format_count
 from cargohold.process import available_memory_bytes
@@ -81,6 +82,12 @@ def check_memory(offload: Offload | Sequence[Offload] | None, *, warns: bool = T
 def host_bytes_of(offload: Offload | Sequence[Offload] | None) -> int:
     """Return the host memory that ``offload`` asks for in all. Third parties' connectors are not counted."""
     return sum(config.num_host_bytes for _, config in own_configs(offload))
+
+
+def load_timeout_s(offload: Offload | Sequence[Offload] | None) -> float:
+    """Return after how many seconds without the end of a load an engine turns the connector off."""
+    chosen = (config.transfer_timeout_s for _, config in own_configs(offload))
+    return CONNECTOR.seconds(max(chosen, default=DEFAULTS[TRANSFER]))
 
 
 def check_apart(offload: Offload | Sequence[Offload] | None) -> None:

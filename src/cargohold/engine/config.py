@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from cargohold.deadlines import CONNECTOR, DEFAULTS, TRANSFER
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
 from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy, SchedulerConfig
 from cargohold.engine.events import WIRE_MAP, WIRES
@@ -23,7 +23,6 @@ from cargohold.option_values import (
     is_int,
     is_number,
     is_positive_int,
-    is_positive_number,
     is_timeout,
 )
 from cargohold.process import can_share_memory, memory_limit_bytes
@@ -58,7 +57,6 @@ class EngineConfig:
         queue_policy: ``fcfs`` or ``priority``.
         prefix_caching: whether the device pool keeps blocks for later requests.
         load_failure_policy: ``recompute`` or ``fail``: what becomes of a request whose KV could not be loaded.
-        load_timeout_s: a connector that does not end a load within this time is turned off.
         kv_events: whether KV events are collected.
         kv_events_salted: whether that includes events of salted requests' blocks. Their tokens are others' prompts, and routers
             that do not know of salts take them for everybody's.
@@ -87,7 +85,6 @@ class EngineConfig:
     queue_policy: str = "fcfs"
     prefix_caching: bool = True
     load_failure_policy: str = "recompute"
-    load_timeout_s: float = 120.0
     kv_events: bool = False
     kv_events_salted: bool = False
     kv_events_endpoint: str | None = None
@@ -113,9 +110,6 @@ class EngineConfig:
             self._require(key, value is None or (is_int(value) and value >= least), f"an integer from {least}, or None")
         self._require_one_of("queue_policy", _values(QueuePolicy))
         self._require_one_of("load_failure_policy", _values(LoadFailurePolicy))
-        # At most the largest float, for it is added to times: an integer may be larger.
-        is_time = is_positive_number(self.load_timeout_s) and self.load_timeout_s <= sys.float_info.max
-        self._require("load_timeout_s", is_time, "a number of seconds above 0")
         self._require(
             "step_timeout_s", is_timeout(self.step_timeout_s), f"a number of seconds above 0, at most {MAX_TIMEOUT_S}"
         )
@@ -256,8 +250,15 @@ class EnginePlan:
         return f"the {self.layout.num_blocks} blocks of the device pool hold no more (num_device_blocks){more}"
 
 
-def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
+def plan_engine(
+    config: EngineConfig, info: ModelInfo, load_timeout_s: float = CONNECTOR.seconds(DEFAULTS[TRANSFER])
+) -> EnginePlan:
     """Derive sizes and check that they fit, before anything heavy is loaded.
+
+    Args:
+        config: the options.
+        info: the model.
+        load_timeout_s: a connector that has not ended a load after this time is turned off.
 
     Raises:
         ConfigError: an option is impossible for this model or machine.
@@ -291,7 +292,7 @@ def plan_engine(config: EngineConfig, info: ModelInfo) -> EnginePlan:
             policy=QueuePolicy(config.queue_policy),
             prefix_caching=config.prefix_caching,
             load_failure_policy=LoadFailurePolicy(config.load_failure_policy),
-            load_timeout_s=config.load_timeout_s,
+            load_timeout_s=load_timeout_s,
             emit_events=config.kv_events or config.kv_events_endpoint is not None,
             emit_salted_events=config.kv_events_salted,
         ),

@@ -1,6 +1,5 @@
 """The contract between engine and connector. Standard library only: no torch, no engine."""
 
-from cargohold.protocol.checks import Patience
 from cargohold.protocol.connector import (
     NULL_CONNECTOR,
     ClassFactory,
@@ -141,7 +140,6 @@ __all__ = [
     "NullConnectorWorker",
     "Outage",
     "OutputAggregator",
-    "Patience",
     "Pin",
     "Prefix",
     "RequestView",

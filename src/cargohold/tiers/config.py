@@ -65,12 +65,14 @@ NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "dir": "directory of kind=disk",
         "enable_kv_events": "nothing to set: there are events for all tiers if vLLM publishes events",
         "io_threads": "num_threads",
+        "lock_wait_s": "nothing to set: a start waits 3 s for another process with the same files to end",
         "locality": "nothing to set: a disk is LOCAL and a shared store REMOTE",
         "module_path": "the first half of kind=MODULE:CLASS",
         "n_read_threads": "num_threads, which read and write",
         "n_write_threads": "num_threads, which read and write",
         "path": "directory of kind=disk, or, if engines share it, url=file:///mnt/kv of kind=shared",
         "prefix": "the end of url, such as s3://bucket/prefix",
+        "request_timeout_s": "nothing to set: a third of the connector's transfer_timeout_s, which may be set",
         "root_dir": "directory of kind=disk, or, if engines share it, url=file:///mnt/kv of kind=shared",
         "store_config": "url of kind=shared, such as s3://bucket/prefix; credentials come from the environment",
         "type": "kind, one of disk, shared, or MODULE:CLASS",
@@ -176,6 +178,11 @@ class TierConfig(Options):
     def of_replica(self, replica: int) -> Self:
         """Return the options for engine replica ``replica``, from 0. By default the same, so that replicas share the tier."""
         del replica
+        return self
+
+    def with_times(self, transfer_timeout_s: float) -> Self:
+        """Return the options for a connector with this ``transfer_timeout_s``. By default the same."""
+        del transfer_timeout_s
         return self
 
     def with_share(self, share: float) -> Self:

@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from cargohold.cache.manager import OffloadKey
+from cargohold.deadlines import CLOSE, STOP
 from cargohold.errors import TierError, one_line
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE
@@ -133,10 +133,6 @@ class IoThread(threading.Thread):
 
 # --- the asynchronous front of a tier ---------------------------------------------------------------------------------
 
-_STOP_S: Final = 5.0
-_CLOSE_S: Final = 1.0
-"""Seconds that closing a tier may always take, even if stopping has taken all the time that it may."""
-
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
@@ -186,7 +182,7 @@ class TierQueue:
             while len(self._threads) < self.config.num_threads:
                 self._threads.append(IoThread(self, tier))
         except BaseException:
-            self._stop(time.monotonic() + _STOP_S)  # threads that were started must not keep the tier open
+            self._stop(time.monotonic() + STOP.seconds())  # threads that were started must not keep the tier open
             raise
 
     # --- for the owner ------------------------------------------------------------------------------------------------
@@ -261,7 +257,7 @@ class TierQueue:
         with self._changed:
             return self._changed.wait_for(lambda: not len(self._ledger) or not self._has_living_thread(), timeout_s)
 
-    def shutdown(self, timeout_s: float = _STOP_S) -> None:
+    def shutdown(self, timeout_s: float = STOP.seconds()) -> None:
         """Let stores and removals end, for ``finish_s`` at most, cancel all other jobs, and close the tier.
 
         Waits at most ``timeout_s`` in all, or ``finish_s`` if that is longer, and not any more once it is interrupted. If the
@@ -317,7 +313,7 @@ class TierQueue:
                 self.tier.close()
                 return
             self._closing = closing
-        self._closing.join(max(_CLOSE_S, patience_ends - time.monotonic()))
+        self._closing.join(max(CLOSE.seconds(), patience_ends - time.monotonic()))
         if self._closing.is_alive():
             logger.warning("tier %s: its medium hangs, so the tier is not closed", self.tier.name)
 

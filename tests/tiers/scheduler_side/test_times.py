@@ -7,10 +7,11 @@ from math import isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cargohold.deadlines import Patience
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
 from cargohold.lab.simulation import VirtualClock
 from cargohold.pace import Pace, StepPace
-from cargohold.protocol import Patience, Tally
+from cargohold.protocol import Tally
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.tiers.scheduler_side import TieringConfig, TierOptions
 from cargohold.tiers.scheduler_side.backlog import Allowance

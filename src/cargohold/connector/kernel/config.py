@@ -7,14 +7,11 @@ from typing import Annotated
 
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.registry import POLICY
+from cargohold.deadlines import DEFAULTS, MAX_SHUTDOWN_S, RESTORE, SHUTDOWN, TRANSFER
 from cargohold.errors import ConfigError
 from cargohold.option_values import is_number, parse_bytes
-from cargohold.options import FACTORY, INT_FROM_0, INT_FROM_1, PART, SECONDS, SIZE, Options, must
+from cargohold.options import FACTORY, INT_FROM_0, INT_FROM_1, PART, SHORT_TIME, SIZE, Options, must
 from cargohold.protocol import AttentionKind, KVCacheLayout
-
-MAX_SHUTDOWN_S = 20.0
-"""Maximum of ``shutdown_timeout_s``. Engines kill workers that have not stopped by themselves: the embedded one after 30 s."""
-
 
 _SHUTDOWN = must(
     lambda value: is_number(value) and 0 <= value <= MAX_SHUTDOWN_S, f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}"
@@ -33,9 +30,8 @@ class KernelConfig(Options):
         store_within_steps: while many requests generate, chunks that they complete are stored together, at most so many steps
             later; 0 for at once.
         max_inflight_fraction: fraction of the device pool that stores in flight may hold; above it, new chunks wait.
-        transfer_timeout_s: a transfer that has not started after this time is given up: a load becomes a miss.
-        job_timeout_s: nobody waits longer for a transfer to end on all workers, nor than half of the engine's
-            ``load_timeout_s``; its blocks and slots stay out of service until it ends.
+        transfer_timeout_s: a copy that has not started after this time is given up: a load becomes a miss. Other deadlines of
+            copies, of writes to lower tiers and of stores follow from it.
         restore_timeout_s: maximum time that a request waits for chunks that are not in host memory; those that have not come
             by then are computed.
         shutdown_timeout_s: maximum time to finish writes when the workers stop, at most 20 s; 0 waits for nothing. Chunks whose
@@ -53,19 +49,15 @@ class KernelConfig(Options):
     store_generated: bool = True
     store_within_steps: Annotated[int, INT_FROM_0] = 8
     max_inflight_fraction: Annotated[float, PART] = 0.5
-    transfer_timeout_s: Annotated[float, SECONDS] = 30.0
-    job_timeout_s: Annotated[float, SECONDS] = 120.0
-    restore_timeout_s: Annotated[float, SECONDS] = 5.0
-    shutdown_timeout_s: Annotated[float, _SHUTDOWN] = 3.0
+    transfer_timeout_s: Annotated[float, SHORT_TIME] = DEFAULTS[TRANSFER]
+    restore_timeout_s: Annotated[float, SHORT_TIME] = DEFAULTS[RESTORE]
+    shutdown_timeout_s: Annotated[float, _SHUTDOWN] = DEFAULTS[SHUTDOWN]
     read_only: bool = False
     manager: Annotated[str | None, FACTORY] = None
     transfer: Annotated[str | None, FACTORY] = None
 
     def __post_init__(self) -> None:
         """Refuse options that do not fit together. An override calls ``KernelConfig.__post_init__(self)`` first."""
-        if self.job_timeout_s <= self.transfer_timeout_s:
-            expected = f"it must be a number of seconds above transfer_timeout_s, which is {self.transfer_timeout_s:g}"
-            raise ConfigError("job_timeout_s", self.job_timeout_s, expected)
 
     @property
     def num_host_bytes(self) -> int:

@@ -13,10 +13,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from cargohold.cache.manager import LoadHandle, OffloadKey, StoreHandle
+from cargohold.deadlines import Patience
 from cargohold.protocol import (
     Clock,
     KVConnectorSchedulerOutput,
-    Patience,
     SchedulerContext,
 )
 

@@ -23,7 +23,7 @@ from cargohold.connector.kernel.jobs import StoreJob
 from cargohold.connector.kernel.offers import Offer, Offering, Unstored
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
-from cargohold.deadlines import Deadline, HoldTime
+from cargohold.deadlines import HOLD, Deadline, HoldTime
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext
 
 _FEW_PART: Final = 2
@@ -125,7 +125,7 @@ class Leftovers:
     def __init__(self, shared: Shared, offering: Offering) -> None:
         self._shared = shared
         self._offering = offering
-        self._hold_time = HoldTime(shared.clock, shared.config.restore_timeout_s)
+        self._hold_time = HoldTime(shared.clock, HOLD.seconds(shared.config.restore_timeout_s))
         self._leftovers: deque[Leftover] = deque()
 
     def __len__(self) -> int:

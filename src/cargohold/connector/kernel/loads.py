@@ -27,6 +27,7 @@ from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
 from cargohold.connector.kernel.requests import Lookup, RequestState
 from cargohold.connector.kernel.shared import Shared
+from cargohold.deadlines import START
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -399,7 +400,7 @@ class Loads:
             is_end_shared=not lookup.shared_end,
         )
         shared.jobs.add_load(load)
-        timeout_s = shared.config.transfer_timeout_s
+        timeout_s = START.seconds(shared.config.transfer_timeout_s)
         self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), timeout_s, load.is_in_step))
         shared.stats[metrics.PLANNED.of("load")] += 1
         shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step

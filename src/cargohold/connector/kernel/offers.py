@@ -21,6 +21,7 @@ from cargohold.connector.kernel.jobs import Store, StoreJob
 from cargohold.connector.kernel.loads import BlocksToStore, blocks_to_store, rows_to_store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
+from cargohold.deadlines import START
 from cargohold.protocol import AttentionKind, TransferOutcome
 from cargohold.protocol.metrics import DEFERRED_STORES, FAILURES, PLANNED, PLANNED_BLOCKS, STORED, STORED_AGAIN
 
@@ -281,7 +282,7 @@ def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob
     shared.jobs.add_store(store)
     shared.stats[PLANNED.of("store")] += 1
     shared.stats[PLANNED_BLOCKS.of("store")] += len(store.block_ids)
-    return StoreJob(store.job_id, store.block_ids, rows, shared.config.transfer_timeout_s)
+    return StoreJob(store.job_id, store.block_ids, rows, START.seconds(shared.config.transfer_timeout_s))
 
 
 def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:

@@ -23,6 +23,7 @@ from cargohold.connector.kernel.loads import Loads, TierLookup
 from cargohold.connector.kernel.requests import NEVER, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
+from cargohold.deadlines import CONNECTOR, END
 from cargohold.errors import ContractError
 from cargohold.pace import StepPace
 from cargohold.protocol import (
@@ -334,7 +335,7 @@ class KernelScheduler(KVConnectorScheduler):
         """
         shared = self._shared
         is_safe = self._give_up_after_s is not None and self.holds_outlive_requests
-        limit_s = shared.config.job_timeout_s
+        limit_s = (END if is_safe else CONNECTOR).seconds(shared.config.transfer_timeout_s)
         if self._give_up_after_s is not None and is_safe:
             limit_s = min(limit_s, self._give_up_after_s)
         overdue = shared.jobs.take_overdue(limit_s)

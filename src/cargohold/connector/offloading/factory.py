@@ -12,6 +12,7 @@ from cargohold.connector.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores, StorePlanner
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
+from cargohold.deadlines import FINISH, WRITE
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, made_by
 from cargohold.process import memory_limit_bytes
@@ -116,9 +117,14 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
     try:
         for at, (tier, options) in enumerate(zip(config.tiers, tier_options(config, layout), strict=True)):
             with option_path(f"tiers[{at}]."):
-                opened = open_tier(tier, namespace, _shard_bytes(config, layout), layout.num_shards)
+                opened = open_tier(
+                    tier.with_times(config.transfer_timeout_s),
+                    namespace,
+                    _shard_bytes(config, layout),
+                    layout.num_shards,
+                )
             opened.begin()
-            limits = QueueConfig(num_threads=tier.num_threads, finish_s=config.shutdown_timeout_s)
+            limits = QueueConfig(num_threads=tier.num_threads, finish_s=FINISH.seconds(config.shutdown_timeout_s))
             queues[options.name] = TierQueue(opened, environment.clock, limits)
     except BaseException:
         for queue in queues.values():
@@ -182,7 +188,7 @@ def scheduler_side(
     tiering = TieringConfig(
         num_workers=environment.layout.world_size,
         restore_timeout_s=config.restore_timeout_s,
-        store_timeout_s=config.transfer_timeout_s,
+        store_timeout_s=WRITE.seconds(config.transfer_timeout_s),
         record_events=environment.emits_events,
     )
     lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from cargohold.deadlines import Patience
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, StepOutput, StepPlan
 from cargohold.engine.core.roster import EndedLoad, LoadFailurePolicy, Roster, SchedulerConfig
-from cargohold.protocol import Clock, ConnectorGuard, KVConnectorSchedulerOutput, KVConnectorTransferResults, Patience
+from cargohold.protocol import Clock, ConnectorGuard, KVConnectorSchedulerOutput, KVConnectorTransferResults
 
 EndRequest = Callable[[Request, FinishReason, str], None]
 

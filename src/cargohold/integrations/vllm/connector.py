@@ -421,14 +421,14 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             full_hits=self._groups.bear_full_hits,
             keeps_partial_loads=False,
             # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
-            give_up_loads_after_s=None if compat.TransferResults is None else self._settings.adapter.load_timeout_s / 2,
+            give_up_loads_after_s=None if compat.TransferResults is None else self._settings.load_timeout_s / 2,
         )
         with option_path("kv_connector_extra_config."):
             check_chunks(self._settings.offload, layout, int(self._vllm_config.model_config.max_model_len))
             inner = self._factory().make_scheduler_side(environment)
         adapter = self._settings.adapter
         options = SideOptions(
-            adapter.load_timeout_s,
+            self._settings.load_timeout_s,
             adapter.follow_resets,
             dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),

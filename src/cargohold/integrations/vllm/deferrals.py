@@ -21,8 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cargohold.deadlines import Patience
 from cargohold.integrations.vllm.engine_view import BlockTables
-from cargohold.protocol import AttentionKind, Clock, ConnectorGuard, KVCacheGroup, Patience
+from cargohold.protocol import AttentionKind, Clock, ConnectorGuard, KVCacheGroup
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
 from cargohold.connector.metrics import OutageLevels, for_operators
+from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
@@ -40,7 +41,6 @@ from cargohold.protocol import (
     KVConnectorScheduler,
     KVEvent,
     OutputAggregator,
-    Patience,
     Stats,
     Tally,
     ToolTokens,

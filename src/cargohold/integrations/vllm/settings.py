@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Self, TypeGuard
 
 from cargohold.connector.config import LAZY, OffloadConfig
-from cargohold.connector.factory import Offload, check_apart, check_memory, connector_factory, tiers_of
+from cargohold.connector.factory import Offload, check_apart, check_memory, connector_factory, load_timeout_s, tiers_of
 from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.options import parse_offload
 from cargohold.connector.tenants import Tenants
 from cargohold.errors import option_path
-from cargohold.options import SECONDS, Options, declared, made, one_of
+from cargohold.options import Options, declared, made, one_of
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import TierConfig, check_place_here, require_packages
 
@@ -32,8 +32,6 @@ class AdapterSettings(Options):
             one line and serves without offloading; ``refuse`` does not start.
         load_failure_policy: what vLLM does with a request whose load failed: ``recompute`` its tokens, or ``fail`` it. vLLM's
             own option of that kind is set to this value.
-        load_timeout_s: a connector that has not ended a load after this time, or has kept a request waiting for its answer so
-            long, is turned off. Connectors have deadlines of their own; this one is for connectors that miss them.
         follow_resets: whether a reset of vLLM's prefix cache drops what is kept below it, too. Programs that change weights in
             place reset that cache.
         kv_events_salted: whether KV events of this connector's tiers are published for requests with a ``cache_salt``, too;
@@ -44,7 +42,6 @@ class AdapterSettings(Options):
 
     if_unsupported: Annotated[str, one_of(DISABLE, REFUSE)] = DISABLE
     load_failure_policy: Annotated[str, one_of(RECOMPUTE, FAIL)] = RECOMPUTE
-    load_timeout_s: Annotated[float, SECONDS] = 120.0
     follow_resets: bool = True
     kv_events_salted: bool = False
     record: str | None = None
@@ -88,6 +85,11 @@ class Settings:
             return self
         children = [replace(child, read_only=True) if _is_ours(child) else child for child in self._children]
         return replace(self, offload=children if isinstance(self.offload, Sequence) else children[0])
+
+    @property
+    def load_timeout_s(self) -> float:
+        """A connector is turned off if it has not ended a load after this time, or kept a request waiting for its answer."""
+        return load_timeout_s(self.offload)
 
     @property
     def has_tiers(self) -> bool:

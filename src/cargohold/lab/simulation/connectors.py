@@ -271,7 +271,6 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
     common = {
         "max_inflight_fraction": random.choice((0.1, 0.5, 0.5, 1.0)),
         "transfer_timeout_s": random.choice((0.5, 3.0, 30.0)),
-        "job_timeout_s": 60.0,
     }
     if is_lazy:
         return TierPlan(slots, random.choice((1, 4, 12, 40)), common)

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from cargohold.deadlines import CONNECTOR
 from cargohold.engine.core.roster import QueuePolicy
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, layout_of
@@ -48,7 +49,8 @@ RETAINED: Final = "prefix_cache_retention_interval"
 CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
 MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
-LOAD_TIMEOUT_S: Final = 60.0
+TRANSFER_TIMEOUT_S: Final = 0.5
+LOAD_TIMEOUT_S: Final = CONNECTOR.seconds(TRANSFER_TIMEOUT_S)
 
 # A model of which only the shape matters. Twelve heads can be shared among up to four workers.
 _MODEL: Final[Mapping[str, Any]] = {
@@ -142,7 +144,7 @@ def transfer_config(load_failure_policy: str) -> Any:
             "host_bytes": "64MiB",
             "if_unsupported": "refuse",
             "load_failure_policy": load_failure_policy,
-            "load_timeout_s": LOAD_TIMEOUT_S,
+            "transfer_timeout_s": TRANSFER_TIMEOUT_S,
             "kv_events_salted": True,
         },
     )

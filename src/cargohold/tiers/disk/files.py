@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from cargohold.deadlines import ROOM
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.memory import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
 
@@ -289,9 +290,6 @@ def _require(is_complete: bool) -> None:
         raise OSError(errno.EIO, "fewer bytes than asked for: the file is damaged or the disk full")
 
 
-MAX_LOCK_WAIT_S: Final = 60.0
-"""Maximum seconds to wait for a brief lock. Deleting chunks of other models takes a while, but a process that was stopped in
-the middle of it must not stop all others."""
 _POLL_S: Final = 0.05
 _held: Final[weakref.WeakSet[Descriptor]] = weakref.WeakSet()
 """The files of this process that may be locked."""
@@ -369,7 +367,7 @@ class DirectoryLock:
 
 @contextmanager
 def brief_lock(directory: Path) -> Iterator[None]:
-    """Hold a lock that only one process has at a time, for short work on ``directory``. Waits at most ``MAX_LOCK_WAIT_S``.
+    """Hold a lock that only one process has at a time, for short work on ``directory``. Waits at most ``ROOM.seconds()``.
 
     Raises:
         OSError: the directory is not there or not writable, or another process does not release the lock.
@@ -377,14 +375,14 @@ def brief_lock(directory: Path) -> Iterator[None]:
     path = directory / ".lock"
     owner = os.getpid()
     file = _open(path, os.O_RDWR | os.O_CREAT)
-    end = time.monotonic() + MAX_LOCK_WAIT_S
+    end = time.monotonic() + ROOM.seconds()
     while True:
         try:
             fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             if time.monotonic() >= end:
-                reason = f"another process has held {path} for {MAX_LOCK_WAIT_S:g} s; `fuser {path}` tells which"
+                reason = f"another process has held {path} for {ROOM.seconds():g} s; `fuser {path}` tells which"
                 raise OSError(errno.EBUSY, reason) from None
         time.sleep(_POLL_S)
     try:

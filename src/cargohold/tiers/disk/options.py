@@ -29,10 +29,6 @@ def _is_path(value: object) -> bool:
     return isinstance(value, str | PathLike) and bool(fspath(value)) and "\0" not in str(fspath(value))
 
 
-def _is_from_0(value: object) -> bool:
-    return is_number(value) and value >= 0
-
-
 def _is_zero(value: object) -> bool:
     return is_number(value) and value == 0
 
@@ -54,8 +50,6 @@ class DiskOptions(TierConfig):
         max_daily_bytes: the most written in a day, over all workers, without headers and padding; ``None`` for no limit. It
             accrues evenly, and is kept for an hour. Each start may write what accrues in a minute, or a chunk.
         direct_io: whether to bypass the page cache, whose memory host memory could use, where the file system can.
-        lock_wait_s: maximum time to wait at the start for another process that still uses the same subdirectory, such as one
-            that is just ending.
         share: part of ``max_bytes`` that one tier in the directory may take; see ``with_share``.
     """
 
@@ -71,7 +65,6 @@ class DiskOptions(TierConfig):
     policy: Annotated[str, POLICY] = "lru"
     max_daily_bytes: Annotated[int | str | None, SIZE] = None
     direct_io: bool = True
-    lock_wait_s: Annotated[float, must(_is_from_0, "a number of seconds from 0")] = 3.0
     share: float = field(default=1.0, init=False)
 
     def of_replica(self, replica: int) -> Self:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from cargohold.deadlines import LOCK
 from cargohold.errors import ConfigError, SparingLog
 from cargohold.option_values import format_bytes, format_count, parse_path
 from cargohold.tiers.chunk_format import HEADER_BYTES
@@ -218,7 +219,7 @@ class Shard:
 
     def _take_lock(self, config: DiskOptions) -> DirectoryLock:
         """Make and lock the shard's folder. Raises ``ConfigError``, or ``OSError``."""
-        end = time.monotonic() + config.lock_wait_s
+        end = time.monotonic() + LOCK.seconds()
         make_private(self._root)
         while True:
             try:

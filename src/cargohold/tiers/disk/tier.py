@@ -14,6 +14,7 @@ import numpy as np
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.policies import find_policy
 from cargohold.cache.retention import NO_RETENTION, Retention
+from cargohold.deadlines import GROWTH
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note, unpack_header
 from cargohold.tiers.disk.options import DiskOptions
@@ -34,9 +35,6 @@ from cargohold.tiers.port import (
 logger = logging.getLogger(__name__)
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_GROWTH_WAIT_S: Final = 1.0
-"""Seconds that a store waits for another one that makes the files larger. That one may itself wait for a
-process that deletes chunks of other models. If all threads waited for it, nothing could be loaded meanwhile."""
 _CURSOR_BYTES: Final = 8
 
 
@@ -287,7 +285,7 @@ class DiskTier(Tier):
     @contextmanager
     def _alone(self) -> Iterator[bool]:
         """Hold the lock for making files larger; yield whether it was obtained in time."""
-        is_alone = self._growing.acquire(timeout=_GROWTH_WAIT_S)
+        is_alone = self._growing.acquire(timeout=GROWTH.seconds())
         try:
             yield is_alone
         finally:

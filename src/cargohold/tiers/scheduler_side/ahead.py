@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cargohold.cache.manager import ChunkKeys, OffloadManager
+from cargohold.deadlines import AHEAD
 from cargohold.protocol import Clock, Hint, HintEnd
 from cargohold.tiers.scheduler_side.plan import Wanted
 from cargohold.tiers.scheduler_side.prefetch import Prefetcher
@@ -19,8 +20,6 @@ from cargohold.tiers.scheduler_side.waiting import Waiting
 
 MAX_AHEAD: Final = 64
 """Maximum number of prefetches under way; one tenant may have half of them."""
-DEFAULT_DEADLINE_S: Final = 30.0
-"""Seconds after which a prefetch without ``deadline_s`` is given up, if its chunks have not come by then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +86,7 @@ class Prefetches:
         self, hint: Hint, tenant: str | None, keys: Sequence[ChunkKeys], num_tokens: int, on_ask: Callable[[], None]
     ) -> None:
         """Fetch the chunks of the first ``num_tokens`` tokens of a prefix, from the next step on."""
-        deadline = self._clock() + (hint.deadline_s or DEFAULT_DEADLINE_S)
+        deadline = self._clock() + (hint.deadline_s or AHEAD.seconds())
         # A hit of all tokens would need one less, because the last one is computed: here it may have all.
         wanted = Wanted(keys, num_tokens + 1, 0, num_tokens, tenant)
         self._under_way.append(Ahead(hint, tenant, wanted, deadline, on_ask))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, StoreHandle, StoreOffer
+from cargohold.deadlines import FETCHED
 from cargohold.protocol import Clock, metrics
 from cargohold.tiers.port import JobKind
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
@@ -164,7 +165,7 @@ class Fetches:
             pins.release()  # nobody was kept waiting by them
             return None
         now = self._clock()
-        fetch = Fetch(now, now + 2 * self._timeout_s, self._forget, pins=[pins])
+        fetch = Fetch(now, now + FETCHED.seconds(self._timeout_s), self._forget, pins=[pins])
         self._live.add(fetch)
         for chain, handle in parts:
             self._load(chain, handle, fetch)

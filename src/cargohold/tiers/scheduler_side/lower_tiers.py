@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.deadlines import PROGRESS, PROMISE, SETTLE, SteppedClock
 from cargohold.protocol import Clock, Outage, Tally, TransferOutcome, metrics
 from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import HEALTHY, TierHealth
@@ -28,7 +29,6 @@ from cargohold.tiers.messages import TierCommand
 from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
 from cargohold.tiers.scheduler_side.listing import Lister
-from cargohold.tiers.scheduler_side.pace import SteppedClock
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
@@ -36,10 +36,6 @@ from cargohold.tiers.scheduler_side.writing import Writes
 
 RANKED_AT_ONCE = 256
 """Number of chunks whose new retentions tiers are told in one step."""
-SETTLE_S = 5.0
-"""Seconds that an idle engine steps on so that the chunks stored last are written down. The others wait for later steps."""
-PROGRESS_S = 3.0
-"""Seconds without the end of a job after which an idle engine does not step on, until a job has ended again."""
 
 _NOT_WAITED_FOR = frozenset({JobKind.STORE, *LISTED_AT_ONCE})
 _ABSENT = bytes([ABSENT])
@@ -95,7 +91,7 @@ class LowerTiers:
         self._to_rank: dict[OffloadKey, None] = {}
         self.on_arrived: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self._listers = [Lister(at, tier, self._tasks, self.clock) for at, tier in enumerate(self.tiers)]
-        self.promises = Promises(host, self.writes, self.clock, config.restore_timeout_s)
+        self.promises = Promises(host, self.writes, self.clock, PROMISE.seconds(config.restore_timeout_s))
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
@@ -166,7 +162,7 @@ class LowerTiers:
         a reset is not possible.
         """
         now = self.clock()
-        if self._tasks and now >= self._progressed_at + PROGRESS_S:
+        if self._tasks and now >= self._progressed_at + PROGRESS.seconds():
             return False
         if self._fetches.arriving or self.promises or any(lister.is_at_work for lister in self._listers):
             return True
@@ -453,7 +449,7 @@ class LowerTiers:
                 self._tasks.want(TierTask(JobKind.RANK, at, ranked, _nothing_follows))
 
     def _expect_writes(self) -> None:
-        self._settles_at = self.clock() + SETTLE_S
+        self._settles_at = self.clock() + SETTLE.seconds()
 
     def _is_too_much(self, task: TierTask) -> bool:
         num_asked = 0 if task.kind is JobKind.STORE else self._tasks.num_asked(task.tier)

@@ -20,6 +20,7 @@ from typing import Final
 
 from cargohold.blocks import NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.deadlines import ESTIMATE, WAIT
 from cargohold.pace import StepPace
 from cargohold.protocol import SchedulerEnvironment, StepView
 from cargohold.tiers.port import Access
@@ -29,8 +30,6 @@ from cargohold.tiers.scheduler_side.waiting import Event, Phase, Waiting, tell_n
 
 MAX_COMPUTE_RATIO: Final = 2.0
 """A request waits for lower tiers for at most this many times the time that computing takes."""
-MAX_TIMEOUT_PART: Final = 0.5
-"""Part of ``restore_timeout_s`` that a load may take by its estimate, because estimates err."""
 MAX_STEP_PART: Final = 0.5
 """Part of ``restore_timeout_s`` that one step counts for at most."""
 LOOK_AGAIN_S: Final = 0.02
@@ -107,7 +106,7 @@ class Prefetcher:
             on_ask: called before tiers are asked for its chunks, or chunks are fetched.
             is_ahead: whether no request waits for it yet, so that it does not matter whether computing is faster.
         """
-        timeout_s = self._lower.config.restore_timeout_s
+        timeout_s = WAIT.seconds(self._lower.config.restore_timeout_s)
         excuse = f"lower tiers took longer than {timeout_s:g} s"
         planner, now = self._ahead_planner if is_ahead else self._planner, self._clock()
         wanted = self._within_reach(wanted)
@@ -240,7 +239,7 @@ class Prefetcher:
         if self._is_to_come(waiting, hit.num_tokens):
             waiting.look_at = self._now + max(MIN_POLL_S, POLL_PART * waiting.waited_s)
             return
-        left_s = min(MAX_TIMEOUT_PART * self._lower.config.restore_timeout_s, waiting.limit_s - waiting.waited_s)
+        left_s = min(ESTIMATE.seconds(self._lower.config.restore_timeout_s), waiting.limit_s - waiting.waited_s)
         plan = waiting.planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, waiting.notes)
         waiting.planned, waiting.num_to_have = wanted, plan.num_tokens
         if plan.chains:

@@ -253,7 +253,7 @@ def open_store(config: SharedOptions) -> ObjectStore:
         if config.directory is not None:
             make_directory(config.directory)
             return LocalStore(config.directory)
-        limit = timedelta(seconds=config.request_timeout_s)
+        limit = timedelta(seconds=config.request_s)
         # Options given here hide those of the environment. This one is needed for stores on one's own machines.
         may_use_http = any(os.environ.get(f"{cloud}_ALLOW_HTTP") == "true" for cloud in ("AWS", "AZURE", "GOOGLE"))
         client = {"timeout": limit, "connect_timeout": limit, "allow_http": may_use_http}

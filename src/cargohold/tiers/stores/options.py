@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, Self
 
+from cargohold.deadlines import DEFAULTS, REQUEST, TRANSFER
 from cargohold.errors import ConfigError
-from cargohold.option_values import format_bytes, is_positive_int, parse_bytes
-from cargohold.options import SHORT_TIME, SIZE, checked, must
+from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, is_positive_int, parse_bytes
+from cargohold.options import SIZE, checked, must
 from cargohold.tiers import places
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import (
@@ -42,7 +43,6 @@ class SharedOptions(TierConfig):
             environment, as the store's own tools read them.
         max_bytes: for object stores and directories, the maximum size of all chunks of Cargohold there, of all models and
             workers; the oldest are deleted first. ``None`` leaves the size to the store. One engine alone never exceeds it.
-        request_timeout_s: maximum time of one request to the store, to the last byte of its answer.
         ttl_s: for Redis and Valkey only, the age in seconds at which the server deletes chunks; ``None`` for never.
     """
 
@@ -52,8 +52,8 @@ class SharedOptions(TierConfig):
 
     url: Annotated[str, _URL]
     max_bytes: Annotated[int | str | None, SIZE] = None
-    request_timeout_s: Annotated[float, SHORT_TIME] = 10.0
     ttl_s: Annotated[int | None, must(is_positive_int, "a whole number of seconds from 1, or nothing")] = None
+    request_s: float = field(default=REQUEST.seconds(DEFAULTS[TRANSFER]), init=False)
 
     def __post_init__(self) -> None:
         TierConfig.__post_init__(self)
@@ -67,8 +67,14 @@ class SharedOptions(TierConfig):
 
     def __repr__(self) -> str:
         """The options without user and password, because options end up in logs."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)} | {"url": self.shown_url}
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {"url": self.shown_url}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def with_times(self, transfer_timeout_s: float) -> Self:
+        """See ``TierConfig``. One request may take a part of that."""
+        timed = replace(self)
+        object.__setattr__(timed, "request_s", min(REQUEST.seconds(transfer_timeout_s), MAX_TIMEOUT_S))
+        return timed
 
     def describe(self) -> str:
         """Return the URL and the limit, for people."""

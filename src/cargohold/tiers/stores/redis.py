@@ -122,15 +122,15 @@ def open_client(config: SharedOptions, max_answer_bytes: int | None = None) -> r
         client = redis.Redis.from_url(
             url,
             password=os.environ.get(_AUTH_VARIABLE),  # unless the URL has one
-            socket_timeout=config.request_timeout_s,
-            socket_connect_timeout=config.request_timeout_s,
+            socket_timeout=config.request_s,
+            socket_connect_timeout=config.request_s,
             # With protocol 3 the package does not check whether a connection still has the rest of an earlier answer. Then
             # every load on that connection would get another chunk, and delete its own as damaged.
             protocol=2,
         )
         pool = client.connection_pool
         # The URL may have a shorter one.
-        limit_s = min(config.request_timeout_s, pool.connection_kwargs["socket_timeout"])
+        limit_s = min(config.request_s, pool.connection_kwargs["socket_timeout"])
         pool.connection_kwargs["redis_connect_func"] = _limiting(limit_s, max_answer_bytes)
         # Made only for its checks: otherwise the package reports an unknown option only at the first connection.
         pool.connection_class(**pool.connection_kwargs)
