@@ -25,6 +25,7 @@ def finish(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
     engine.run()
     engine.scheduler.check_settled()
     tiering.manager.check()
+    tiering.lower.check()
     assert tiering.manager.num_writing == tiering.manager.num_pins == 0
 
 

@@ -94,6 +94,8 @@ class TierOracle(Oracle):
         """Check every invariant of the managers."""
         for side in self._live_sides():
             side.manager.check()
+            if side.lower is not None:
+                side.lower.check()
 
     def at_end(self) -> None:
         """No job, no pin, no reserved slot, no request is left, but for jobs that are stuck and what they hold."""
@@ -262,8 +264,10 @@ class LookUpOracle(Oracle):
 def _written_down(side: OffloadingScheduler, asked: str) -> Mapping[str, bytes]:
     """Return everything but the record of the request that is asked for, in bytes that are equal if the state is."""
     requests = side.requests
-    parts: dict[str, Any] = {"the manager": side.manager}
-    parts |= {f"request {name}": state for name, state in requests.items() if name != asked}
+    parts: dict[str, Any] = {"the manager": side.manager, "lower tiers": side.lower}
+    for name, state in requests.items():
+        if name != asked:
+            parts[f"request {name}"] = state, None if side.below is None else side.below.waiting_of(name)
     apart = {id(state.request) for state in requests.values()} | {id(requests[asked])}
     return {name: _bytes_of(part, apart) for name, part in parts.items()}
 
