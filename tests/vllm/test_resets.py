@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.deferrals import CacheResets
+from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
 from tests.vllm.common import EAGER, LAZY, RESTARTED, ask_twice, make_prompts, restored, tokens
 
@@ -31,12 +31,12 @@ class Kept(NullConnectorScheduler):
         return not self.is_in_use
 
 
-def make_resets(*, follows: bool = True) -> tuple[Kept, SimpleNamespace, CacheResets]:
-    kept, pool = Kept(), SimpleNamespace(cached_block_hash_to_block=object())
-    return kept, pool, CacheResets(ConnectorGuard(kept, 8), pool, follows=follows)
+def make_resets(**options: Any) -> tuple[Kept, SimpleNamespace, CacheResets]:
+    kept, pool = Kept(), SimpleNamespace(cached_block_hash_to_block=object(), reset_prefix_cache=lambda: True)
+    return kept, pool, CacheResets(ConnectorGuard(kept, 8), pool, **options)
 
 
-@pytest.mark.parametrize("option", [{}, {"follow_resets": False}])
+@pytest.mark.parametrize("option", [{}, {"follow_weights": "ignore"}])
 def test_tokens_after_new_weights_are_theirs_unless_the_user_vouches_for_the_old(
     vllm_model: Callable[[str], str], start: Callable[..., Any], option: dict[str, Any]
 ) -> None:
@@ -70,7 +70,7 @@ def test_weights_that_come_before_the_first_request_are_told_by_a_reset_too(
 
 
 def test_a_reset_on_demand_drops_what_is_kept(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
-    engine = start(vllm_model("llama"), {**EAGER, "follow_resets": False})
+    engine = start(vllm_model("llama"), {**EAGER, "follow_weights": "ignore"})
     prompts = make_prompts(2, 330)
     ask_twice(engine, prompts)
     engine.settle()
@@ -104,6 +104,26 @@ def test_requests_that_never_cease_do_not_put_a_reset_off(
         engine.abort(str(number))
 
 
+def test_stores_in_flight_do_not_forbid_a_reset(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
+    """What they copy is void: with other weights, it would be the KV of a model that is no more."""
+    engine = start(vllm_model("llama"), EAGER, num_blocks=300, max_num_seqs=32)
+    inner, prompts = engine.side.guard.inner, make_prompts(8, 330)
+    expected = tokens(engine.ask(prompts, 6))
+    engine.settle()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, 6)
+    while not (stores := list(inner.jobs.stores())):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert stores[0].is_spoiled and not stores[0].block_ids
+    answers: dict[str, Any] = {}
+    while engine.is_busy:
+        answers |= engine.step()
+    assert tokens([answers[str(number)] for number in range(8)]) == expected
+    assert tokens(engine.ask(prompts, 6)) == expected
+
+
 def test_each_reset_is_followed_once() -> None:
     kept, pool, resets = make_resets()
     assert not resets.is_due() and kept.count() == 0
@@ -125,12 +145,74 @@ def test_nothing_is_found_until_what_was_in_use_is_dropped() -> None:
     assert kept.count() == 1
 
 
-@pytest.mark.parametrize("follows", [True, False])
-def test_what_could_not_be_dropped_on_demand_is_dropped_later(*, follows: bool) -> None:
-    kept, _, resets = make_resets(follows=follows)
+@pytest.mark.parametrize("policy", [CHECK, DROP, IGNORE])
+def test_what_could_not_be_dropped_on_demand_is_dropped_later(policy: str) -> None:
+    kept, _, resets = make_resets(policy=policy)
     kept.is_in_use = True
-    assert not resets.reset()
+    assert resets.reset(), "nothing is found from now on: whoever changes weights does not ask twice"
     assert resets.is_due()
     kept.is_in_use = False
     assert not resets.is_due()
     assert kept.count() == 1
+
+
+def unsure(**options: Any) -> tuple[Kept, CacheResets]:
+    """Resets of a cache that was reset, with two workers that have told what they hold."""
+    kept, pool, resets = make_resets(policy=CHECK, num_workers=2, **options)
+    for rank in range(2):
+        resets.note_weights(rank, {0: f"first {rank}"})
+    assert not resets.is_due() and not resets.is_unsure() and not resets.take_look(1)
+    pool.cached_block_hash_to_block = object()
+    assert resets.is_due()
+    return kept, resets
+
+
+def test_what_is_kept_stays_if_all_workers_hold_what_they_held() -> None:
+    kept, resets = unsure()
+    look = resets.take_look(1)
+    assert look and not resets.take_look(1), "they are asked once"
+    resets.note_weights(0, {look: "first 0"})
+    assert resets.is_due() and resets.is_unsure(), "one has not answered"
+    resets.note_weights(1, {look: "first 1"})
+    assert not resets.is_due() and not resets.is_unsure() and kept.count() == 0
+
+
+@pytest.mark.parametrize("seen", [("first 0", "other"), ("other", "first 1"), ("first 0", ""), ("first 1", "first 0")])
+def test_what_is_kept_is_dropped_if_one_holds_something_else_or_cannot_tell(seen: tuple[str, str]) -> None:
+    kept, resets = unsure()
+    look = resets.take_look(1)
+    for rank, fingerprint in enumerate(seen):
+        resets.note_weights(rank, {look: fingerprint})
+    assert not resets.is_due() and kept.count() == 1
+
+
+def test_workers_look_when_requests_are_served_again_and_not_while_weights_may_come() -> None:
+    paused = [True]
+    _, resets = unsure(is_paused=lambda: paused[0])
+    assert not resets.take_look(1), "paused, and some requests are served to their end"
+    paused[0] = False
+    assert not resets.take_look(0), "an empty step may be one of a pause that cannot be seen"
+    assert resets.is_unsure(), "vLLM admits requests"
+    assert resets.take_look(0)
+
+
+def test_a_look_before_the_last_reset_tells_nothing() -> None:
+    kept, pool, resets = make_resets(policy=CHECK)
+    resets.note_weights(0, {0: "first"})
+    pool.cached_block_hash_to_block = object()
+    assert resets.is_due()
+    early = resets.take_look(1)
+    pool.cached_block_hash_to_block = object()
+    assert resets.is_due()
+    resets.note_weights(0, {early: "first"})
+    assert resets.is_due(), "weights may have come since"
+    resets.note_weights(0, {resets.take_look(1): "second"})
+    assert not resets.is_due() and kept.count() == 1
+
+
+def test_a_reset_while_vllm_is_paused_is_no_wish_to_drop() -> None:
+    paused = [True]
+    kept, _, resets = make_resets(policy=CHECK, is_paused=lambda: paused[0])
+    assert resets.reset() and resets.is_due() and kept.count() == 0
+    paused[0] = False
+    assert resets.reset() and kept.count() == 1, "an operator has asked for it by name"

@@ -34,10 +34,14 @@ class Finds(NullConnectorScheduler):
 
 
 def side_over(num_tokens: int, **options: Any) -> SchedulerSide:
-    pool = SimpleNamespace(blocks=[None] * LAYOUT.num_blocks, cached_block_hash_to_block=SimpleNamespace(_cache={}))
+    pool = SimpleNamespace(
+        blocks=[None] * LAYOUT.num_blocks,
+        cached_block_hash_to_block=SimpleNamespace(_cache={}),
+        reset_prefix_cache=lambda: True,
+    )
     tables = NotedTables(1)
     room = LoadRoom(pool, LAYOUT.groups, tables, max_in_flight_tokens=64)
-    chosen = SideOptions(load_timeout_s=60.0, follow_resets=False, **options)
+    chosen = SideOptions(load_timeout_s=60.0, follow_weights="ignore", **options)
     return SchedulerSide(Finds(num_tokens), LAYOUT, pool, tables, room, clock=lambda: 0.0, options=chosen)
 
 

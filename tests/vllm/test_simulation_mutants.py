@@ -18,9 +18,9 @@ import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.kernel.jobs import JobTable
-from cargohold.integrations.vllm.deferrals import CacheResets
 from cargohold.integrations.vllm.engine_view import PoolContext, Share
 from cargohold.integrations.vllm.groups import bears_full_hits
+from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.lab.simulation.campaign import play_seed
@@ -56,6 +56,11 @@ def never_gives_references_back(patch: Patch) -> None:
 @mutant()
 def lets_the_engine_stop_while_stores_are_in_flight(patch: Patch) -> None:
     patch.setattr(SchedulerSide, "has_pending_work", lambda self: bool(self._loading))
+
+
+@mutant(workload="stops")
+def takes_all_weights_for_the_same(patch: Patch) -> None:
+    patch.setattr(WorkerSide, "_look", lambda self, number: self._weights.update({number: "as ever"}))
 
 
 @mutant(workload="stops")

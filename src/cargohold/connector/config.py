@@ -136,6 +136,7 @@ _NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "disk_buffer_slots": "nothing to set: each of a disk tier's num_threads has its own buffer",
         "disk_capacity_bytes": f"max_bytes of a disk tier: tiers=[{_DISK}]",
         "disk_path": f"directory of a disk tier: tiers=[{_DISK}]",
+        "follow_resets": "follow_weights, one of check, drop and ignore (inside vLLM)",
         "eviction_policy": f"policy, one of {POLICY_NAMES}",
         "kv_offload_backend": f"a disk tier below host memory: tiers=[{_DISK}]",
         "kv_offloading_size": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of GiB",

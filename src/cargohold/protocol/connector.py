@@ -179,6 +179,12 @@ class KVConnectorScheduler(ABC):
         """
         return 0
 
+    def give_up_stores(self) -> None:  # noqa: B027  # a default, not an omission
+        """Let go of every block that a store reads, at once: what is copied from them is void, and must never be found.
+
+        Called when the engine forgets what its blocks hold, before ``reset_cache`` if that follows.
+        """
+
     def reset_cache(self) -> bool:
         """Drop all chunks kept. Return ``False`` if a transfer in flight forbids it: some or all may then still be found."""
         return True

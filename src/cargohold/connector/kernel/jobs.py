@@ -150,8 +150,8 @@ class Store:
         request_ids: requests whose blocks it reads, some of which may have ended; empty if it reads free blocks, whose
             requests are not known.
         handle: slots reserved for the chunks that it writes.
-        block_ids: sources, held until the store has ended on all workers.
-        is_spoiled: whether a step failed that may have computed its blocks: its chunks must then never be found.
+        block_ids: sources, held until the store has ended on all workers, or is given up.
+        is_spoiled: whether its chunks must never be found: a step failed that may have computed its blocks, or it was given up.
         keys: the chunks that it writes; a set, because every admission asks whether its next chunk is among them.
     """
 
@@ -332,6 +332,17 @@ class JobTable:
     def stores(self) -> Iterable[Store]:
         """Return the stores in flight."""
         return self._stores.values()
+
+    def give_up_stores(self) -> list[int]:
+        """Make all stores in flight void; return the blocks that they held, which they read no more to any use."""
+        held: list[int] = []
+        for store in self._stores.values():
+            held += store.block_ids
+            if store.job_id in self._stuck:
+                self.num_stuck_blocks -= len(store.block_ids)
+            store.is_spoiled, store.block_ids = True, ()
+        self.num_store_blocks = 0
+        return held
 
     def is_coming(self, key: OffloadKey) -> bool:
         """Whether a store in flight brings this chunk."""

@@ -192,6 +192,11 @@ class Leftovers:
         self._shared.holder.release(held)
         self._shared.guests.unstored_let_go(leftover.state)
 
+    def give_up(self) -> None:
+        """Let go of all of them."""
+        while self._leftovers:
+            self._let_go(self._leftovers.popleft())
+
     def plan(self) -> Iterator[StoreJob]:
         """Yield stores of leftovers, as far as stores may hold their blocks. To be called once in every step."""
         self._hold_time.note_step()

@@ -293,5 +293,6 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     else:
         store.handle.forfeit()
         shared.stats[FAILURES.of("store")] += 1
-        reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
-        shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)
+        if store.block_ids:  # it was not given up by order
+            reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
+            shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)

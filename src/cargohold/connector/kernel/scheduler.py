@@ -275,6 +275,11 @@ class KernelScheduler(KVConnectorScheduler):
         """Return the number of references that it holds for copies that did not end in time."""
         return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
 
+    def give_up_stores(self) -> None:
+        """Make stores in flight void, and let go of their blocks. Their slots stay theirs until the copies have ended."""
+        self._shared.holder.release(self._shared.jobs.give_up_stores())
+        self._stores.give_up()
+
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight or a guest says no."""
         # Engines may not show a connector their requests until it is reset: how far these have come is to be asked then.

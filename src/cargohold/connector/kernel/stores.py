@@ -67,6 +67,9 @@ class StorePlanner:
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Learn that a request ended; its blocks may be free from now on."""
 
+    def give_up(self) -> None:
+        """Let go of what is held of ended requests: the engine forgets what its blocks hold."""
+
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are being stored, or that a request which has ended has left to be stored."""
         return frozenset()
@@ -187,6 +190,10 @@ class EagerStores(StorePlanner):
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember the request's chunks that could not be stored yet."""
         self._leftovers.end_request(state, block_ids)
+
+    def give_up(self) -> None:
+        """Let go of all leftovers."""
+        self._leftovers.give_up()
 
     def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
         """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""

@@ -155,6 +155,10 @@ class LazyStores(StorePlanner):
             for block in reversed(blocks):
                 self._scout.note_saved(block)
 
+    def give_up(self) -> None:
+        """Let go of what is held for those who wait."""
+        self._awaited.give_up()
+
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember what somebody waits for; all other blocks are found when they come near eviction."""
         if state.is_awaited:

@@ -39,8 +39,10 @@ from cargohold.integrations.vllm.layout import (
     translate,
 )
 from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
+from cargohold.integrations.vllm.resets import CHECK, is_paused
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
+from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.integrations.vllm.worker import (
     Ended,
     StepMessage,
@@ -131,7 +133,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if not self._is_scheduler:
             # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.
             rank = int(vllm_config.parallel_config.rank)
-            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None)
+            look = self._look_at_weights() if self._settings.adapter.follow_weights == CHECK else None
+            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look)
             if rank == 0 and not is_off and not may_span_machines(vllm_config.parallel_config):
                 with option_path("kv_connector_extra_config."):
                     check_memory(self._settings.offload)
@@ -369,6 +372,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """Monotonic time in seconds."""
         return time.monotonic
 
+    def _look_at_weights(self) -> Callable[[], str]:
+        """What tells which weights a worker holds."""
+        return HeldWeights(self._vllm_config).look
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _missing(self) -> list[str]:
@@ -429,7 +436,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         adapter = self._settings.adapter
         options = SideOptions(
             self._settings.load_timeout_s,
-            adapter.follow_resets,
+            adapter.follow_weights,
+            partial(is_paused, pool),
             dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),
             by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",

@@ -14,7 +14,7 @@ from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.deferrals import CacheResets, Deferrals, LoadRoom
+from cargohold.integrations.vllm.deferrals import Deferrals, LoadRoom
 from cargohold.integrations.vllm.engine_view import (
     BlockTables,
     NotedTables,
@@ -27,6 +27,7 @@ from cargohold.integrations.vllm.engine_view import (
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.metrics import FirstTokens
+from cargohold.integrations.vllm.resets import DROP, CacheResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
     FRONT_KEY,
@@ -82,7 +83,8 @@ class SideOptions:
 
     Attributes:
         load_timeout_s: a connector that keeps a request waiting for longer is turned off.
-        follow_resets: whether a reset of vLLM's prefix cache drops what is kept, too.
+        follow_weights: what a reset of vLLM's prefix cache means for what is kept; see ``AdapterSettings``.
+        is_paused: whether vLLM is paused.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
         loads: whether anything is loaded; see ``layout.may_load``.
@@ -94,7 +96,8 @@ class SideOptions:
     """
 
     load_timeout_s: float
-    follow_resets: bool = True
+    follow_weights: str = DROP
+    is_paused: Callable[[], bool] = lambda: False
     dropped_tokens: int = 0
     loads: bool = True
     by_priority: bool = False
@@ -138,7 +141,13 @@ class SchedulerSide:
         self._by_priority = options.by_priority
         self._tool_tokens = options.tool_tokens
         self._marks_shared_prefixes = options.marks_shared_prefixes
-        self._resets = CacheResets(self.guard, pool, follows=options.follow_resets)
+        self._resets = CacheResets(
+            self.guard,
+            pool,
+            num_workers=layout.world_size,
+            policy=options.follow_weights,
+            is_paused=options.is_paused,
+        )
         self._groups = options.groups or Groups.of(layout.groups)
         self._context = PoolContext(pool, self._groups, tables, self._waiting_requests)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
@@ -275,6 +284,9 @@ class SchedulerSide:
         if not self._may_ask_about(request):
             self._deferrals.forget(request_id)
             return 0, False
+        if self._resets.is_unsure():
+            self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(request_id)
+            return None, False  # until the workers have looked which weights they hold, in the next step
         seen = self._requests[request_id]
         num_tokens, is_async = self.guard.get_num_new_matched_tokens(seen, num_computed_tokens)
         if num_tokens is None:
@@ -351,7 +363,8 @@ class SchedulerSide:
         new_sends, self._new_sends = tuple(self._new_sends), []
         synchronous, self._new_synchronous = tuple(self._new_synchronous), []
         stop = self.guard.stop_workers() or self.guard.is_stopping
-        return StepMessage(inner, new_loads, new_sends, synchronous, stop)
+        look = self._resets.take_look(len(output.num_scheduled_tokens))
+        return StepMessage(inner, new_loads, new_sends, synchronous, stop, look)
 
     def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
         """Take the ranks' reports of a step.
@@ -370,6 +383,7 @@ class SchedulerSide:
                 self.guard.break_off(report.error)
             if report.stopped:
                 self._stopped_ranks.add(rank)
+            self._resets.note_weights(rank, report.weights)
         try:
             output = self._aggregator.aggregate([reports[rank].output if rank in reports else None for rank in ranks])
         except ContractError as error:
@@ -406,7 +420,7 @@ class SchedulerSide:
         return self.guard.take_events()
 
     def reset_cache(self) -> bool:
-        """Drop everything kept; ``False`` if it is in use: it is then dropped later, and not found until then."""
+        """Drop everything kept, or find out whether it is true still; see ``CacheResets.reset``."""
         return self._resets.reset()
 
     def take_stats(self, block_bytes: float) -> Stats:
@@ -451,7 +465,7 @@ class SchedulerSide:
             why_not = "with kv_role=kv_producer and overlapping steps, nothing is loaded"
         elif request_id in self._failed:
             why_not = "its load has failed, and is not tried again"
-        elif self._resets.is_due():
+        elif self._resets.is_due() and not self._resets.is_unsure():
             why_not = "what is kept is being dropped, because the prefix cache was reset"
         if why_not is not None:
             self._told.note(request_id, f"nothing was looked up: {why_not}")

@@ -13,6 +13,7 @@ from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.options import parse_offload
 from cargohold.connector.tenants import Tenants
 from cargohold.errors import option_path
+from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE
 from cargohold.options import Options, declared, made, one_of
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import TierConfig, check_place_here, require_packages
@@ -32,8 +33,9 @@ class AdapterSettings(Options):
             one line and serves without offloading; ``refuse`` does not start.
         load_failure_policy: what vLLM does with a request whose load failed: ``recompute`` its tokens, or ``fail`` it. vLLM's
             own option of that kind is set to this value.
-        follow_resets: whether a reset of vLLM's prefix cache drops what is kept below it, too. Programs that change weights in
-            place reset that cache.
+        follow_weights: what a reset of vLLM's prefix cache means for what is kept below it; programs that change weights in
+            place reset that cache. ``check``: each worker looks whether it holds the weights that it held; if not, or if one
+            cannot tell, what is kept is dropped. ``drop``: it is dropped. ``ignore``: it stays, and you vouch for the weights.
         kv_events_salted: whether KV events of this connector's tiers are published for requests with a ``cache_salt``, too;
             vLLM publishes its own of all requests.
         traces: whether to make OpenTelemetry spans of what is done for each request, in the trace that vLLM passes on.
@@ -42,7 +44,7 @@ class AdapterSettings(Options):
 
     if_unsupported: Annotated[str, one_of(DISABLE, REFUSE)] = DISABLE
     load_failure_policy: Annotated[str, one_of(RECOMPUTE, FAIL)] = RECOMPUTE
-    follow_resets: bool = True
+    follow_weights: Annotated[str, one_of(CHECK, DROP, IGNORE)] = CHECK
     kv_events_salted: bool = False
     record: str | None = None
     traces: bool = False

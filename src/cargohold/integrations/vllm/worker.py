@@ -49,6 +49,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
         new_sends: requests that ended, whose blocks the connector keeps.
         synchronous: those of the new loads that end within this step.
         stop: the connector was turned off: let its transfers end and do without it.
+        look: number of a look at what the model holds, to be told before anything is computed; 0 for none.
     """
 
     inner: KVConnectorMetadata = field(default_factory=EmptyMetadata)
@@ -56,6 +57,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
     new_sends: tuple[str, ...] = ()
     synchronous: tuple[str, ...] = ()
     stop: bool = False
+    look: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,14 @@ class RankReport:
         failed_loads: requests whose load ended in failure on this rank.
         error: the rule that the connector's worker side broke; it has stopped.
         stopped: whether it stopped in this step as it was told to.
+        weights: fingerprints of what the model holds, by the number of the look; 0 is the one at the start.
     """
 
     output: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     failed_loads: frozenset[str] = frozenset()
     error: str | None = None
     stopped: bool = False
+    weights: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -194,10 +198,15 @@ class WorkerSide:
         rank: which worker this is, from 0.
         obstacle: why this rank cannot take part, as a sentence; ``None`` if it can. The scheduler side hears of it in the first
             report, if it has not turned the connector off by itself.
+        look_at_weights: returns a fingerprint of what the model holds; empty if that cannot be told.
     """
 
-    def __init__(self, rank: int, obstacle: str | None = None) -> None:
+    def __init__(
+        self, rank: int, obstacle: str | None = None, look_at_weights: Callable[[], str] | None = None
+    ) -> None:
         self._rank = rank
+        self._look_at_weights = look_at_weights
+        self._weights: dict[int, str] = {}
         self._guard = WorkerConnectorGuard(NullConnectorWorker())
         self._guard.stop()  # messages are ignored until the connector is made, and for good if it cannot be made
         self._layer_names: tuple[str, ...] = ()
@@ -243,6 +252,7 @@ class WorkerSide:
             logger.exception("rank %d cannot take part in offloading", self._rank)
             self._untold_error = f"rank {self._rank} could not register the KV cache: {error!r}"
             return
+        self._look(0)
         # A block id belongs to one group at a time, so all groups share the same bytes.
         self._guard.register_kv_caches([regions] * len(layout.groups))
 
@@ -254,6 +264,8 @@ class WorkerSide:
             self.end()  # with speculation, vLLM 0.32 leaves this call out on all pipeline stages but the last
         self._message = message
         self._has_saved = False
+        if message.look:
+            self._look(message.look)
         self._loading |= message.new_loads
         self._sending |= set(message.new_sends)
         if message.stop:
@@ -310,8 +322,16 @@ class WorkerSide:
     def build_meta(self) -> WorkerMessage | None:
         """This rank's report; ``None`` if there is nothing to report."""
         report, self._report = self._report, RankReport()
-        is_silent = report.output.is_empty() and not (report.failed_loads or report.error or report.stopped)
+        weights, self._weights = self._weights, {}
+        report = replace(report, weights=weights) if weights else report
+        is_silent = report.output.is_empty() and not (
+            report.failed_loads or report.error or report.stopped or report.weights
+        )
         return None if is_silent else WorkerMessage({self._rank: report})
+
+    def _look(self, number: int) -> None:
+        if self._look_at_weights is not None:
+            self._weights[number] = self._look_at_weights()
 
     def end(self) -> None:
         """End the step, whatever happened in it."""

@@ -64,9 +64,11 @@ class PrefixChains:
         self._chains: dict[str, list[int]] = {}
         self._coded: dict[tuple[str, int], bytearray] = {}
         self._weights = 0
+        self.version = 0
 
     def use_weights(self, version: int) -> None:
         """From now on, give prefixes other fingerprints in ``coded``. Generated tokens stay the same, to be compared."""
+        self.version = version
         self._weights = version * _SPREAD & _MASK
         self._coded.clear()
 

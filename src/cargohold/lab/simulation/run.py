@@ -303,14 +303,18 @@ class Run:
         return True
 
     def _try_to_reset(self) -> None:
-        """Reset all caches and change the weights, as that is what resets are for. If that is refused, try again later."""
+        """Reset all caches, and change the weights, as that is what resets are for, but for each third time.
+
+        If that is refused, try again later.
+        """
         self._is_reset_due = not self._engine.scheduler.reset_cache()
         if self._is_reset_due:
             return
-        self._timeline.note(self._clock.now, "caches were reset, for other weights")
         self._result.tallies["resets"] += 1
-        self._weights += 1
-        self._engine.load_weights(self._weights)
+        if self._result.tallies["resets"] % 3:
+            self._weights += 1
+            self._engine.load_weights(self._weights)
+        self._timeline.note(self._clock.now, f"caches were reset; the weights are number {self._weights} now")
         pool = self._engine.scheduler.kv.pool
         if pool.num_cached_prefixes:
             raise OracleError("reset", f"{pool.num_cached_prefixes} prefixes are cached after a reset")

@@ -128,6 +128,9 @@ class CopiesInFlight:
         self._rank = rank
         self._read: dict[int, int] = {}
         self._written: dict[int, int] = {}
+        self._reading: list[CopyJob] = []
+        self._void: list[CopyJob] = []
+        self._given_up: set[int] = set()
         self.num_jobs = 0
         self.begun: deque[CopyJob] = deque(maxlen=64)
         self.half_loaded: set[int] = set()
@@ -135,12 +138,18 @@ class CopiesInFlight:
     def begin(self, job: CopyJob) -> None:
         """Note that a copy begins. Raises ``CopyConflictError`` if it conflicts with another one."""
         is_load = job.direction is Direction.LOAD
+        if not is_load and job.job_id in self._given_up:
+            self._void.append(job)
+            self.num_jobs += 1
+            return
         what = f"a {job.direction.value} (job {job.job_id})"
         block_ids = job.block_ids if is_load else self._fully_loaded(job.block_ids)
         self._check(block_ids, self._written, f"{what} touches", "a load is writing")
         if is_load:
             self._check(job.block_ids, self._read, f"{what} overwrites", "a store is reading")
         counts = self._written if is_load else self._read
+        if not is_load:
+            self._reading.append(job)
         for block_id in job.block_ids:
             counts[block_id] = counts.get(block_id, 0) + 1
         self.num_jobs += 1
@@ -149,6 +158,12 @@ class CopiesInFlight:
     def end(self, job: CopyJob) -> None:
         """Note that a copy has ended and that this was reported."""
         counts = self._written if job.direction is Direction.LOAD else self._read
+        if job in self._void:
+            self._void.remove(job)
+            self.num_jobs -= 1
+            return
+        if counts is self._read:
+            self._reading.remove(job)
         for block_id in job.block_ids:
             if counts[block_id] == 1:
                 del counts[block_id]
@@ -156,6 +171,13 @@ class CopiesInFlight:
                 counts[block_id] -= 1
         self.half_loaded.difference_update(job.block_ids)
         self.num_jobs -= 1
+
+    def give_up_reads(self, job_ids: Iterable[int]) -> None:
+        """Note that what stores read now is void, and what these jobs will read: their blocks may be reused."""
+        self._given_up.update(job_ids)
+        self._void += self._reading
+        self._reading.clear()
+        self._read.clear()
 
     def check_read(self, block_ids: Iterable[int], request_id: str) -> None:
         """Raise ``CopyConflictError`` if a forward pass must not read these blocks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -201,6 +201,7 @@ def _model() -> Any:
 NAME: Final = "SimulatedConnector"
 
 _GROUND: ContextVar[tuple[KVConnectorFactory, Clock]] = ContextVar("ground")
+_HELD: ContextVar[Callable[[], str]] = ContextVar("held")
 
 
 @contextmanager
@@ -213,6 +214,11 @@ def standing_on(factory: KVConnectorFactory, clock: Clock) -> Iterator[None]:
         _GROUND.reset(token)
 
 
+def hold_weights(look: Callable[[], str]) -> None:
+    """Let workers whose connectors vLLM makes from now on say that they hold what ``look`` returns."""
+    _HELD.set(look)
+
+
 class SimulatedConnector(CargoholdConnector):
     """The adapter, with a simulated factory and clock."""
 
@@ -221,3 +227,6 @@ class SimulatedConnector(CargoholdConnector):
 
     def _clock(self) -> Clock:
         return _GROUND.get()[1]
+
+    def _look_at_weights(self) -> Callable[[], str]:
+        return _HELD.get()

@@ -42,6 +42,7 @@ from cargohold.lab.vllm.configuration import (
     MAX_MODEL_LEN,
     RETAINED,
     config_of_rank,
+    hold_weights,
     kv_cache_config,
     num_blocks_needed,
     standing_on,
@@ -306,6 +307,7 @@ class VllmEngine(Replica):
             hash_block_size=hash_tokens,
             log_stats=True,
         )
+        hold_weights(lambda: str(self.chains.version))
         self.workers = [self._new_worker(config, caches, rank) for rank in range(shape.world_size)]
         self.aggregator = KVOutputAggregator.from_connector(self.vllm.connector, shape.world_size)
         self.scheduler = self._view()

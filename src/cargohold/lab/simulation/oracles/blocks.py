@@ -94,6 +94,8 @@ class CopyOracle(Oracle):
         self._guards = guards_of(engine.scheduler.connector)
         self._num_broken = 0
         self._is_stopping = False
+        self._give_up_stores = self._connector.give_up_stores
+        vars(self._connector)["give_up_stores"] = self._give_up_stores_watched
         if holds:
             self._allocate = self._pool.allocate
             vars(self._pool)["allocate"] = self._allocate_watched
@@ -119,6 +121,13 @@ class CopyOracle(Oracle):
         for copies in self._copies:
             left = sorted(copies.block_ids() - held)
             self.require(not left, f"blocks {left} are still being copied, and not held for that")
+
+    def _give_up_stores_watched(self) -> None:
+        sides = [side for side, _ in offloading_sides(self._connector)]
+        job_ids = [store.job_id for side in sides for store in side.jobs.stores()]
+        self._give_up_stores()
+        for copies in self._copies:
+            copies.give_up_reads(job_ids)
 
     def _allocate_watched(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
         blocks = self._allocate(num_blocks)
