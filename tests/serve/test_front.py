@@ -235,6 +235,17 @@ def test_a_client_that_goes_away_in_the_middle_of_its_body_leaves_nothing(line: 
     assert not line.behind.seen
 
 
+def test_that_a_client_has_gone_reaches_the_server_behind(line: Line) -> None:
+    seen: list[str] = []
+
+    async def behind(_scope: Any, receive: Any, _send: Any) -> None:
+        seen.extend([(await receive())["type"] for _ in range(2)])
+
+    line.front._app = behind
+    line.ask({**ASKED, "tools": TOOLS})
+    assert seen == ["http.request", "http.disconnect"]
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

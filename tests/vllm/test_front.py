@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Served:
     def call(self, path: str, body: Any = None, key: str | None = None, method: str | None = None) -> tuple[int, Any]:
         """A request; returns its status, and the answer as JSON or text."""
         headers = {"content-type": "application/json"} | ({} if key is None else {"x-api-key": key})
-        sent = None if body is None else json.dumps(body).encode()
+        sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         try:
             with urlopen(Request(self.url + path, sent, headers, method=method), timeout=300) as answer:
                 status, text = answer.status, answer.read().decode()
@@ -262,6 +263,22 @@ def test_only_keys_let_in_and_tenants_have_no_way_around_their_salts(served: Ser
     assert served.call("/tokenize", {"model": "m", "prompt": "Hello"}, KEYS["acme"])[1]["count"] == 5
     assert served.call("/invocations", chat, VLLM_KEY)[0] == 200, "its operator may"
     assert served.call("/health")[0] == 200
+
+
+@pytest.mark.parametrize("tenant", ["acme", None])
+def test_bodies_of_all_kinds_leave_the_server_as_it_was(served: Served, tenant: str | None) -> None:
+    key = VLLM_KEY if tenant is None else KEYS[tenant]
+    chance = random.Random(3)
+    good = json.dumps({"model": "m", "messages": [{"role": "user", "content": THANKS}], "max_tokens": 1}).encode()
+    bodies = [b"", b"[1]", b"\xff", b'{"a": NaN}', b"[" * 5000, good[:-1], good.decode().encode("utf-16")]
+    for _ in range(30):
+        at = chance.randrange(len(good))
+        bodies.append(good[:at] + bytes([chance.randrange(256)]) + good[at + 1 :])
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses"):
+        for body in bodies:
+            status, _ = served.call(path, body, key)
+            assert status in {200, 400, 404, 422}, (path, body)
+    assert served.call("/v1/chat/completions", json.loads(good), key)[0] == 200
 
 
 def test_keys_are_in_no_log_and_in_no_metric_and_tenants_have_their_names(served: Served) -> None:
