@@ -70,7 +70,9 @@ class TiersBelow(Guest):
         wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, limit_tokens, state.tenant)
         waiting = self._waiting.get(state.request.request_id)
         if num_found_tokens is not None:
-            return self._begins_to_wait(state, waiting, wanted, num_found_tokens)
+            if waiting is not None:
+                return self._prefetcher.begins_again(waiting, wanted, num_found_tokens)
+            return self._begins_to_wait(state, wanted, num_found_tokens)
         if waiting is not None and waiting.has_expired:
             waiting = None
             del self._waiting[state.request.request_id]
@@ -80,14 +82,10 @@ class TiersBelow(Guest):
             waiting.num_announced = self.num_announced(state)
         return self._prefetcher.must_wait(waiting, wanted)
 
-    def _begins_to_wait(
-        self, state: RequestState, waiting: Waiting | None, wanted: Wanted, num_found_tokens: int
-    ) -> bool:
-        if waiting is not None:
-            return self._prefetcher.begins_again(waiting, wanted, num_found_tokens)
+    def _begins_to_wait(self, state: RequestState, wanted: Wanted, num_found_tokens: int) -> bool:
         if wanted.limit_tokens - num_found_tokens < state.chunk_tokens:
             return False
-        found = num_found_tokens, self.num_announced(state)
+        found = num_found_tokens, self.num_announced(state) if state.request.kv_transfer_params else 0
         if self.on_ask is None:
             waiting = self._prefetcher.begin(wanted, state.notes, *found)
         else:

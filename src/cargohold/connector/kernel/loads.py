@@ -161,7 +161,7 @@ class TierLookup:
         num_tokens = state.request.num_tokens
         groups = [GroupUnits(keys.group, keys.chunk_tokens, ChunkStates(self._manager, keys)) for keys in state.keys]
         hit = longest_hit(groups, num_tokens, num_computed_tokens, limit_tokens)
-        shared_end = _shared_end(groups, hit, num_tokens, num_computed_tokens)
+        shared_end = _shared_end(groups, hit, num_tokens, num_computed_tokens) if len(groups) > 1 else 0
         if hit.num_tokens - num_computed_tokens < state.chunk_tokens:
             # Not worth a transfer: less than one chunk beyond the computed tokens.
             return Lookup(
