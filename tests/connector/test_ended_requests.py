@@ -10,6 +10,7 @@ from cargohold.connector.kernel.requests import RequestState
 from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.protocol import TurnEnd
 from tests.connector.common import alone, evict_everything, finish, prompt
 from tests.connector.offloading import keys_of
 
@@ -145,3 +146,20 @@ def test_chunks_of_an_ended_request_are_dropped_once_their_blocks_are_reused() -
     finish(engine, offloading)
     assert offloading.manager.num_ready == 6, "what was being copied when the request ended"
     assert offloading.manager.lookup_run(keys_of(prompt(0, 49), 12)) == bytes([READY]) * 6
+
+
+def test_the_manager_hears_how_each_turn_ended_with_the_chunks_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloading = SimulatedOffloading(16)
+    engine = SimulatedEngine(simulated_layout(24), offloading)
+    heard: list[tuple[list[bytes], TurnEnd]] = []
+    monkeypatch.setattr(offloading.manager, "end_turn", lambda keys, end: heard.append((list(keys), end)))
+    tokens = prompt(1, 12)
+    engine.add("whole", tokens, 6)
+    finish(engine, offloading)
+    engine.add("gone", tokens, 6)
+    engine.step()
+    engine.abort("gone")
+    finish(engine, offloading)
+    whole, gone = heard
+    assert whole == (keys_of([*tokens, *engine.requests["whole"].output_token_ids], 4), TurnEnd.LENGTH)
+    assert gone == (keys_of(tokens, 3), TurnEnd.ABORT)

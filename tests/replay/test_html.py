@@ -73,21 +73,30 @@ def test_the_page_needs_nothing_from_outside() -> None:
     assert {"lru", "optimum", "infinite", "Mind the <gap>.", "Replay of <b>&trace"} <= set(reader.text)
 
 
-def test_the_page_of_a_plan_begins_with_the_recommendation() -> None:
+@pytest.mark.parametrize(("price", "num_charts"), [(1e-6, 3), (1e9, 2)])
+def test_the_page_of_a_plan_begins_with_the_recommendation(price: float, num_charts: int) -> None:
+    """Each chart has a mark at what is recommended; nothing is drawn of a disk that is refused."""
     paths = [[at % 7, 100 + at % 7] for at in range(60)]
     workload = load_workload(
         TraceRequest(hash_ids=path, block_tokens=16, timestamp_ms=1000 * at) for at, path in enumerate(paths)
     )
     costs = CostModel(bytes_per_token=1 << 16, prefill_tokens_per_s=100.0)
-    planner = Planner(workload, costs, "arc", Budget(host_bytes=4 << 20, disk_bytes=16 << 20))
+    planner = Planner(
+        workload,
+        costs,
+        "arc",
+        Budget(host_bytes=1 << 20, disk_bytes=16 << 20, disk_price_s=price),
+    )
     results = [one for name in ("arc", "lru", "optimum", "infinite") for one in replay(workload, name, planner.curve())]
     results += replay(workload, "arc", planner.further(results))
     plan = planner.plan(results)
     text = plan_page(planner, plan, Report(("t",), workload, costs, tuple(results), ("A <remark>.",)), ["Buy <this>."])
     reader = read(text)
-    assert reader.tags.count("svg") == 3 and not re.search(r"https?://|url\(|@import|<script|<link", text)
+    assert reader.tags.count("svg") == text.count('class="mark"') == num_charts
+    assert not re.search(r"https?://|url\(|@import|<script|<link", text)
     assert reader.text.index("Buy <this>.") < reader.text.index("What the next GiB is worth")
-    assert {"arc", "lru", "optimum", "host alone", "with disk", "price", "A <remark>."} <= set(reader.text)
+    assert {"arc", "lru", "optimum", "price", "A <remark>.", "max_daily_bytes"} <= set(reader.text)
+    assert ("with disk" in reader.text) is (num_charts == 3)
 
 
 def test_every_colour_that_is_used_is_defined_for_light_and_dark() -> None:

@@ -15,10 +15,20 @@ from cargohold.errors import ConfigError
 from cargohold.lab.replay.costs import CostModel
 from cargohold.lab.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
-from cargohold.lab.replay.report import Machine, advise, as_facts, disk_problems, fits, plan_table, recommend
+from cargohold.lab.replay.report import (
+    Machine,
+    advise,
+    as_facts,
+    disk_problems,
+    disk_table,
+    fits,
+    plan_table,
+    recommend,
+)
 from cargohold.lab.replay.tiers import DISK, HOST
 from cargohold.lab.replay.traces import TraceRequest, read_trace
 from cargohold.lab.replay.workload import Selection, Workload, load_workload
+from cargohold.option_values import format_bytes
 
 TOKEN_BYTES = 1 << 10
 BLOCK_TOKENS = 16
@@ -145,7 +155,7 @@ class TestRecommendation:
         assert plan.recommendation is not None
         hot = 10 * BLOCK_TOKENS * TOKEN_BYTES
         assert hot < plan.recommendation.num_bytes < 4 * hot
-        assert "beyond, less" in words
+        assert "Beyond, it saves less." in words
 
     def test_if_all_of_a_long_trace_pays_it_is_all_of_it(self) -> None:
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
@@ -168,7 +178,7 @@ class TestRecommendation:
         budget = Budget(host_bytes=1 << 40)
         planner, plan, words = planned(conversations(10), budget, CHAT_COSTS, "lru")
         assert plan.host is plan.steps[-1] and not plan.host.is_judged
-        assert "(the trace is too short to fill it)" in words
+        assert "The trace is too short to fill it." in words
         assert plan_table(planner, plan)[1][-1][1] == "too short"
 
     def test_a_dear_gib_is_not_recommended(self) -> None:
@@ -230,8 +240,9 @@ class TestDemand:
         assert planner.demand() == pytest.approx(2.0, rel=0.01)
         assert plan.recommended is not None
         assert planner.demand_left(plan.recommended.result) == pytest.approx(1.0, rel=0.01)
-        assert "Without a cache, prefill keeps 2 accelerators busy: 32 tokens are asked for per second" in words
-        assert "prefix hits, 1 accelerator busy." in words
+        assert "Prompts ask for 32 tokens per second" in words
+        assert "Without a cache, prefill keeps 2 accelerators busy." in words
+        assert "With what is recommended, prefill keeps 1 accelerator busy." in words
         facts = as_facts(planner, plan)
         assert facts["demand_accelerators"] == pytest.approx(2.0, rel=0.01)
         assert facts["demand_left_accelerators"] == pytest.approx(1.0, rel=0.01)
@@ -249,6 +260,23 @@ class TestDemand:
         (result,) = replay(warm, "lru", [(5,)])
         (host,) = result.tiers
         assert (host.stored, host.evicted, host.held) == (20, 20, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "one cache, for the one engine that serves all requests"),
+        ({"num_engines": 4}, "one cache that all 4 engines see"),
+        (
+            {"num_engines": 4, "per_engine": True},
+            "the cache of each of 4 engines, for a trace of one of them. Together",
+        ),
+    ],
+)
+def test_it_is_said_for_how_many_engines_a_cache_is(options: dict[str, Any], said: str) -> None:
+    costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
+    _, _, words = planned(looping(), Budget(host_price_s=300_000.0, **options), costs)
+    assert said in words
 
 
 class TestDisk:
@@ -274,7 +302,7 @@ class TestDisk:
         assert "Recommended below 1.0 GiB of host memory: 8.0 GiB of disk." in words
         left = as_facts(planner, plan)["disk"]["demand_left_accelerators"]
         assert plan.host is not None and left < (planner.demand_left(plan.host.result) or 0.0)
-        assert f"both together leave {left:.2g} accelerators busy" in words
+        assert f"Both together leave {left:.2g} accelerators busy" in words
 
     @pytest.mark.parametrize(
         ("limits", "problem"),
@@ -291,6 +319,18 @@ class TestDisk:
         assert problem in found
         assert "Not recommended: 8.0 GiB of disk." in words and "Recommended below" not in words
         assert as_facts(planner, plan)["disk"]["problems"] == [found]
+
+    def test_it_is_said_what_it_may_be_written_in_a_day(self) -> None:
+        for writes_per_day in (1.0, 1e6):
+            planner, plan, words = self.plan(disk_writes_per_day=writes_per_day)
+            heads, rows = disk_table(planner, plan)
+            assert heads[-1] == "max_daily_bytes" and plan.host is not None and plan.host.with_disk is not None
+            most = format_bytes(int(8 * GIB * writes_per_day))
+            assert f"max_daily_bytes={most}." in words
+            disk = plan.host.with_disk[1].tiers[1]
+            per_token = disk.stored * planner.chunk_bytes // (disk.loaded * (planner.workload.chunk_tokens or 0))
+            (row,) = (row for row in rows if row[0] == "1.0 GiB")
+            assert (row[2], row[4]) == (format_bytes(per_token), most)
 
     def test_what_is_written_and_read_is_that_of_the_full_disk(self) -> None:
         planner, plan, _ = self.plan()

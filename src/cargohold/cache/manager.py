@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias, final
 
 from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
-from cargohold.protocol import KVCacheGroup
+from cargohold.protocol import KVCacheGroup, TurnEnd
 
 OffloadKey: TypeAlias = bytes
 """Block hash of a chunk's last block, then the KV-cache group's index in four bytes, little-endian: 36 bytes."""
@@ -206,6 +206,12 @@ class OffloadManager(ABC):
         """Keep the prefixes that end with these chunks from being evicted soon: a request waits for them.
 
         That is no use of its own. A chunk costs no more if its prefix is long, so this may be called in every step.
+        """
+
+    def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:  # noqa: B027  # it helps to choose victims
+        """Learn that the request that uses these chunks has ended, and how: what becomes of them depends on that.
+
+        ``keys`` are in prefix order, those of its answer included.
         """
 
     def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:
@@ -437,6 +443,9 @@ class ForwardingManager(OffloadManager):
 
     def renew(self, ends: Iterable[OffloadKey]) -> None:  # noqa: D102
         self.inner.renew(ends)
+
+    def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:  # noqa: D102
+        self.inner.end_turn(keys, end)
 
     def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:  # noqa: D102
         return self.inner.drop(keys, tenant)

@@ -24,6 +24,7 @@ from cargohold.cache.chunk_table import NO_SLOT
 from cargohold.cache.policies import ReplacementPolicy, RunsPolicy
 from cargohold.cache.policies.runs import Aside
 from cargohold.cache.retention import HELD, NORMAL
+from cargohold.protocol import TurnEnd
 
 OTHERS: Final = "others"
 """Name, in reports, of the share of tenants without a quota."""
@@ -180,6 +181,10 @@ class Shares(ReplacementPolicy):
     def renew(self, slot: int) -> None:  # noqa: D102
         for share, (own,) in self._by_share([slot]):
             share.policy.renew(own)
+
+    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:  # noqa: D102
+        for share, part in self._by_share(slots):
+            share.policy.end_turn(keys, part, end)
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         own, table = self._shares[self.tenant], self.table

@@ -25,6 +25,7 @@ from cargohold.cache.policies import Newcomers, ReplacementPolicy, RunsPolicy, f
 from cargohold.cache.retention import NORMAL
 from cargohold.cache.shares import Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
+from cargohold.protocol import TurnEnd
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
 
@@ -191,6 +192,10 @@ class TierManager(OffloadManager):
             slot = self._table.find(key)
             if slot != NO_SLOT and self._table.states[slot] == chunk_table.READY:
                 self.policy.renew(slot)
+
+    def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:  # noqa: D102
+        if keys and end is not TurnEnd.UNKNOWN:
+            self.policy.end_turn(keys, [slot for slot in self._table.find_each(keys) if slot is not None], end)
 
     def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:  # noqa: D102
         table = self._table

@@ -32,7 +32,7 @@ from cargohold.errors import ConfigError
 from cargohold.lab.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.lab.replay.html import page, plan_page, write_text
 from cargohold.lab.replay.planning import BASELINE, Budget, Plan, Planner
-from cargohold.lab.replay.replaying import BOUNDS, GUESSED, HINTED, INFINITE, Capacities, ReplayResult, check_policies
+from cargohold.lab.replay.replaying import BOUNDS, HINTED, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.lab.replay.report import (
     Machine,
     Report,
@@ -41,6 +41,7 @@ from cargohold.lab.replay.report import (
     describe_amount,
     describe_size,
     describe_trace,
+    disk_table,
     fits,
     format_seconds,
     plan_table,
@@ -48,11 +49,11 @@ from cargohold.lab.replay.report import (
     unit_of_gain,
 )
 from cargohold.lab.replay.workload import Workload
-from cargohold.option_values import is_positive_number, parse_bytes
+from cargohold.option_values import format_bytes, is_positive_number, parse_bytes
 from cargohold.process import memory_limit_bytes
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)
-_HINTS = {"derived": HINTED, "guessed": GUESSED}
+_KNOWN = "known"
 _DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
 
 
@@ -71,8 +72,8 @@ class GridOptions:
     hints: Annotated[
         str | None,
         typer.Option(
-            help="derived: also replay each policy with hints that an orchestrator could give. "
-            "guessed: with kinds of pauses guessed from earlier ones."
+            help="known: also replay each policy with hints of an orchestrator, who knows how each turn ended, and which "
+            "sessions are closed."
         ),
     ] = None
     model: Annotated[str | None, typer.Option(help="Model that tells KV bytes per token.", metavar="MODEL")] = None
@@ -85,10 +86,9 @@ class GridOptions:
         check_policies(names)
         if self.hints is None:
             return names
-        if self.hints not in _HINTS:
-            raise ConfigError("hints", self.hints, f"it must be {' or '.join(_HINTS)}")
-        suffix = _HINTS[self.hints]
-        return [each for name in names for each in ((name,) if name in BOUNDS else (name, name + suffix))]
+        if self.hints != _KNOWN:
+            raise ConfigError("hints", self.hints, f"it must be {_KNOWN}")
+        return [each for name in names for each in ((name,) if name in BOUNDS else (name, name + HINTED))]
 
     def sizes(self) -> tuple[list[Size], list[Size]]:
         """Sizes of host memory, and the size of the disk if there is one. Raises ``ConfigError`` for what is not a size."""
@@ -232,6 +232,11 @@ class PlanOptions:
     disk_writes_per_day: Annotated[
         float, typer.Option(help="How often a day the disk may be written from end to end (DWPD).")
     ] = 1.0
+    engines: Annotated[int, typer.Option(help="Engines that are planned for.")] = 1
+    per_engine: Annotated[
+        bool,
+        typer.Option("--per-engine", help="Each has a cache, and the trace is of one. By default all see one cache."),
+    ] = False
     policy: Annotated[str, typer.Option(help=f"One of {POLICY_NAMES}.")] = DEFAULT_POLICY
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
 
@@ -248,6 +253,8 @@ class PlanOptions:
             disk_price_s=_checked("disk_price", self.disk_price),
             disk_write_bytes_per_s=parse_bandwidth("disk_write_bandwidth", self.disk_write_bandwidth),
             disk_writes_per_day=_checked("disk_writes_per_day", self.disk_writes_per_day),
+            num_engines=self.engines,
+            per_engine=self.per_engine,
         )
 
     @contextmanager
@@ -333,11 +340,19 @@ def _show(planner: Planner, found: Plan, words: list[str]) -> None:
         lines = wrap(sentence, max(_LEAST_WIDTH, console.width - 2)) if console.is_terminal else [sentence]
         console.print("* " + "\n  ".join(lines), highlight=False, markup=False, soft_wrap=True)
     console.print(f"\n{found.policy}, by size of host memory, once it is full", style="bold", highlight=False)
-    heads, rows = plan_table(planner, found)
+    _print_rows(console, *plan_table(planner, found))
+    console.print(f"next GiB: what each GiB up to the next size brings, in {unit_of_gain(planner)}", highlight=False)
+    heads, rows = disk_table(planner, found)
+    if rows:
+        what = f"{format_bytes(planner.budget.disk_bytes or 0)} of disk below, by size of host memory"
+        console.print(f"\n{what}", style="bold", highlight=False)
+        _print_rows(console, heads, rows)
+
+
+def _print_rows(console: Answers, heads: list[str], rows: list[list[str]]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in heads:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console.print_table(table)
-    console.print(f"next GiB: what each GiB up to the next size brings, in {unit_of_gain(planner)}", highlight=False)

@@ -19,6 +19,8 @@ class TurnEnd(Enum):
     It tells who goes on: a tool that answers within seconds, or a person who may not come back.
     """
 
+    UNKNOWN = "unknown"
+    """The engine cannot tell, or the request has not ended."""
     ANSWER = "answer"
     """The model has ended its turn, and calls no tool."""
     TOOL_CALL = "tool_call"
@@ -29,8 +31,6 @@ class TurnEnd(Enum):
     """It was ended from outside: by its client, or because the engine pauses."""
     ERROR = "error"
     """The request has failed."""
-    UNKNOWN = "unknown"
-    """The engine cannot tell, or the request has not ended."""
 
     @classmethod
     def named(cls, word: object) -> TurnEnd:

@@ -15,8 +15,9 @@ from cargohold.cache import StoreOffer, TierManager, make_manager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.chunk_table import READY as READY_SLOT
 from cargohold.cache.policies import DEFAULT_POLICY
-from cargohold.cache.policies.reuse_index import AbsentChunks, ReuseIndexPolicy
+from cargohold.cache.policies.reuse_index import _NEW, AbsentChunks, ReuseIndexPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_bucket
+from cargohold.protocol import TurnEnd
 from tests.cache.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.cache.manager.naive_tier import NaiveTier
 from tests.effort import examples
@@ -46,6 +47,10 @@ class NoHoles(RuleBasedStateMachine):
         known = {**self.tier.ready, **self.tier.writing}
         first = next((at for at, name in enumerate(keys) if name not in known), len(keys))
         self.tier.store(keys[first : first + 1], keys[first - 1] if first else None)
+
+    @rule(path=paths, end=st.sampled_from(TurnEnd))
+    def end(self, path: tuple[int, ...], end: TurnEnd) -> None:
+        self.tier.manager.end_turn(chain(path), end)
 
     @precondition(lambda self: self.tier.stores)
     @rule()
@@ -280,12 +285,12 @@ def test_what_is_known_of_absent_chunks_is_found_by_their_tags(num_others: int) 
     first, second, third = tags = [0x12345678, 0x23456789, 0x3456789A]
     absent.remember_each([first, second, *others], [3, 5, *([1] * num_others)], [100, 200, *([300] * num_others)])
     found = dict(absent.recall([*tags, *others], 1_000))
-    assert {at: kind for at, kind in found.items() if at < len(tags)} == {0: (4 << 8) + 40 + 5, 1: (6 << 8) + 40 + 5}
+    assert {at: kind for at, kind in found.items() if at < len(tags)} == {0: 4 * _NEW + 40 + 5, 1: 6 * _NEW + 40 + 5}
     assert len(found) == 2 + num_others
     absent.remember_each([third], [255], [1 << 32])
-    assert list(absent.recall([third], (1 << 32) + 7)) == [(0, (255 << 8) + 60 + 2)]
+    assert list(absent.recall([third], (1 << 32) + 7)) == [(0, 255 * _NEW + 60 + 2)]
     absent.remember_each([*others, third, third], [*([1] * num_others), 2, 3], [*([300] * num_others), 1, 1 << 32])
-    assert dict(absent.recall([third], (1 << 32) + 7)) == {0: (4 << 8) + 40 + 2}, "the last one counts"
+    assert dict(absent.recall([third], (1 << 32) + 7)) == {0: 4 * _NEW + 40 + 2}, "the last one counts"
     every_place = list(range(1 << 16))
     assert not list(AbsentChunks(16).recall(every_place, 0)), "something is known before anything was told"
 
@@ -303,3 +308,28 @@ def request(manager: TierManager, keys: list[bytes]) -> int:
     handle = manager.prepare_store(keys[length:], keys[length - 1] if length else None)
     handle.commit()
     return len(handle.keys)
+
+
+def serve_agents(*, told: bool, last: TurnEnd = TurnEnd.ANSWER) -> int:
+    """Agents, every second of which comes back once; return how many chunks were found.
+
+    Nothing but the end of its turn tells which ones do.
+    """
+    manager = make_manager("reuse-index", 24)
+    manager.admit_all()
+    num_found = 0
+    for number in range(400):
+        turns = [(number, number % 2 == 0), *([(number - 8, False)] if number % 2 == 0 and number >= 8 else [])]
+        for agent, goes_on in turns:
+            prompt = numbered(*range(4 * agent, 4 * agent + 4))
+            found = manager.touch(prompt)
+            num_found += found
+            manager.prepare_store(prompt[found:], prompt[found - 1] if found else None).commit()
+            manager.end_turn(prompt, (TurnEnd.TOOL_CALL if goes_on else last) if told else TurnEnd.UNKNOWN)
+    manager.check()
+    return num_found
+
+
+@pytest.mark.parametrize("last", [TurnEnd.ANSWER, TurnEnd.LENGTH])
+def test_how_turns_end_decides_what_stays_whatever_the_ends_mean(last: TurnEnd) -> None:
+    assert serve_agents(told=True, last=last) > 1.4 * serve_agents(told=False)

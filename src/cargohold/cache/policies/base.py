@@ -17,6 +17,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.policies.runs import Order, Run, Runs
+from cargohold.protocol import TurnEnd
 
 
 class Newcomers(NamedTuple):
@@ -61,6 +62,15 @@ class ReplacementPolicy(ABC):
 
     def renew(self, slot: int) -> None:  # noqa: B027  # an order without times has nothing to renew
         """Let the prefix that ends in ``slot`` count as used now, although it is not: somebody waits for it, or goes on."""
+
+    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:  # noqa: B027  # most do not learn
+        """Learn that a request has ended.
+
+        Args:
+            keys: all its chunks, those of its answer included, in prefix order.
+            slots: slots of those that are in the tier.
+            end: how it ended.
+        """
 
     @abstractmethod
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:

@@ -16,19 +16,23 @@ from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.policies.base import Newcomers, RunsPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, age_bucket
 from cargohold.cache.policies.runs import Order, Run, Runs
+from cargohold.protocol import TurnEnd
 
 _MAX_USES: Final = 255
 
 # A class combines a level (1, 2-3, 4-7, 8 or more uses), whether the chunk was the last of its request, and a detail: for a new
 # chunk, how often the prefix that it continues was used; for others, the time between the last two uses, by powers of four.
+# When the turn has ended, it is another class.
 # A kind is a class and, in the bits above, the number of uses.
 _NUM_LEVELS: Final = 4
 _DETAILS: Final = 10
 _LAST: Final = _DETAILS
 _PER_LEVEL: Final = 2 * _DETAILS
 _NUM_CLASSES: Final = _NUM_LEVELS * _PER_LEVEL
+_ENDS: Final = {end: number * _NUM_CLASSES for number, end in enumerate(TurnEnd)}
+"""What is added to a class when the turn that used the chunk last has ended so."""
 _CONTINUES_OFTEN: Final = 3
-_CLASS_BITS: Final = 8
+_CLASS_BITS: Final = 9
 _CLASS: Final = (1 << _CLASS_BITS) - 1
 _NEW: Final = 1 << _CLASS_BITS
 
@@ -74,7 +78,7 @@ class ReuseIndexPolicy(RunsPolicy):
         self._now = 0
         self._admits_all = False
         self._tags = array("I", bytes(4 * capacity))
-        self._model = ReuseModel(_NUM_CLASSES, _DETAILS, capacity)
+        self._model = ReuseModel(_NUM_CLASSES, _DETAILS, capacity, len(_ENDS))
         self._absent = AbsentChunks(capacity)
         self._cells: dict[int, Cell] = {}
         self._queue: list[tuple[float, int]] = []
@@ -112,6 +116,15 @@ class ReuseIndexPolicy(RunsPolicy):
             classes = [run.kind & _CLASS for run in map(run_of.__getitem__, sampled) if run is not None]
             self._model.observe_each([tags[slot] for slot in sampled], classes, self._now)
         self._now += len(slots)
+
+    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:  # noqa: D102
+        added = _ENDS[end]
+        self._model.note_end(list(map(crc32, keys)), added // _NUM_CLASSES)
+        for run, same in groupby(map(self.runs.run_of.__getitem__, slots)):
+            # A run of which the turn has used a part only is another's.
+            if run is not None and (run.kind & _CLASS) < _NUM_CLASSES and sum(1 for _ in same) == run.num_live:
+                kind = run.kind + added
+                self.runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
 
     def renew(self, slot: int) -> None:  # noqa: D102
         self.runs.renew(slot, self._now, self._cell_of)
@@ -308,8 +321,13 @@ class ReuseIndexPolicy(RunsPolicy):
         if now - self._aged_at < self._aged_after:
             return
         self._aged_at = now
+        due = [
+            cell
+            for cell in self._cells.values()
+            if (run := cell.end.newer) is not None and now - run.time >= 2 << cell.bucket
+        ]
         # The older ones first, so that each cell stays in order.
-        for cell in sorted(self._cells.values(), key=attrgetter("bucket"), reverse=True):
+        for cell in sorted(due, key=attrgetter("bucket"), reverse=True):
             while (run := cell.oldest) is not None and (bucket := age_bucket(now - run.time)) > cell.bucket:
                 cell.pass_on(now - (1 << bucket), self._cell(run.kind, bucket))
 

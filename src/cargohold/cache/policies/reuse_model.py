@@ -45,6 +45,10 @@ _MANY: Final = 16
 
 NUM_TAGS: Final = 1 << 32
 _OPEN: Final = -1
+_NUM_GROUPS: Final = 3
+"""Ages of which how the turn ended tells different things: up to about an eighth of the tier's slots, up to all, and more."""
+_TURN_WEIGHT: Final = 1.0
+"""If the chunks of fewer turns than this were at risk, the class alone counts more than how the turn ended."""
 
 _EDGES = np.concatenate(([0.0], 2.0 ** np.arange(1, NUM_AGES + 1)))
 _WIDTHS = np.diff(_EDGES)
@@ -65,16 +69,18 @@ class ReuseModel:
         num_classes: number of classes, which are ``0 .. num_classes - 1``.
         family_size: number of consecutive classes that form a family: they are alike, and share what they learn.
         capacity: number of slots of the tier, which determines how far back records should reach.
+        num_ends: in how many ways a turn may end; 0 stands for not known.
 
     Attributes:
         sample_end: chunks with a smaller tag are in the sample.
-        index: the reuse index, by class and age bucket. Replaced by ``fit``.
+        index: the reuse index, by class and age bucket, for each end of turns. Replaced by ``fit``.
     """
 
-    def __init__(self, num_classes: int, family_size: int, capacity: int) -> None:
+    def __init__(self, num_classes: int, family_size: int, capacity: int, num_ends: int = 1) -> None:
         self.sample_end = NUM_TAGS
         # Before anything is known: the older, the less worth.
-        self.index: Index = np.tile(2.0 ** -np.arange(NUM_AGES), (num_classes, 1))
+        self.index: Index = np.tile(2.0 ** -np.arange(NUM_AGES), (num_ends * num_classes, 1))
+        self._num_classes = num_classes
         self._family_size = family_size
         self._span = max(_MIN_SPAN, _SPAN_PER_SLOT * capacity)
         self._next_fit = _FIRST_FIT
@@ -83,8 +89,13 @@ class ReuseModel:
         self._classes = np.zeros(_NUM_RECORDS, dtype=np.uint8)
         self._starts = np.zeros(_NUM_RECORDS, dtype=np.int64)
         self._ends = np.zeros(_NUM_RECORDS, dtype=np.int64)
+        self._turn_ends = np.zeros(_NUM_RECORDS, dtype=np.uint8)
+        self._num_ends = num_ends
+        self._num_turns = self._num_noted = 0
+        middle = max(0, capacity.bit_length() - 4), capacity.bit_length() - 1
+        self._groups = np.searchsorted(middle, np.arange(NUM_AGES), side="right")
         # The same memory: single elements are written three times faster this way.
-        self._views = self._tags.data, self._classes.data, self._starts.data, self._ends.data
+        self._views = self._tags.data, self._classes.data, self._starts.data, self._ends.data, self._turn_ends.data
         # By tag: the record of the chunk's last use.
         self._open: dict[int, int] = {}
 
@@ -108,10 +119,18 @@ class ReuseModel:
         self._open.update(zip(tags, range(first, end), strict=True))
         self._tags[first:end], self._classes[first:end] = tags, classes
         self._starts[first:end], self._ends[first:end] = now, _OPEN
+        self._turn_ends[first:end] = 0
         self._num_records = end
 
+    def note_end(self, tags: Sequence[int], turn_end: int) -> None:
+        """Note how the turn ended that used these chunks last. Mutates the records."""
+        records = [record for record in map(self._open.get, tags) if record is not None]
+        self._turn_ends[records] = turn_end
+        self._num_turns += bool(records)
+        self._num_noted += len(records)
+
     def _observe_one_by_one(self, few: Sequence[int], of_classes: Sequence[int], now: int) -> None:
-        tags, classes, starts, ends = self._views
+        tags, classes, starts, ends, turn_ends = self._views
         records, at = self._open, self._num_records
         for tag, chunk_class in zip(few, of_classes, strict=True):
             if at == _NUM_RECORDS:
@@ -122,7 +141,7 @@ class ReuseModel:
                 if before is not None:
                     ends[before] = now
                 records[tag] = at
-                tags[at], classes[at], starts[at], ends[at] = tag, chunk_class, now, _OPEN
+                tags[at], classes[at], starts[at], ends[at], turn_ends[at] = tag, chunk_class, now, _OPEN, 0
                 at += 1
                 self._num_records = at
 
@@ -131,18 +150,45 @@ class ReuseModel:
         if now < self._next_fit:
             return False
         self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
-        self.index = _reuse_index(self._hazards(now))
+        hazards = self._hazards(now)
+        index = _reuse_index(hazards)
+        self.index = np.tile(index, (self._num_ends, 1))
+        for turn_end, factors in self._factors(now, hazards).items() if self._num_turns else ():
+            rows = slice(turn_end * self._num_classes, (turn_end + 1) * self._num_classes)
+            self.index[rows] = _reuse_index(hazards * factors[self._groups])
         return True
 
-    def _hazards(self, now: int) -> Index:
-        """Return reuses per chunk and time, by class and age. Where little is known, that of the family or of all chunks."""
-        num_classes = len(self.index)
+    def _factors(self, now: int, hazards: Index) -> dict[int, Index]:
+        """Return how many times as likely a reuse is as the class alone tells, by the end of the turn, for groups of ages."""
+        used = slice(self._num_records)
+        is_open, ages = self._ages(now)
+        risks = hazards * _WIDTHS
+        # By group, how many reuses a class lets expect up to an age: of the last bucket a half.
+        parts = [np.where(self._groups == group, risks, 0.0) for group in range(_NUM_GROUPS)]
+        expected = np.array([part.cumsum(axis=1) - part / 2 for part in parts])[:, self._classes[used], ages]
+        turn_ends = self._turn_ends[used].astype(np.intp)
+        reused = np.bincount(
+            (turn_ends * _NUM_GROUPS + self._groups[ages])[~is_open], minlength=self._num_ends * _NUM_GROUPS
+        )
+        hoped = np.array([np.bincount(turn_ends, weights=part, minlength=self._num_ends) for part in expected]).T
+        # Chunks of one turn share one fate: what counts is the number of turns.
+        weight = _TURN_WEIGHT * self._num_noted / self._num_turns
+        factors: Index = (reused.reshape(-1, _NUM_GROUPS) + weight) / (hoped + weight)
+        return {turn_end: factors[turn_end] for turn_end in np.unique(turn_ends).tolist() if turn_end}
+
+    def _ages(self, now: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+        """Return, per record, whether its chunk was not used again, and the bucket of the age that it has reached."""
         used = slice(self._num_records)
         is_open = self._ends[used] == _OPEN
         intervals = np.where(is_open, now, self._ends[used]) - self._starts[used]
         # ``age_bucket`` of each: frexp gives the number of bits of an integer.
-        ages = np.clip(np.frexp(intervals)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
-        cells = self._classes[used] * np.intp(NUM_AGES) + ages
+        return is_open, np.clip(np.frexp(intervals)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
+
+    def _hazards(self, now: int) -> Index:
+        """Return reuses per chunk and time, by class and age. Where little is known, that of the family or of all chunks."""
+        num_classes = self._num_classes
+        is_open, ages = self._ages(now)
+        cells = self._classes[: self._num_records] * np.intp(NUM_AGES) + ages
         size = num_classes * NUM_AGES
         ended = np.bincount(cells, minlength=size).reshape(num_classes, NUM_AGES)
         reused = np.bincount(cells[~is_open], minlength=size).reshape(num_classes, NUM_AGES)
@@ -163,7 +209,7 @@ class ReuseModel:
             kept = np.flatnonzero(self._tags < self.sample_end)
         else:
             kept = np.arange(_NUM_RECORDS // 2, _NUM_RECORDS)
-        for array in (self._tags, self._classes, self._starts, self._ends):
+        for array in (self._tags, self._classes, self._starts, self._ends, self._turn_ends):
             array[: len(kept)] = array[kept]
         self._num_records = len(kept)
         is_open = np.flatnonzero(self._ends[: len(kept)] == _OPEN)

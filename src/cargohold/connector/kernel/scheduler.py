@@ -163,6 +163,8 @@ class KernelScheduler(KVConnectorScheduler):
         state = self._requests[request.request_id]
         state.lookup, state.has_ended = None, True
         self._stores.end_request(state, block_ids)
+        for keys in state.keys:
+            self._shared.manager.end_turn(keys.keys, request.turn_end)
         self._guests.request_ended(state, block_ids)
         return keeps_blocks, self._guests.told_at_end(state)
 

@@ -14,6 +14,7 @@ import pytest
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import ChunksRemoved, ChunksStored, LoadHandle, OffloadManager, StoreHandle, StoreOffer
 from cargohold.errors import LifecycleError, MissingChunkError
+from cargohold.protocol import TurnEnd
 
 _CAPACITY = 24
 _NUM_PREFIXES = 6
@@ -105,6 +106,9 @@ class _Traffic:
         """Use a prefix."""
         keys = self.dice.choice(self.prefixes)
         assert self.manager.touch(keys) == self.manager.lookup_run(keys).count(READY)
+        before = self.manager.lookup(keys)
+        self.manager.end_turn(keys, self.dice.choice(list(TurnEnd)))
+        assert self.manager.lookup(keys) == before, "the end of a turn changes what is found"
 
     def remove(self) -> None:
         """Remove a chunk that nobody writes."""

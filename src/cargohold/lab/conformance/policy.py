@@ -17,6 +17,7 @@ from cargohold.cache import LoadHandle, OffloadKey, StoreHandle, StoreOffer, Tie
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import Newcomers, ReplacementPolicy
+from cargohold.protocol import TurnEnd
 
 NUM_OPERATIONS = 250
 
@@ -170,6 +171,12 @@ class StrictPolicy(ReplacementPolicy):
         """Pass on."""
         self._inner.renew(slot)
 
+    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:
+        """Pass on."""
+        before = list(keys), list(slots)
+        self._inner.end_turn(keys, slots, end)
+        assert (list(keys), list(slots)) == before, "end_turn changed its arguments"
+
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         """Pass on, and check what was evicted."""
         table, num_free = self.table, self.table.num_free
@@ -253,7 +260,9 @@ class _Traffic:
             case 0 | 1:
                 self._store()
             case 2:
-                self.manager.touch(self.tree.any_path(self.random))
+                path = self.tree.any_path(self.random)
+                self.manager.touch(path)
+                self.manager.end_turn(path, self.random.choice(list(TurnEnd)))
             case 3:
                 self._load()
             case 4 if self._stores:

@@ -1,15 +1,14 @@
 """The hints that an orchestrator of agents would give while a workload is replayed.
 
 What it is taken to know, and when, is written in ``docs/replay.md``. It says one thing only, with ``retain`` and priorities
-below normal: of the sessions that wait, whose prompts go first. That is decided by *hit density*: how many of the pauses like
-this one, that had lasted as long, ended within some time more, per second that they were waited for; for the best such time.
-Only pauses that have ended by now are counted, so nothing is fitted to a trace but the few constants below.
+below normal: of the sessions that wait, whose prompts go first. That is decided by *hit density*: of all pauses behind turns
+that ended like this one, and that had lasted as long, how many ended within some time more, per second that they were waited
+for; for the best such time. Only pauses that have ended by now are counted, so nothing but a few constants is fitted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -22,15 +21,12 @@ import numpy as np
 from cargohold.cache import OffloadManager
 from cargohold.cache.retention import NORMAL
 from cargohold.errors import ConfigError
-from cargohold.lab.replay.workload import UNKNOWN, Floats, Ints, Workload
+from cargohold.lab.replay.workload import UNKNOWN, Floats, Workload
+from cargohold.protocol import TurnEnd
 
-QUICK_S: Final = 30.0
-"""A pause up to this comes from a quick tool."""
-SLOW_S: Final = 120.0
-"""A pause up to this comes from a slow tool, whose orchestrator ends it after two minutes. Behind longer ones is a person."""
-CLOSED: Final = 3
-"""The kind of a pause that never ends; those before it are of a quick tool, a slow tool, and a person."""
-_TAIL, _BRANCH = 4, 5
+CLOSED: Final = len(TurnEnd)
+"""The kind of a pause that never ends; those before it are of turns that ended as ``TurnEnd`` says, in its order."""
+_TAIL, _BRANCH = CLOSED + 1, CLOSED + 2
 """Kinds of what the next turn leaves behind: the end of the last prompt, or most of it."""
 
 _OVER: Final = 0
@@ -40,26 +36,23 @@ _LEVELS_PER_DOUBLING: Final = 2.0
 """What promises a hit per ``_NORMAL_UP_TO_S`` seconds stays normal; half as many per second, so much less."""
 _LOOKS_S: Final = (0.0, *(4.0 * 1.3**number for number in range(26)))
 """A pause is judged anew when it has lasted so long; the last time after 47 minutes."""
-_NUM_RECALLED: Final = 8
-"""Number of a session's last pauses from which the kind of the next one is guessed."""
 _REFIT_PART: Final = 8
 """Densities are computed anew when there are an eighth more pauses."""
 
 
-class DerivedHints:
+class OrchestratorHints:
     """Gives hints to a tier while a workload is replayed.
 
     Args:
         workload: the requests; they must have times and sessions.
         manager: the tier.
-        kinds: per request, the kind of the pause behind it, as its orchestrator knows it; see ``kinds_of``.
     """
 
-    def __init__(self, workload: Workload, manager: OffloadManager, kinds: Sequence[int]) -> None:
+    def __init__(self, workload: Workload, manager: OffloadManager) -> None:
         self._manager = manager
         self._arrivals_s: list[float] = workload.arrivals_s.tolist()
         self._sessions: list[int] = workload.sessions.tolist()
-        self._kinds = kinds
+        self._kinds = kinds_of(workload)
         self._past = tuple(_Past() for _ in range(_BRANCH + 1))
         # By session that is not closed: the wait behind its last turn, and what it has left behind by the first chunk of that.
         self._waiting: dict[int, _Wait] = {}
@@ -204,38 +197,18 @@ def _num_common(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
     return next((at for at, (key, other) in pairs if key != other), min(len(keys), len(others)))
 
 
-def pauses_s(workload: Workload) -> Floats:
-    """Per request, seconds until the next one of its session; infinite behind its last."""
-    pauses = np.full(len(workload.ends), np.inf)
-    order = np.lexsort((np.arange(len(pauses)), workload.sessions))
-    sessions: Ints = workload.sessions[order]
-    same = sessions[:-1] == sessions[1:]
-    pauses[order[:-1][same]] = (workload.arrivals_s[order[1:]] - workload.arrivals_s[order[:-1]])[same]
-    return pauses
-
-
 def kinds_of(workload: Workload) -> list[int]:
-    """Per request, the kind of the pause behind it: of a quick tool, a slow tool, a person, or ``CLOSED``.
+    """Per request, how its turn ended, or ``CLOSED``.
+
+    That a turn is its session's last is read from the trace's future: orchestrators close sessions, but traces do not say it.
 
     Raises:
         ConfigError: the trace has no times, or no sessions.
     """
     if not workload.is_timed or (workload.sessions == UNKNOWN).all():
-        raise ConfigError("hints", "derived", "the trace must say when requests arrived, and of which session each is")
-    pauses = pauses_s(workload)
-    kinds: list[int] = np.where(np.isfinite(pauses), np.searchsorted((QUICK_S, SLOW_S), pauses), CLOSED).tolist()
+        raise ConfigError("hints", "known", "the trace must say when requests arrived, and of which session each is")
+    kinds: list[int] = workload.turn_ends.tolist()
+    last = {session: request for request, session in enumerate(workload.sessions.tolist())}
+    for request in last.values():
+        kinds[request] = CLOSED
     return kinds
-
-
-def guess_kinds(sessions: Sequence[int], known: Sequence[int]) -> list[int]:
-    """Kinds as they would be guessed: that of most of a session's last pauses; a quick tool's before its first.
-
-    That a session is closed stays known.
-    """
-    recalled: dict[int, deque[int]] = {}
-    guessed = []
-    for session, kind in zip(sessions, known, strict=True):
-        last = recalled.setdefault(session, deque(maxlen=_NUM_RECALLED))
-        guessed.append(kind if kind == CLOSED else max(range(CLOSED), key=last.count))  # of several, the quickest
-        last.append(kind)
-    return guessed

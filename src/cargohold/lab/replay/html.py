@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,8 @@ from cargohold.lab.replay.report import (
     describe_costs,
     describe_size,
     describe_trace,
+    disk_problems,
+    disk_table,
     format_amount,
     format_seconds,
     plan_table,
@@ -59,6 +62,7 @@ class Axes:
         x_title: text below the x axis.
         show_x, show_y: convert a number on the axis to text.
         is_log_y: whether the y axis is logarithmic; values of 0 and below are then not drawn.
+        mark: a value of x at which there is a line from top to bottom, and what it is called.
     """
 
     title: str
@@ -66,6 +70,7 @@ class Axes:
     show_x: Callable[[float], str]
     show_y: Callable[[float], str]
     is_log_y: bool = False
+    mark: tuple[float, str] | None = None
 
 
 class _Scale:
@@ -109,6 +114,7 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
         *_grid(scale, axes),
         *(element for line in series for element in _line(line, scale, axes)),
         *_labels(series, scale),
+        *_mark(series, scale, axes),
         "</svg>",
     ]
     return "\n".join(parts)
@@ -148,6 +154,15 @@ def _labels(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
         highest = max(place, _TOP, highest + _LABEL_GAP)
         x = scale.x(line.points[-1][0]) + 10
         yield f'<text class="name {line.style}" x="{x:.1f}" y="{highest + 4:.1f}">{escape(line.name)}</text>'
+
+
+def _mark(series: Sequence[Series], scale: _Scale, axes: Axes) -> Iterator[str]:
+    if axes.mark is None:
+        return
+    value, name = axes.mark
+    x = scale.x(min(max(value, scale.xs[0]), scale.xs[-1]))
+    yield f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+    yield f'<text class="tick" x="{x:.1f}" y="{_TOP - 3}" text-anchor="middle">{escape(name)}</text>'
 
 
 def _spread(values: Sequence[float]) -> Sequence[float]:
@@ -194,7 +209,8 @@ p { margin: .25rem 0 .75rem; max-width: 46rem; } .soft { color: var(--soft); }
 svg { width: 100%; max-width: 40rem; height: auto; display: block; font: 14px system-ui, sans-serif; }
 .answer { background: var(--card); border-left: 4px solid var(--c2); padding: .75rem 1rem; font-size: 1.1rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 0 2.5rem; }
-.grid { stroke: var(--rule); } .tick { fill: var(--soft); } .line { fill: none; stroke-width: 2.25; }
+.grid { stroke: var(--rule); } .mark { stroke: var(--c2); stroke-width: 1.5; }
+.tick { fill: var(--soft); } .line { fill: none; stroke-width: 2.25; }
 .dot { stroke: var(--paper); stroke-width: 1.5; } .name { font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
@@ -262,7 +278,16 @@ def plan_page(planner: Planner, plan: Plan, report: Report, answer: Sequence[str
 <p class="soft">{escape(describe_costs(report))} Sizes are counted once they are full. Next GiB: what each GiB up to the next
 size brings, in {escape(unit_of_gain(planner))}.</p>
 <div class="scroll"><table>{_row(heads, "th")}{"".join(_row(row, "td") for row in rows)}</table></div>"""
-    return _document("Plan", report, body)
+    return _document("Plan", report, body + _disk(planner, plan))
+
+
+def _disk(planner: Planner, plan: Plan) -> str:
+    heads, rows = disk_table(planner, plan)
+    if not rows:
+        return ""
+    return f"""
+<h2>{escape(format_bytes(planner.budget.disk_bytes or 0))} of disk below, by size of host memory</h2>
+<div class="scroll"><table>{_row(heads, "th")}{"".join(_row(row, "td") for row in rows)}</table></div>"""
 
 
 def _document(kind: str, report: Report, body: str) -> str:
@@ -283,6 +308,7 @@ def _document(kind: str, report: Report, body: str) -> str:
 def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     gains = [(math.sqrt(max(lower, upper / 2) * upper), gain) for lower, upper, gain in planner.gains(plan.steps)]
     most = max((gain for _, gain in gains), default=0.0)
+    plan_axes = partial(_plan_axes, plan)
     if most <= 0:
         return
     # So small a gain is none; on a logarithmic axis it would take most of the room.
@@ -292,7 +318,7 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     yield (
         f"<h2>What the next GiB is worth</h2><p>What one more GiB of host memory brings, in {escape(unit_of_gain(planner))}. "
         f"It pays where the line is above the price.</p>"
-        + line_chart(lines, _plan_axes("What the next GiB brings against size", _three_digits, is_log_y=True))
+        + line_chart(lines, plan_axes("What the next GiB brings against size", _three_digits, is_log_y=True))
     )
     judged = [step for step in plan.steps if step.is_judged]
     found = {plan.policy: [step.result for step in judged]}
@@ -309,10 +335,10 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     ]
     yield (
         "<h2>Prefix hits</h2><p>Blocks found with all blocks before them, once the cache is full. Only the optimum knows the "
-        "future.</p>" + line_chart(lines, _plan_axes("Prefix-hit ratio against size", lambda y: f"{y:g}%"))
+        "future.</p>" + line_chart(lines, plan_axes("Prefix-hit ratio against size", lambda y: f"{y:g}%"))
     )
     pairs = [step.with_disk for step in plan.steps if step.with_disk is not None]
-    if pairs:
+    if pairs and plan.disk is not None and not disk_problems(planner, plan.disk):
         lines = [
             Series(name, style, _points(planner, results, lambda r: 100 * planner.saved_share(r)))
             for name, style, results in (
@@ -323,7 +349,7 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
         disk = format_bytes(planner.budget.disk_bytes or 0)
         yield (
             f"<h2>Host memory and disk together</h2><p>Share of prefill saved, by host memory alone and with {disk} of disk "
-            f"below it.</p>" + line_chart(lines, _plan_axes("Prefill saved against size", lambda y: f"{y:g}%"))
+            f"below it.</p>" + line_chart(lines, plan_axes("Prefill saved against size", lambda y: f"{y:g}%"))
         )
 
 
@@ -331,8 +357,10 @@ def _three_digits(number: float) -> str:
     return f"{float(f'{number:.3g}'):,g}"
 
 
-def _plan_axes(title: str, show_y: Callable[[float], str], *, is_log_y: bool = False) -> Axes:
-    return Axes(title=title, x_title="host memory", show_x=format_bytes, show_y=show_y, is_log_y=is_log_y)
+def _plan_axes(plan: Plan, title: str, show_y: Callable[[float], str], *, is_log_y: bool = False) -> Axes:
+    chosen = plan.recommendation
+    mark = None if chosen is None or not chosen.num_bytes else (float(chosen.num_bytes), format_bytes(chosen.num_bytes))
+    return Axes(title, "host memory", format_bytes, show_y, is_log_y=is_log_y, mark=mark)
 
 
 def _points(

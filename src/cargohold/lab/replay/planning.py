@@ -22,7 +22,7 @@ from cargohold.lab.replay.costs import CostModel
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, Capacities, ReplayResult, count
 from cargohold.lab.replay.tiers import DISK
 from cargohold.lab.replay.workload import Workload
-from cargohold.option_values import is_positive_number
+from cargohold.option_values import is_positive_int, is_positive_number
 
 Gain: TypeAlias = tuple[int, int, float]
 """What each GiB between two sizes, in bytes, brings per hour: seconds of prefill, or tokens."""
@@ -46,6 +46,9 @@ class Budget:
         host_price_s, disk_price_s: price of a GiB of the tier for an hour, in seconds of an accelerator.
         disk_write_bytes_per_s: what the disk can write, for as long as it has to.
         disk_writes_per_day: how often the disk may be written from end to end every day.
+        num_engines: engines that are planned for.
+        per_engine: whether each of them has a cache, and the trace is of one of them. If not, all see one cache, and the trace
+            is of all of them.
     """
 
     host_bytes: int | None = None
@@ -54,6 +57,13 @@ class Budget:
     disk_price_s: float = 0.1
     disk_write_bytes_per_s: float = 2e9
     disk_writes_per_day: float = 1.0
+    num_engines: int = 1
+    per_engine: bool = False
+
+    @property
+    def max_daily_bytes(self) -> int | None:
+        """What the disk may be written in a day so that it lasts; ``None`` without a disk."""
+        return None if self.disk_bytes is None else int(self.disk_bytes * self.disk_writes_per_day)
 
     def __post_init__(self) -> None:
         if self.disk_bytes is not None and self.host_bytes is None:
@@ -61,6 +71,8 @@ class Budget:
         for key in ("host_price_s", "disk_price_s", "disk_write_bytes_per_s", "disk_writes_per_day"):
             if not is_positive_number(getattr(self, key)):
                 raise ConfigError(key, getattr(self, key), "it must be a number above 0")
+        if not is_positive_int(self.num_engines):
+            raise ConfigError("engines", self.num_engines, "it must be an integer from 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +249,17 @@ class Planner:
         """Share of prefill that a cache saves: of time, less that of loads; without a prefill rate, of tokens."""
         asked = self.workload.prompt_tokens_from(len(self.workload.ends) - result.num_requests)
         return self._gain(result) * (self.costs.prefill_tokens_per_s or 1.0) / max(1, asked)
+
+    def written_per_token(self, result: ReplayResult) -> float | None:
+        """Bytes written to the disk per token that was restored from it; ``None`` if none was."""
+        disk = result.tiers[1]
+        assert self.workload.chunk_tokens is not None, "it is known how many tokens a chunk has"
+        return disk.stored * self.chunk_bytes / (disk.loaded * self.workload.chunk_tokens) if disk.loaded else None
+
+    def written_per_day(self, result: ReplayResult) -> float | None:
+        """Bytes written to the disk per day; ``None`` without times."""
+        seconds = self.workload.seconds_from(len(self.workload.ends) - result.num_requests)
+        return result.tiers[1].stored * self.chunk_bytes / seconds * _DAY_S if self.has_rates and seconds else None
 
     def tier_pays(self, tier: str) -> bool | None:
         """Whether loading from a tier is faster than computing; ``None`` if the prefill rate is not known."""

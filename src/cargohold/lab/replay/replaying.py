@@ -6,21 +6,21 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.cache import OffloadManager
 from cargohold.cache.policies import find_policy
 from cargohold.errors import CargoholdError, ConfigError
-from cargohold.lab.replay.hints import DerivedHints, guess_kinds, kinds_of
+from cargohold.lab.replay.hints import OrchestratorHints
 from cargohold.lab.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierLog, TierRun, TierTraffic, run_tiers
 from cargohold.lab.replay.workload import Workload
 from cargohold.process import WorkerPool
@@ -32,8 +32,6 @@ OPTIMUM: Final = "optimum"
 BOUNDS: Final = (OPTIMUM, INFINITE)
 HINTED: Final = "+hints"
 """What is appended to a policy's name where it gets hints; see ``cargohold.lab.replay.hints``."""
-GUESSED: Final = "+guesses"
-"""The same where the kind of a pause is guessed from the session's earlier pauses."""
 
 Capacities = tuple[int, ...]
 """Slots of each tier, first tier first."""
@@ -85,8 +83,7 @@ def replay(
 
     Args:
         workload: the requests.
-        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` or ``GUESSED`` behind it,
-            hints are given.
+        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` behind it, hints are given.
         capacities: the sizes. For an infinite cache there is only one result.
         disk_policy: policy of a second tier.
 
@@ -106,12 +103,7 @@ def check_policies(policies: Sequence[str]) -> None:
     """Raise ``ConfigError`` for a name that is neither a policy nor a bound."""
     for policy in policies:
         if policy not in BOUNDS:
-            find_policy(without_hints(policy), besides=BOUNDS)
-
-
-def without_hints(policy: str) -> str:
-    """The name of a policy without ``HINTED`` or ``GUESSED``."""
-    return policy.removesuffix(HINTED).removesuffix(GUESSED)
+            find_policy(policy.removesuffix(HINTED), besides=BOUNDS)
 
 
 def count(
@@ -139,16 +131,9 @@ def _counted(workload: Workload, policy: str, capacities: Capacities, run: TierR
 
 def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:
     started = time.perf_counter()
-    give_hints = _hints_for(workload, policy) if policy.endswith((HINTED, GUESSED)) else None
-    run = run_tiers(workload, without_hints(policy), capacities, disk_policy, give_hints)
+    give_hints = partial(OrchestratorHints, workload) if policy.endswith(HINTED) else None
+    run = run_tiers(workload, policy.removesuffix(HINTED), capacities, disk_policy, give_hints)
     return _counted(workload, policy, capacities, run, started)
-
-
-def _hints_for(workload: Workload, policy: str) -> Callable[[OffloadManager], DerivedHints]:
-    kinds = kinds_of(workload)
-    if policy.endswith(GUESSED):
-        kinds = guess_kinds(workload.sessions.tolist(), kinds)
-    return lambda manager: DerivedHints(workload, manager, kinds)
 
 
 def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[ReplayResult]:
@@ -185,7 +170,16 @@ def _infinite(workload: Workload) -> ReplayResult:
     return _counted(workload, INFINITE, (len(first_uses),), run, started)
 
 
-_ARRAYS: Final = ("chunks", "prompt_ends", "ends", "prompt_tokens", "reused_blocks", "arrivals_s", "sessions")
+_ARRAYS: Final = (
+    "chunks",
+    "prompt_ends",
+    "ends",
+    "prompt_tokens",
+    "reused_blocks",
+    "arrivals_s",
+    "sessions",
+    "turn_ends",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,7 @@ class Machine:
 def recommend(planner: Planner, plan: Plan) -> Iterator[str]:
     """Yield what to buy, and why."""
     yield _on_host(planner, plan)
+    yield _on_engines(planner, plan)
     yield _on_demand(planner, plan)
     if plan.disk is not None:
         yield _on_disk(planner, plan.disk)
@@ -265,7 +266,7 @@ def advise(planner: Planner, plan: Plan) -> Iterator[str]:
     for tier in (HOST, *([DISK] if budget.disk_bytes is not None else [])):
         yield _on_tier(planner, tier)
     if plan.host is not None:
-        yield f"{format_bytes(budget.host_bytes or 0)} of host memory: {_what_it_does(planner, plan.host)}."
+        yield f"With {format_bytes(budget.host_bytes or 0)} of host memory, {_what_it_does(planner, plan.host)}"
     workload = planner.workload
     longest = int((workload.prompt_ends - workload.starts).max()) * planner.chunk_bytes
     if budget.host_bytes is not None and budget.host_bytes < longest:
@@ -308,7 +309,7 @@ def disk_problems(planner: Planner, use: DiskUse) -> list[str]:
         problems.append(
             f"it cannot keep up: {_per_s(use.written_bytes_per_s)} would be written to it, which can take "
             f"{_per_s(budget.disk_write_bytes_per_s)}, and {_per_s(use.read_bytes_per_s)} read from it, which can give "
-            f"{_per_s(costs.bytes_per_s[DISK])}, so it would be busy for {use.busy:.0%} of the time"
+            f"{_per_s(costs.bytes_per_s[DISK])}. It would be busy for {use.busy:.0%} of the time"
         )
     if use.writes_per_day is not None and use.writes_per_day > budget.disk_writes_per_day:
         problems.append(
@@ -332,6 +333,8 @@ def as_facts(planner: Planner, plan: Plan) -> dict[str, Any]:
         "recommended_host_bytes": None if chosen is None else chosen.num_bytes,
         "recommended_is_least": None if chosen is None else chosen.is_least,
         "longest_judged_bytes": plan.longest_judged_bytes,
+        "engines": budget.num_engines,
+        "per_engine": budget.per_engine,
         "host_price_s": budget.host_price_s,
         "demand_accelerators": planner.demand(),
         "demand_left_accelerators": None if plan.recommended is None else planner.demand_left(plan.recommended.result),
@@ -341,6 +344,8 @@ def as_facts(planner: Planner, plan: Plan) -> dict[str, Any]:
             **{field.name: getattr(plan.disk, field.name) for field in fields(plan.disk) if field.name != "result"},
             "demand_left_accelerators": planner.demand_left(plan.disk.result),
             "price_s": budget.disk_price_s,
+            "written_bytes_per_restored_token": planner.written_per_token(plan.disk.result),
+            "max_daily_bytes": budget.max_daily_bytes,
             "write_bandwidth": budget.disk_write_bytes_per_s,
             "endured_writes_per_day": budget.disk_writes_per_day,
             "problems": disk_problems(planner, plan.disk),
@@ -371,6 +376,18 @@ def plan_table(planner: Planner, plan: Plan) -> tuple[list[str], list[list[str]]
     return [*heads, "next GiB"], rows
 
 
+def disk_table(planner: Planner, plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """What goes to the disk below each size of host memory, as a table; without rows if there is no disk."""
+    rows = []
+    for step in plan.steps:
+        if step.with_disk is not None:
+            both = step.with_disk[1]
+            amounts = planner.written_per_token(both), planner.written_per_day(both), planner.budget.max_daily_bytes
+            shown = ["" if amount is None else format_bytes(int(amount)) for amount in amounts]
+            rows.append([format_bytes(step.num_bytes), f"{both.prefix_hit_ratio:.1%}", *shown])
+    return ["host", "hits", "written per token restored", "written per day", "max_daily_bytes"], rows
+
+
 def unit_of_gain(planner: Planner) -> str:
     """What gains are counted in."""
     return f"{'s of prefill' if planner.has_seconds else 'tokens'} {_per(planner)}"
@@ -392,7 +409,7 @@ def _step_facts(planner: Planner, step: Step) -> dict[str, Any]:
 
 
 def _on_host(planner: Planner, plan: Plan) -> str:
-    chosen, price = plan.recommendation, f"{planner.budget.host_price_s:g} s (--host-price)"
+    chosen, price = plan.recommendation, f"{planner.budget.host_price_s:g} s"
     if chosen is None:
         return f"No size is recommended: {_why_none(planner)}."
     if not plan.everything.num_prefix_hits:
@@ -401,9 +418,22 @@ def _on_host(planner: Planner, plan: Plan) -> str:
         return f"Recommended: no host memory. No GiB of it saves as much prefill per hour as it costs, {price}."
     pays = f"Recommended: {'at least ' if chosen.is_least else ''}{format_bytes(chosen.num_bytes)} of host memory."
     if chosen.num_bytes >= planner.workload.num_unique * planner.chunk_bytes:
-        return f"{pays} It holds everything, and each GiB of it saves more prefill per hour than it costs, {price}."
-    rest = "the trace is too short to tell how much more would pay" if chosen.is_least else "beyond, less"
-    return f"{pays} Up to there, each further GiB saves more prefill per hour than it costs, {price}; {rest}."
+        return f"{pays} It holds everything, and all of it saves more prefill per hour than it costs, {price} per GiB."
+    rest = "The trace is too short to tell how much more would pay." if chosen.is_least else "Beyond, it saves less."
+    return f"{pays} Up to there, more of it saves more prefill per hour than it costs, {price} per GiB. {rest}"
+
+
+def _on_engines(planner: Planner, plan: Plan) -> str:
+    """For how many engines, and what they share."""
+    budget = planner.budget
+    num_engines = budget.num_engines
+    if num_engines == 1:
+        return "Sized: one cache, for the one engine that serves all requests of the trace (--engines for more)."
+    if not budget.per_engine:
+        return f"Sized: one cache that all {num_engines} engines see; the trace is of all of them (else --per-engine)."
+    text = f"Sized: the cache of each of {num_engines} engines, for a trace of one of them."
+    size = 0 if plan.recommendation is None else plan.recommendation.num_bytes
+    return f"{text} Together they take {format_bytes(num_engines * size)}." if size else text
 
 
 def _why_none(planner: Planner) -> str:
@@ -424,25 +454,29 @@ def _on_demand(planner: Planner, plan: Plan) -> str:
         return f"The prompts have {format_count(asked, 'token')}; without a cache, all are computed."
     rate = planner.costs.prefill_tokens_per_s
     text = (
-        f"Without a cache, prefill keeps {_accelerators(demand)} busy: {asked / planner.workload.duration_s:,.0f} tokens are "
-        f"asked for per second, and one computes {rate:,.0f}."
+        f"Prompts ask for {asked / planner.workload.duration_s:,.0f} tokens per second; an accelerator computes {rate:,.0f}. "
+        f"Without a cache, prefill keeps {_accelerators(demand)} busy."
     )
     if plan.recommended is None:
         return text
-    return f"{text} With {format_bytes(plan.recommended.num_bytes)}: {_what_it_does(planner, plan.recommended)}."
+    return f"{text} With what is recommended, {_what_it_does(planner, plan.recommended)}"
 
 
 def _on_disk(planner: Planner, use: DiskUse) -> str:
     what = f"{format_bytes(planner.budget.disk_bytes or 0)} of disk"
     problems = disk_problems(planner, use)
+    most = format_bytes(planner.budget.max_daily_bytes or 0)
+    limit = f" So that it lasts, limit what is written to it: max_daily_bytes={most}."
     if problems:
-        return f"Not recommended: {what}. {' '.join(f'{problem[0].upper()}{problem[1:]}.' for problem in problems)}"
+        wears_out = use.writes_per_day is not None and use.writes_per_day > planner.budget.disk_writes_per_day
+        why = " ".join(f"{problem[0].upper()}{problem[1:]}." for problem in problems)
+        return f"Not recommended: {what}. {why}{limit * wears_out}"
     does = _disk_does(planner, use)
     if not (planner.has_rates and planner.has_seconds):
         return f"Whether {what} can keep up and pays cannot be told without times and a prefill rate: {does}."
     if not use.is_judged and use.gib_gain < planner.budget.disk_price_s:
         return f"Whether {what} pays cannot be told: the trace is too short to fill it. So far, {does}."
-    return f"Recommended below {format_bytes(planner.budget.host_bytes or 0)} of host memory: {what}. There, {does}."
+    return f"Recommended below {format_bytes(planner.budget.host_bytes or 0)} of host memory: {what}. There, {does}.{limit}"
 
 
 def _disk_does(planner: Planner, use: DiskUse) -> str:
@@ -450,13 +484,11 @@ def _disk_does(planner: Planner, use: DiskUse) -> str:
     text = f"a GiB of it brings {least}{_amount(use.gib_gain)} {unit_of_gain(planner)}"
     left = planner.demand_left(use.result)
     if left is not None:
-        text += f", and both together leave {_accelerators(left)} busy"
+        text += f". Both together leave {_accelerators(left)} busy"
     if use.writes_per_day is None or use.busy is None:
         return text
-    return (
-        f"{text}; {_per_s(use.written_bytes_per_s)} are written, {use.writes_per_day:.2g} times its size a day, and it is busy "
-        f"for {use.busy:.1%} of the time"
-    )
+    written = f"It is written from end to end {use.writes_per_day:.2g} times a day"
+    return f"{text}. {written}. It is busy for {use.busy:.1%} of the time"
 
 
 def _on_traffic(planner: Planner, plan: Plan) -> str:
@@ -507,13 +539,13 @@ def _on_tier(planner: Planner, tier: str) -> str:
 
 def _what_it_does(planner: Planner, step: Step) -> str:
     left = planner.demand_left(step.result)
-    text = f"{step.result.prefix_hit_ratio:.1%} prefix hits"
-    text += (
-        f", {planner.saved_share(step.result):.1%} of prefill saved"
+    text = (
+        f"{planner.saved_share(step.result):.1%} of prefill is saved"
         if left is None
-        else f", {_accelerators(left)} busy"
+        else f"prefill keeps {_accelerators(left)} busy"
     )
-    return text if step.is_judged else f"{text} (the trace is too short to fill it)"
+    text += f". {step.result.prefix_hit_ratio:.1%} of the blocks asked for are found."
+    return text if step.is_judged else f"{text} The trace is too short to fill it."
 
 
 def _accelerators(number: float) -> str:

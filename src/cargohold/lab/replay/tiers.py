@@ -21,7 +21,7 @@ import numpy as np
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.errors import ConfigError
-from cargohold.lab.replay.hints import DerivedHints
+from cargohold.lab.replay.hints import OrchestratorHints
 from cargohold.lab.replay.workload import Ints, Workload
 from cargohold.option_values import is_positive_int
 
@@ -141,7 +141,7 @@ def run_tiers(
     policy: str,
     capacities: Sequence[int],
     disk_policy: str = DEFAULT_DISK_POLICY,
-    give_hints: Callable[[OffloadManager], DerivedHints] | None = None,
+    give_hints: Callable[[OffloadManager], OrchestratorHints] | None = None,
 ) -> TierRun:
     """Replay a workload.
 
@@ -178,6 +178,7 @@ def run_tiers(
             _store(tiers, keys[first:last], keys[first - 1] if first else None)
         if hints is not None:
             hints.after(request, keys)
+        tiers[0].manager.end_turn(keys, workload.turn_end(request))
         for tier in tiers:
             tier.end_request()
     return TierRun(hits, present, tuple(tier.log() for tier in tiers))

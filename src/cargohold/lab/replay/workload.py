@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cargohold.errors import ConfigError
 from cargohold.lab.replay.traces import MAX_TOKENS, TraceRequest
 from cargohold.option_values import format_count, is_number, is_positive_int, is_positive_number
+from cargohold.protocol import TurnEnd
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -24,6 +25,7 @@ Chunks = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 UNKNOWN: Final = -1
+_ENDS: Final = tuple(TurnEnd)
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
 _NOTHING: Final = "there is nothing to replay"
@@ -47,6 +49,7 @@ class Workload:
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
         arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
         sessions: per request, number of its session, or ``UNKNOWN``.
+        turn_ends: per request, how it ended; see ``turn_end``.
         num_warm: leading requests that only warm the cache up: they are replayed, but not counted.
         num_unique: number of different chunks.
         num_prompt_blocks: blocks of counted prompts, including those left over at the ends of prompts, which are in no chunk.
@@ -65,6 +68,7 @@ class Workload:
     reused_blocks: Ints
     arrivals_s: Floats
     sessions: Ints
+    turn_ends: Ints
     num_unique: int
     num_prompt_blocks: int
     blocks_per_chunk: int = 1
@@ -74,6 +78,10 @@ class Workload:
     num_warm: int = 0
     is_timed: bool = True
     is_sorted: bool = True
+
+    def turn_end(self, request: int) -> TurnEnd:
+        """How a request ended."""
+        return _ENDS[int(self.turn_ends[request])]
 
     @property
     def num_requests(self) -> int:
@@ -242,6 +250,7 @@ class WorkloadBuilder:
         self._blocks, self._tokens, self._reused = array("q"), array("q"), array("q")
         self._times_ms = array("d")
         self._sessions = array("q")
+        self._turn_ends = array("b")
         self._session_numbers: dict[int | str, int] = {}
         self._first_ms = math.inf
         self._last_ms = -math.inf
@@ -281,6 +290,7 @@ class WorkloadBuilder:
         self._times_ms.append(math.nan if arrival_ms is None else arrival_ms)
         session, known = request.session_id, self._session_numbers
         self._sessions.append(UNKNOWN if session is None else known.setdefault(session, len(known)))
+        self._turn_ends.append(_ENDS.index(request.turn_end))
         self._block_tokens = self._block_tokens or request.block_tokens
         self._step_tokens = self._step_tokens or request.step_tokens
         if request.block_tokens is not None:
@@ -312,6 +322,7 @@ class WorkloadBuilder:
             reused_blocks=np.array(self._reused, dtype=np.int64),
             arrivals_s=arrivals_s,
             sessions=np.array(self._sessions, dtype=np.int64),
+            turn_ends=np.array(self._turn_ends, dtype=np.int64),
             num_unique=len(self._numbers),
             num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[counted].sum()),
             blocks_per_chunk=self._selection.blocks_per_chunk,
@@ -388,5 +399,6 @@ def _taken(workload: Workload, order: Ints) -> Workload:
         reused_blocks=workload.reused_blocks[order],
         arrivals_s=workload.arrivals_s[order],
         sessions=workload.sessions[order],
+        turn_ends=workload.turn_ends[order],
         num_unique=len(numbers),
     )

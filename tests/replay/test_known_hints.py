@@ -1,4 +1,4 @@
-"""Replay with derived hints: only what an orchestrator knows is said, and it helps."""
+"""Replay with hints: only what an orchestrator knows is said, and it helps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cargohold.cache import OffloadManager
 from cargohold.cache.manager import ForwardingManager
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError
-from cargohold.lab.replay.hints import CLOSED, DerivedHints, guess_kinds, kinds_of
-from cargohold.lab.replay.replaying import GUESSED, HINTED, replay
+from cargohold.lab.replay.hints import OrchestratorHints
+from cargohold.lab.replay.replaying import HINTED, replay
 from cargohold.lab.replay.tiers import run_tiers
 from cargohold.lab.replay.traces import TraceRequest
 from cargohold.lab.replay.workload import Workload, load_workload
@@ -29,7 +29,11 @@ def turns(num_sessions: int = 12, num_turns: int = 12, *, with_sessions: bool = 
         ids = tuple(1000 * session + number for number in range(8 + turn))
         session_id = session if with_sessions else None
         yield TraceRequest(
-            hash_ids=list(ids), timestamp_ms=1000 * at, input_length=16 * len(ids), session_id=session_id
+            hash_ids=list(ids),
+            timestamp_ms=1000 * at,
+            input_length=16 * len(ids),
+            session_id=session_id,
+            stop="answer" if (session + turn) % 3 == 2 else "tool_call",
         )
 
 
@@ -39,7 +43,7 @@ def workload() -> Workload:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_derived_hints_bring_more_hits_and_never_more_than_the_optimum(workload: Workload, policy: str) -> None:
+def test_hints_bring_more_hits_and_never_more_than_the_optimum(workload: Workload, policy: str) -> None:
     sizes = [(size,) for size in (20, 40, 80, 400)]
     plain = list(replay(workload, policy, sizes))
     hinted = list(replay(workload, policy + HINTED, sizes))
@@ -58,10 +62,12 @@ def test_a_trace_without_sessions_gives_no_hints() -> None:
 LAST_TURN_S = 171.0
 
 
-def with_pauses(last_pauses_s: Sequence[float], *, comes_back: bool) -> list[TraceRequest]:
+def with_pauses(
+    last_pauses_s: Sequence[float], *, comes_back: bool, last_stop: str = "tool_call"
+) -> list[TraceRequest]:
     """Two agents of one session take turns, beside sessions that need their place; the first may come back at the end.
 
-    The pauses before the last turns are given.
+    The pauses before the last turns are given, and how the turn before the last of them ended.
     """
     first, second = [0, *range(10, 18)], [0, *range(20, 28)]
     turns = [(9.0 * turn, 0, first if turn % 2 else second) for turn in range(20)]
@@ -74,8 +80,14 @@ def with_pauses(last_pauses_s: Sequence[float], *, comes_back: bool) -> list[Tra
         now += pause_s
         turns.append((now, 0, second))
     turns.append((now + 100.0, 0, first if comes_back else second))
+    unlike = turns[-3][0]
     return [
-        TraceRequest(hash_ids=list(ids), timestamp_ms=1000 * at, session_id=of)
+        TraceRequest(
+            hash_ids=list(ids),
+            timestamp_ms=1000 * at,
+            session_id=of,
+            stop=last_stop if of == 0 and at == unlike else "tool_call",
+        )
         for at, of, ids in sorted([*turns, *others])
     ]
 
@@ -92,7 +104,7 @@ class Listener(ForwardingManager):
         return super().rank(keys, level, tenant)
 
 
-class TimedHints(DerivedHints):
+class TimedHints(OrchestratorHints):
     """Hints up to a moment."""
 
     end_s = 0.0
@@ -106,16 +118,13 @@ class TimedHints(DerivedHints):
             super().after(request, keys)
 
 
-def said_until(requests: Sequence[TraceRequest], end_s: float, *, is_guessed: bool) -> list[tuple[list[bytes], int]]:
+def said_until(requests: Sequence[TraceRequest], end_s: float) -> list[tuple[list[bytes], int]]:
     workload = load_workload(requests)
-    kinds = kinds_of(workload)
-    if is_guessed:
-        kinds = guess_kinds(workload.sessions.tolist(), kinds)
     listeners: list[Listener] = []
 
-    def give_hints(manager: OffloadManager) -> DerivedHints:
+    def give_hints(manager: OffloadManager) -> OrchestratorHints:
         listeners.append(Listener(manager))
-        hints = TimedHints(workload, listeners[0], kinds)
+        hints = TimedHints(workload, listeners[0])
         hints.end_s = end_s
         return hints
 
@@ -123,29 +132,26 @@ def said_until(requests: Sequence[TraceRequest], end_s: float, *, is_guessed: bo
     return listeners[0].said
 
 
-@pytest.mark.parametrize("is_guessed", [False, True])
-def test_what_is_said_does_not_depend_on_whether_a_session_comes_back_to_what_it_left(*, is_guessed: bool) -> None:
+def test_what_is_said_does_not_depend_on_whether_a_session_comes_back_to_what_it_left() -> None:
     """Else the hints would know the future."""
     back, gone = (with_pauses([12.0, 40.0, 12.0], comes_back=comes_back) for comes_back in (True, False))
     end_s = LAST_TURN_S + 64.0 + 100.0
-    said = said_until(back, end_s, is_guessed=is_guessed)
-    assert said == said_until(gone, end_s, is_guessed=is_guessed)
+    said = said_until(back, end_s)
+    assert said == said_until(gone, end_s)
     assert len(said) > 100
 
 
-@pytest.mark.parametrize("is_guessed", [False, True])
-def test_what_is_said_does_not_depend_on_when_the_next_turn_comes_within_its_kind(*, is_guessed: bool) -> None:
-    """Of the last slow tool before the end, only that it is slow is known; a guess does not even know that."""
-    soon, late = (with_pauses([12.0, pause_s], comes_back=True) for pause_s in (40.0, 110.0))
-    end_s = LAST_TURN_S + 12.0 + 40.0
-    assert said_until(soon, end_s, is_guessed=is_guessed) == said_until(late, end_s, is_guessed=is_guessed)
-
-
-def test_a_guess_does_not_know_the_kind_of_a_pause_before_its_end() -> None:
-    tool, person = (with_pauses([12.0, pause_s], comes_back=True) for pause_s in (10.0, 1000.0))
+@pytest.mark.parametrize("late_s", [30.0, 110.0, 1000.0])
+def test_what_is_said_does_not_depend_on_when_the_next_turn_comes(late_s: float) -> None:
+    soon, late = (with_pauses([12.0, pause_s], comes_back=True) for pause_s in (10.0, late_s))
     end_s = LAST_TURN_S + 12.0 + 10.0
-    assert said_until(tool, end_s, is_guessed=True) == said_until(person, end_s, is_guessed=True)
-    assert said_until(tool, end_s, is_guessed=False) != said_until(person, end_s, is_guessed=False)
+    assert said_until(soon, end_s) == said_until(late, end_s)
+
+
+def test_what_is_said_depends_on_how_the_turn_ended() -> None:
+    tool, person = (with_pauses([12.0, 40.0], comes_back=True, last_stop=stop) for stop in ("tool_call", "answer"))
+    end_s = LAST_TURN_S + 12.0 + 40.0
+    assert said_until(tool, end_s) != said_until(person, end_s)
 
 
 def test_hints_say_nothing_where_all_sessions_that_wait_fit(workload: Workload) -> None:
@@ -156,7 +162,7 @@ def test_hints_say_nothing_where_all_sessions_that_wait_fit(workload: Workload) 
 
 
 def hits_of(requests: Sequence[tuple[float, int, Sequence[int]]], size: int, session: int) -> list[tuple[int, int]]:
-    """Chunks found, and chunks of the prompt, of each request of a session but its first: with LRU and derived hints."""
+    """Chunks found, and chunks of the prompt, of each request of a session but its first: with LRU and hints."""
     requests = sorted(requests)
     workload = load_workload(
         TraceRequest(hash_ids=list(ids), timestamp_ms=1000 * at, session_id=of) for at, of, ids in requests
@@ -187,26 +193,3 @@ def test_a_session_that_is_over_takes_no_place_from_sessions_that_wait() -> None
     ended = [(2.0 * number, 10 + number, range(100 + 8 * number, 108 + 8 * number)) for number in range(40)]
     waiting = [(1.0 + 14.0 * turn, 1, list(range(50, 58))) for turn in range(6)]
     assert hits_of([*ended, *waiting], size=16, session=1) == [(8, 8)] * 5
-
-
-def test_a_pause_is_guessed_to_be_of_the_kind_of_most_before_it() -> None:
-    """Quick until something else is known; that a session is closed stays known."""
-    known = [0, 1, 1, 1, 0, CLOSED]
-    assert guess_kinds([0] * len(known), known) == [0, 0, 0, 1, 1, CLOSED]
-
-
-def test_a_session_that_was_guessed_to_come_back_soon_loses_its_place_when_it_does_not() -> None:
-    """It waits, raised by a wrong guess, while sessions take turns that need its place."""
-    away = [(100.0 + 5.0 * turn, 0, list(range(8))) for turn in range(4)] + [(3000.0, 0, list(range(8)))]
-    busy = [
-        (1.0 + 20 * turn + 5.0 * session, 1 + session, range(100 * session + 50, 100 * session + 58))
-        for turn in range(60)
-        for session in range(4)
-    ]
-    requests = sorted([*away, *busy])
-    workload = load_workload(
-        TraceRequest(hash_ids=list(ids), timestamp_ms=1000 * at, session_id=of) for at, of, ids in requests
-    )
-    (guessed,) = replay(workload, "lru" + GUESSED, [(36,)])
-    late = [hits for (at, of, _), hits in zip(requests, guessed.run.hits.tolist(), strict=True) if of and at > 300]
-    assert set(late) == {8}, "four sessions fit when the fifth has gone"
