@@ -273,3 +273,42 @@ def test_nobody_waits_for_a_load_of_the_block_with_the_last_token_which_is_never
     assert [len(job.block_ids) for job in transfers.pending if job.direction is Direction.LOAD] == [1, 1]
     transfers.auto = True
     finish(engine, offloading)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_an_engine_may_take_nothing_of_what_was_found(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM 0.33 drops a whole hit for whose tokens it has not kept which experts they were routed to."""
+    offloading = SimulatedOffloading(120)
+    engine = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+    find = OffloadingScheduler.get_num_new_matched_tokens
+    found: list[int | None] = []
+
+    def nothing(self: OffloadingScheduler, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found.append(find(self, request, num_computed_tokens)[0])
+        return 0, False
+
+    monkeypatch.setattr(OffloadingScheduler, "get_num_new_matched_tokens", nothing)
+    engine.add("second", [*prompt(0, 40), 1], 1)
+    finish(engine, offloading)
+    assert found == [40]
+    assert engine.tokens("second") == alone([*prompt(0, 40), 1], 1)
+    report = engine.outputs["second"].cache_report
+    assert report.restored_tokens == {}
+    assert any("the engine took no more" in note for note in report.notes)
+
+
+def test_an_engine_may_never_come_back_to_what_was_found() -> None:
+    """The request is aborted between the question and the allocation: nothing stays pinned for it."""
+    offloading = SimulatedOffloading(60)
+    engine = SimulatedEngine(simulated_layout(60), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+    engine.add("second", [*prompt(0, 40), 1], 1)
+    request = engine.requests["second"]
+    assert engine.scheduler.connector.get_num_new_matched_tokens(request, 0) == (40, True)
+    engine.abort("second")
+    finish(engine, offloading)
+    engine.add("third", [*prompt(0, 40), 2], 1)
+    finish(engine, offloading)
+    assert engine.tokens("third") == alone([*prompt(0, 40), 2], 1)
+    assert engine.outputs["third"].cache_report.restored_tokens == {"host": 40}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.found import ALONE, CONNECTORS, MODELS, TRAFFIC, flood, found, lacks
+from benchmarks.found import ALONE, CONNECTORS, MODELS, flood, found, lacks
 from cargohold.integrations.vllm import compat
 from tests.vllm.common import tokens
 
@@ -30,13 +30,11 @@ def test_what_the_device_would_find_is_found_after_it_forgot(
 ) -> None:
     """Found by use: of models with states, nothing that prompts share was ever restored, however often it came."""
     path, model = vllm_model(kind), OF_KIND[kind]
-    alone = found(start(path, num_blocks=1500, **model.options), TRAFFIC[traffic], None)
+    alone = found(start(path, num_blocks=1500, **model.options), traffic, None)
     expected = [answer.device for answer in alone]
     assert any(expected), "vLLM itself finds something"
     for name in CONNECTORS.keys() - {ALONE}:
-        answers = found(
-            start(path, CONNECTORS[name], num_blocks=model.num_blocks, **model.options), TRAFFIC[traffic], flood
-        )
+        answers = found(start(path, CONNECTORS[name], num_blocks=model.num_blocks, **model.options), traffic, flood)
         counts = [answer.device for answer in answers]
         assert not lacks(counts, expected, model.chunk_tokens), f"{name}: {counts}, and vLLM alone {expected}"
         if kind != "qwen3-next-many-heads":  # of bfloat16 even vLLM's own cache changes tokens
