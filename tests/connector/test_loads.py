@@ -276,7 +276,9 @@ def test_nobody_waits_for_a_load_of_the_block_with_the_last_token_which_is_never
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_an_engine_may_take_nothing_of_what_was_found(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_may_take_nothing_of_what_was_found(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """VLLM 0.33 drops a whole hit for whose tokens it has not kept which experts they were routed to."""
     offloading = SimulatedOffloading(120)
     engine = SimulatedEngine(simulated_layout(60, windows=windows), offloading)

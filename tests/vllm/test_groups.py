@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +40,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from cargohold.connector.kernel.loads import blocks_to_store
 from cargohold.integrations.vllm.groups import Groups, groups_of, layer_specs
-from cargohold.integrations.vllm.layout import block_bytes
+from cargohold.integrations.vllm.layout import block_bytes, kept_bytes
 from cargohold.integrations.vllm.regions import regions_of
-from cargohold.protocol import AttentionKind
+from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.start import remarks
+from cargohold.protocol import AttentionKind, KVCacheLayout
 from tests.vllm.layouts import NUM_BLOCKS, Published, planner_config, published
 
 MODELS = {model.name: model for model in published()}
@@ -67,14 +70,15 @@ def summary(model: Published) -> str:
     """A model's row in the page's table."""
     found = groups_of(model.kv_cache_config())
     if not isinstance(found, Groups):
-        return f"| {model.name} | no: {found[0].partition(': ')[2]} | |"
+        return f"| {model.name} | no: {found[0].partition(': ')[2]} | | |"
     out = sorted({_kind(spec) for spec, group in zip(_specs(model), found.by_number, strict=True) if group is None})
     kinds = " and ".join(
         f"{sum(group.kind is kind for group in found.served)} of {_NAMES[kind]}"
         for kind in AttentionKind
         if any(group.kind is kind for group in found.served)
     )
-    return f"| {model.name} | {kinds} | {', '.join(out)} |"
+    taken, needed = kept_bytes(model.kv_cache_config(), found.served)
+    return f"| {model.name} | {kinds} | {', '.join(out)} | {needed / taken:.0%} |"
 
 
 _NAMES = {
@@ -97,6 +101,19 @@ def test_the_page_says_of_each_published_model_what_is_kept() -> None:
     page = PAGE.read_text()
     rows = [summary(model) for model in MODELS.values()]
     assert all(row in page for row in rows), "in docs/vllm.md must stand:\n" + "\n".join(rows)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("DeepSeek V4", True), ("Llama 3.1 8B", False)])
+def test_the_log_says_at_start_if_rows_have_room_that_nobody_needs(name: str, expected: bool) -> None:
+    config = MODELS[name].kv_cache_config()
+    layout = KVCacheLayout(served(name).served, NUM_BLOCKS, block_bytes(config), 4)
+    asked = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=SimpleNamespace())
+    settings = Settings.parse({"host_bytes": "1GiB"})
+    said = [line for line in remarks(asked, config, layout, settings) if line.startswith("a GiB of host memory keeps")]
+    assert len(said) == expected
+    if said:
+        held, possible = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) tokens", said[0]))
+        assert held / possible == pytest.approx(0.81, abs=0.01)
 
 
 @pytest.mark.parametrize("name", SERVED)

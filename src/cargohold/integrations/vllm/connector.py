@@ -450,7 +450,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         room = LoadRoom(pool, self._groups.in_pool, tables, int(in_flight))
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
         told = self._vllm_config, self._kv_cache_config
-        for line in (*start_report(layout, self._settings.offload, parts), *start.remarks(*told, self._settings)):
+        for line in (
+            *start_report(layout, self._settings.offload, parts),
+            *start.remarks(*told, layout, self._settings),
+        ):
             logger.info("%s", line)
         for line in start.warnings(*told, layout, self._settings):
             logger.warning("%s", line)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from cargohold.connector.kernel.loads import blocks_to_store
 from cargohold.integrations.vllm import compat, plugin
 from cargohold.integrations.vllm.groups import Groups, groups_of, is_latent, layer_specs
 from cargohold.process import can_share_memory
@@ -190,6 +191,8 @@ def _attention_backends(vllm_config: Any) -> str:
     return " ".join(sorted(names))
 
 
+_HEADS_FIRST = ("BHLNC", "LHBNC")
+"""Layouts in which a layer's part of a block is in several pieces."""
 _KEPT_AT_ENDS = frozenset({AttentionKind.SLIDING_WINDOW, AttentionKind.RECURRENT})
 """Kinds of which vLLM's prefix cache keeps only what ends where requests are likely to go on."""
 
@@ -312,6 +315,32 @@ def block_bytes(kv_cache_config: Any) -> int:
     shares_allocation = any(hasattr(tensor, "layers") or getattr(tensor, "block_stride", 0) for tensor in tensors)
     total = max(tensor.size for tensor in tensors) if shares_allocation else sum(tensor.size for tensor in tensors)
     return int(-(-total // num_blocks))
+
+
+def kept_bytes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> tuple[float, float]:
+    """Bytes that a token of a long prompt takes in host memory on one worker, and how many of these are KV.
+
+    A row there is as large as a block, of whatever group, while the layers of a group may need less of it.
+    """
+    taken = needed = 0.0
+    for group in groups:
+        num_blocks = group.hit_tokens // group.block_tokens or 1
+        table = range(1, 2 * num_blocks + 1)
+        kept = len(blocks_to_store(group, table, 1, num_blocks, 2 * num_blocks).chunks) / (
+            num_blocks * group.block_tokens
+        )
+        taken += kept * block_bytes(kv_cache_config)
+        needed += kept * _group_bytes(kv_cache_config, group)
+    return taken, needed
+
+
+def _group_bytes(kv_cache_config: Any, group: KVCacheGroup) -> int:
+    """Bytes that the layers of a group need of a block; all of it in versions and layouts that do not say."""
+    says_so = getattr(kv_cache_config, "kv_cache_layout", None) not in _HEADS_FIRST
+    tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if says_so and hasattr(tensor, "layers")]
+    own = [tensor for tensor in tensors if not frozenset(tensor.layers).isdisjoint(group.layer_names)]
+    pages = sum(len(tensor.layers) * min(tensor.layer_stride, tensor.block_stride) for tensor in own)
+    return min(pages, block_bytes(kv_cache_config)) if own else block_bytes(kv_cache_config)
 
 
 def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:
