@@ -355,7 +355,7 @@ def test_a_leased_request_whose_blocks_are_too_many_to_be_held_says_so() -> None
     engine, offloading = end_before_all_is_stored(61)
     assert engine.scheduler.kv.pool.num_free_blocks == 59 - 6
     report = engine.outputs["r"].cache_report
-    assert any("stores may hold too few blocks" in note for note in report.notes), report.notes
+    assert any("its last chunks may be lost" in note for note in report.notes), report.notes
     offloading.transfers[0].auto = True
     finish(engine, offloading)
     assert present(offloading, prompt(0, 60)) == [READY] * 15, "nobody wanted its blocks"

@@ -76,7 +76,7 @@ class TiersBelow(Guest):
         if waiting is not None and waiting.has_expired:
             waiting = None
             del self._waiting[state.request.request_id]
-            state.notes.append("the engine had no place for the request for so long that lower tiers were asked anew")
+            state.notes.append("lower tiers were asked again: the engine had no place for the request for long")
         if waiting is not None and waiting.num_announced:
             # The first request of an engine waits before a worker has said what the engine's namespace is.
             waiting.num_announced = self.num_announced(state)

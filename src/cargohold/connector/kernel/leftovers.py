@@ -180,7 +180,9 @@ class Leftovers:
         shared, blocks = self._shared, leftover.known_blocks()
         if len(blocks) + len(self.held_blocks) > shared.max_store_blocks:
             if self._must_keep(leftover.state):
-                leftover.state.notes.append("stores may hold too few blocks to keep what was not stored at its end")
+                leftover.state.notes.append(
+                    "its last chunks may be lost: max_inflight_fraction allows stores no more device blocks"
+                )
             shared.guests.unstored_let_go(leftover.state)
             return
         shared.holder.hold(blocks)

@@ -307,7 +307,7 @@ class SchedulerSide:
                 )
             return 0, False
         if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):
-            self._told.note(request_id, "its load waited for blocks that requests loaded before it still needed")
+            self._told.note(request_id, "its load waited until requests loaded before it had the blocks that they need")
             return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
         if num_tokens and not is_async:
             self._synchronous.add(request_id)

@@ -204,7 +204,7 @@ class Planner:
         if limit_tokens == plan.num_tokens:
             return plan
         notes.append(
-            f"of {plan.num_tokens} tokens, {limit_tokens} were expected to come in the {max(0.0, limit_s):.3g} s that were left"
+            f"lower tiers were expected to bring {limit_tokens} of {plan.num_tokens} tokens in {max(0.0, limit_s):.3g} s"
         )
         return self._soonest(wanted, self._cut(wanted, limit_tokens, skipped), skipped, notes)
 

@@ -321,7 +321,7 @@ class Prefetcher:
     def _limit_trial(self, waiting: Waiting, tiers: Iterable[int], access: Access) -> None:
         """Let a request wait for one step only if its jobs try whether one of these tiers works again: it would pay."""
         if any(self._lower.tiers[at].is_tried(access) for at in tiers):
-            waiting.limit(0.0, "lower tiers are only being tried again")
+            waiting.limit(0.0, "a lower tier that had failed was tried with this request, for one step")
 
     def _stop_asking(self, waiting: Waiting) -> None:
         """Make do with what the tiers have said: from now on, what is not known to be in one of them is not there.

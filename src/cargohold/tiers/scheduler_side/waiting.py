@@ -178,7 +178,7 @@ class Waiting:
         if self.planned is not None:
             self.num_to_have = self.planner.host_hit(self.planned, self.num_to_have)
         if self.fetch is not None and self.fetch.failed:
-            self.notes.append("not all of what lower tiers have has come: loads failed, or took too long")
+            self.notes.append("lower tiers did not bring all that they have: loads failed, or took too long")
         self.go(Event.ARRIVED)
 
     def has_lost(self, num_tokens: int) -> bool:
