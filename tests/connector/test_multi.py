@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from inspect import isfunction
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from cargohold.protocol import (
     KVConnectorOutput,
     KVConnectorSchedulerOutput,
     KVConnectorTransferResults,
-    KVConnectorWorker,
     KVConnectorWorkerMetadata,
     KVEvent,
     NullConnectorScheduler,
@@ -410,11 +408,6 @@ def test_a_refused_request_is_taken_back_from_those_who_were_told() -> None:
 def test_nothing_to_compose_is_refused() -> None:
     with pytest.raises(ConfigError, match="the list is empty; leave offload out, or give None, to offload nothing"):
         MultiConnectorScheduler([], SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
-
-
-def test_no_method_of_the_worker_side_is_left_to_a_default() -> None:
-    methods = {name for name, value in vars(KVConnectorWorker).items() if isfunction(value)}
-    assert methods <= vars(MultiConnectorWorker).keys()
 
 
 # --- misbehaviour -----------------------------------------------------------------------------------------------------

@@ -10,14 +10,19 @@ import pytest
 
 from cargohold.cache import ForwardingManager, OffloadManager
 from cargohold.connector.multi import MultiConnectorScheduler
+from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.protocol import (
     ConnectorGuard,
     ForwardingScheduler,
+    ForwardingWorker,
     HookDispatcher,
     KVConnectorScheduler,
+    KVConnectorWorker,
     NullConnectorScheduler,
+    WorkerHookDispatcher,
 )
-from cargohold.protocol.hooks import HOOKS
+from cargohold.protocol.hooks import HOOKS, WORKER_HOOKS
+from cargohold.transfer import ForwardingTransfers, TransferWorker
 
 SAY_THAT_IT_IS_OFF = ("on_hints", "explain", "get_kv_connector_stats", "get_outages")
 """Hooks whose answer says so: ``test_guard.py`` looks at each."""
@@ -30,15 +35,22 @@ def members(port: type) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("port", "wrapper"), [(KVConnectorScheduler, HookDispatcher), (OffloadManager, ForwardingManager)]
+    ("port", "wrapper"),
+    [
+        (KVConnectorScheduler, HookDispatcher),
+        (KVConnectorWorker, WorkerHookDispatcher),
+        (OffloadManager, ForwardingManager),
+        (TransferWorker, ForwardingTransfers),
+    ],
 )
 def test_nothing_is_left_to_the_ports_defaults(port: type, wrapper: type) -> None:
-    assert len(members(port)) > 10
+    assert len(members(port)) > 4
     assert set(members(port)) <= vars(wrapper).keys()
 
 
 def test_the_table_has_every_hook_in_the_ports_order() -> None:
     assert list(HOOKS) == members(KVConnectorScheduler)
+    assert list(WORKER_HOOKS) == members(KVConnectorWorker)
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -50,6 +62,19 @@ def test_a_forwarder_passes_every_hook_on_with_its_arguments(name: str) -> None:
     ]
     given = dict.fromkeys(parameters, "given")
     assert getattr(ForwardingScheduler(inner), name)(**given) is getattr(inner, name).return_value
+    getattr(inner, name).assert_called_once_with(*given.values())
+
+
+@pytest.mark.parametrize("name", WORKER_HOOKS)
+def test_so_does_one_of_workers(name: str) -> None:
+    inner: Any = MagicMock(spec=KVConnectorWorker)
+    inner.name, inner.metadata_type = "inner", dict
+    given = {
+        parameter: "given"
+        for parameter in signature(getattr(KVConnectorWorker, name)).parameters
+        if parameter != "self"
+    }
+    assert getattr(ForwardingWorker(inner), name)(**given) is getattr(inner, name).return_value
     getattr(inner, name).assert_called_once_with(*given.values())
 
 
@@ -73,3 +98,9 @@ def test_a_composition_has_an_answer_of_its_own_or_merges(name: str) -> None:
     with_method = name in vars(MultiConnectorScheduler)
     merges = HOOKS[name].merge is not HOOKS["explain"].merge
     assert with_method or merges, f"nothing says what several connectors answer to {name}"
+
+
+@pytest.mark.parametrize("name", WORKER_HOOKS)
+def test_so_has_one_of_workers(name: str) -> None:
+    merges = WORKER_HOOKS[name].merge is not HOOKS["explain"].merge
+    assert name in vars(MultiConnectorWorker) or merges, f"nothing says what several connectors answer to {name}"

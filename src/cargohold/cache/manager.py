@@ -24,6 +24,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias, final
 from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
 from cargohold.protocol import KVCacheGroup, TurnEnd
+from cargohold.protocol.hooks import passed_on
 
 OffloadKey: TypeAlias = bytes
 """Block hash of a chunk's last block, then the KV-cache group's index in four bytes, little-endian: 36 bytes."""
@@ -408,93 +409,36 @@ class ForwardingManager(OffloadManager):
         self.inner = inner
         self.capacity = inner.capacity
 
-    def admit_all(self) -> None:  # noqa: D102
-        self.inner.admit_all()
-
-    @property
-    def takes_hints(self) -> bool:  # noqa: D102
-        return self.inner.takes_hints
-
-    def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:  # noqa: D102
-        return self.inner.rank(keys, level, tenant)
-
-    def others(self, keys: Sequence[OffloadKey], tenant: str | None) -> list[OffloadKey]:  # noqa: D102
-        return self.inner.others(keys, tenant)
+    admit_all = passed_on(OffloadManager.admit_all)
+    takes_hints = passed_on(OffloadManager.takes_hints)
+    rank = passed_on(OffloadManager.rank)
+    others = passed_on(OffloadManager.others)
 
     @property
     def quotas(self) -> Mapping[str, Limits]:  # noqa: D102
         return self.inner.quotas
 
-    def usage(self) -> Mapping[str, int]:  # noqa: D102
-        return self.inner.usage()
-
-    @property
-    def generation(self) -> int:  # noqa: D102
-        return self.inner.generation
-
-    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
-        return self.inner.lookup(keys)
-
-    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
-        return self.inner.lookup_run(keys)
-
-    def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
-        return self.inner.touch(keys)
-
-    def renew(self, ends: Iterable[OffloadKey]) -> None:  # noqa: D102
-        self.inner.renew(ends)
-
-    def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:  # noqa: D102
-        self.inner.end_turn(keys, end)
-
-    def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:  # noqa: D102
-        return self.inner.drop(keys, tenant)
-
-    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
-        return self.inner.prepare_load(keys)
-
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
-        return self.inner.prepare_stores(offers)
-
-    def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
-        self.inner.remove(keys)
-
-    def reset(self) -> bool:  # noqa: D102
-        return self.inner.reset()
-
-    def take_events(self) -> list[ManagerEvent]:  # noqa: D102
-        return self.inner.take_events()
-
-    @property
-    def num_ready(self) -> int:  # noqa: D102
-        return self.inner.num_ready
-
-    @property
-    def num_writing(self) -> int:  # noqa: D102
-        return self.inner.num_writing
-
-    @property
-    def num_removed(self) -> int:  # noqa: D102
-        return self.inner.num_removed
-
-    @property
-    def num_leaving(self) -> int:  # noqa: D102
-        return self.inner.num_leaving
-
-    @property
-    def num_pins(self) -> int:  # noqa: D102
-        return self.inner.num_pins
-
-    @property
-    def num_obtainable(self) -> int:  # noqa: D102
-        return self.inner.num_obtainable
-
-    @property
-    def num_free(self) -> int:  # noqa: D102
-        return self.inner.num_free
-
-    def check(self) -> None:  # noqa: D102
-        self.inner.check()
+    usage = passed_on(OffloadManager.usage)
+    generation = passed_on(OffloadManager.generation)
+    lookup = passed_on(OffloadManager.lookup)
+    lookup_run = passed_on(OffloadManager.lookup_run)
+    touch = passed_on(OffloadManager.touch)
+    renew = passed_on(OffloadManager.renew)
+    end_turn = passed_on(OffloadManager.end_turn)
+    drop = passed_on(OffloadManager.drop)
+    prepare_load = passed_on(OffloadManager.prepare_load)
+    prepare_stores = passed_on(OffloadManager.prepare_stores)
+    remove = passed_on(OffloadManager.remove)
+    reset = passed_on(OffloadManager.reset)
+    take_events = passed_on(OffloadManager.take_events)
+    num_ready = passed_on(OffloadManager.num_ready)
+    num_writing = passed_on(OffloadManager.num_writing)
+    num_removed = passed_on(OffloadManager.num_removed)
+    num_leaving = passed_on(OffloadManager.num_leaving)
+    num_pins = passed_on(OffloadManager.num_pins)
+    num_obtainable = passed_on(OffloadManager.num_obtainable)
+    num_free = passed_on(OffloadManager.num_free)
+    check = passed_on(OffloadManager.check)
 
 
 _GROUP_BYTES = 4

@@ -11,6 +11,7 @@ from cargohold.protocol import (
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
     EmptyMetadata,
+    Hook,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorTransferResults,
@@ -19,6 +20,7 @@ from cargohold.protocol import (
     Stats,
     TransferOutcome,
     WorkerConnectorGuard,
+    WorkerHookDispatcher,
     add_stats,
 )
 from cargohold.protocol.metrics import of_connector
@@ -138,7 +140,7 @@ def split_job_id(job_id: int, num_children: int) -> tuple[int, int]:
 _NOTHING_TO_DO = MultiMetadata()
 
 
-class MultiConnectorWorker(KVConnectorWorker):
+class MultiConnectorWorker(WorkerHookDispatcher):
     """Runs the children's worker sides side by side, each contained.
 
     Args:
@@ -157,10 +159,9 @@ class MultiConnectorWorker(KVConnectorWorker):
         # Requests whose loads have not ended on this worker; on other workers they may have.
         self._loading: set[str] = set()
 
-    def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
         """To all children."""
-        for child in self._children:
-            child.register_kv_caches(kv_caches)
+        return hook.merge([getattr(child, hook.name)(*args) for child in self._children])
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Pass each child its own message; stop the children that are to stop."""
@@ -176,31 +177,6 @@ class MultiConnectorWorker(KVConnectorWorker):
             # From another process, the message to a child that declares no type arrives as a dict.
             is_empty = own is None or (isinstance(own, dict) and not own)
             child.bind_connector_metadata(EmptyMetadata() if is_empty else own)
-
-    def handle_preemptions(self) -> None:
-        """To all children."""
-        for child in self._children:
-            child.handle_preemptions()
-
-    def start_load_kv(self) -> None:
-        """To all children."""
-        for child in self._children:
-            child.start_load_kv()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """To all children."""
-        for child in self._children:
-            child.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        """To all children."""
-        for child in self._children:
-            child.save_kv_layer(layer_name)
-
-    def wait_for_save(self) -> None:
-        """To all children."""
-        for child in self._children:
-            child.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Return what ended in any child. A request that several children keep is reported when all have released it."""
@@ -260,8 +236,7 @@ class MultiConnectorWorker(KVConnectorWorker):
         """Let all children forget this step's message."""
         self._metadata = _NOTHING_TO_DO
         self._outputs = []
-        for child in self._children:
-            child.clear_connector_metadata()
+        super().clear_connector_metadata()
 
     def shutdown(self) -> None:
         """Stop all children."""

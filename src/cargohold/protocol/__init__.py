@@ -47,7 +47,7 @@ from cargohold.protocol.hints import (
     hints_in,
     parse_hints,
 )
-from cargohold.protocol.hooks import ForwardingScheduler, Hook, HookDispatcher
+from cargohold.protocol.hooks import ForwardingScheduler, ForwardingWorker, Hook, HookDispatcher, WorkerHookDispatcher
 from cargohold.protocol.messages import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
@@ -113,6 +113,7 @@ __all__ = [
     "ExtraKey",
     "Family",
     "ForwardingScheduler",
+    "ForwardingWorker",
     "Hint",
     "HintEnd",
     "HintEvent",
@@ -159,6 +160,7 @@ __all__ = [
     "UndeliveredMetadata",
     "WorkerConnectorGuard",
     "WorkerEnvironment",
+    "WorkerHookDispatcher",
     "add_stats",
     "added_tokens",
     "answers_to",

@@ -1,8 +1,8 @@
-"""The scheduler side's hooks as one table, from which guard, forwarder and composition are made.
+"""The hooks of both sides as tables, from which guards, forwarders and compositions are made.
 
 For each method of ``KVConnectorScheduler`` the table says how its answer is checked, what a connector answers that is turned
-off, and what several connectors answer together. A class that treats all hooks alike derives from ``HookDispatcher`` and says
-that once; a hook that it treats otherwise it overrides::
+off, and what several connectors answer together. A class that treats all hooks alike derives from ``HookDispatcher``, or from
+``WorkerHookDispatcher``, and says that once; a hook that it treats otherwise it overrides::
 
     forwarder      the inner connector's answer
     guard          the inner connector's answer, checked; what is answered when off, once it has broken a rule
@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from inspect import signature
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final, TypeVar, cast
 
 from cargohold.errors import ContractError, RequestError
 from cargohold.protocol.checks import (
+    checked_block_ids,
     checked_contents,
     checked_hint_events,
     checked_locks,
@@ -31,12 +33,14 @@ from cargohold.protocol.checks import (
     checked_params,
     checked_report,
     checked_stats,
+    checked_transfers,
 )
-from cargohold.protocol.connector import KVConnectorScheduler
+from cargohold.protocol.connector import KVConnectorScheduler, KVConnectorWorker
 from cargohold.protocol.hints import Hint, HintOutcome, answers_to, best_outcome
 from cargohold.protocol.messages import CacheReport, EmptyMetadata
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Member = TypeVar("Member", bound=Any)
 
 
 def _unchecked(answer: Any, *_: Any) -> Any:
@@ -57,7 +61,7 @@ def _own(_: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One method of the scheduler side.
+    """One method of one side.
 
     Attributes:
         name: its name.
@@ -125,11 +129,29 @@ HOOKS: Final[Mapping[str, Hook]] = {
 """The hooks by name, in the order in which ``KVConnectorScheduler`` has them."""
 
 
-def _dispatched(method: Method) -> Method:
-    """Return a method that leaves the hook of this name to ``HookDispatcher.dispatch``."""
-    hook, arguments = HOOKS[method.__name__], signature(method)
+WORKER_HOOKS: Final[Mapping[str, Hook]] = {
+    hook.name: hook
+    for hook in (
+        *(Hook(name, merge=_none) for name in ("register_kv_caches", "bind_connector_metadata", "handle_preemptions")),
+        *(
+            Hook(name, merge=_none)
+            for name in ("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
+        ),
+        Hook("get_transfer_results", checked_transfers),
+        Hook("get_block_ids_with_load_errors", checked_block_ids),
+        Hook("get_kv_connector_stats", checked_stats),
+        Hook("build_connector_worker_meta"),
+        *(Hook(name, merge=_none) for name in ("clear_connector_metadata", "shutdown")),
+    )
+}
+"""The hooks of ``KVConnectorWorker`` likewise. What a worker's guard answers when off, ``NullConnectorWorker`` says."""
 
-    def call(self: HookDispatcher, *args: Any, **named: Any) -> Any:
+
+def _dispatched(method: Method, hooks: Mapping[str, Hook] = HOOKS) -> Method:
+    """Return a method that leaves the hook of this name to ``dispatch``."""
+    hook, arguments = hooks[method.__name__], signature(method)
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
         return self.dispatch(hook, arguments.bind(self, *args, **named).args[1:] if named else args)
 
     return cast("Method", update_wrapper(call, method, updated=()))  # its ``__dict__`` says that it is abstract
@@ -169,6 +191,61 @@ class HookDispatcher(KVConnectorScheduler):
     get_contents = _dispatched(KVConnectorScheduler.get_contents)
     get_finished_count = _dispatched(KVConnectorScheduler.get_finished_count)
     shutdown = _dispatched(KVConnectorScheduler.shutdown)
+
+
+def passed_on(member: Member) -> Member:
+    """Return a method or property that ``self.inner`` answers, for classes that pass the calls of any port on."""
+    if isinstance(member, property):
+        return cast("Member", property(attrgetter(f"inner.{getattr(member.fget, '__name__', '')}")))
+    name = member.__name__
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*args, **named)
+
+    return cast("Member", update_wrapper(call, member, updated=()))
+
+
+def _on_workers(method: Method) -> Method:
+    return _dispatched(method, WORKER_HOOKS)
+
+
+class WorkerHookDispatcher(KVConnectorWorker):
+    """A worker side whose hooks all do the same; see ``HookDispatcher``."""
+
+    @abstractmethod
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Answer a hook."""
+
+    register_kv_caches = _on_workers(KVConnectorWorker.register_kv_caches)
+    bind_connector_metadata = _on_workers(KVConnectorWorker.bind_connector_metadata)
+    handle_preemptions = _on_workers(KVConnectorWorker.handle_preemptions)
+    start_load_kv = _on_workers(KVConnectorWorker.start_load_kv)
+    wait_for_layer_load = _on_workers(KVConnectorWorker.wait_for_layer_load)
+    save_kv_layer = _on_workers(KVConnectorWorker.save_kv_layer)
+    wait_for_save = _on_workers(KVConnectorWorker.wait_for_save)
+    get_transfer_results = _on_workers(KVConnectorWorker.get_transfer_results)
+    get_block_ids_with_load_errors = _on_workers(KVConnectorWorker.get_block_ids_with_load_errors)
+    get_kv_connector_stats = _on_workers(KVConnectorWorker.get_kv_connector_stats)
+    build_connector_worker_meta = _on_workers(KVConnectorWorker.build_connector_worker_meta)
+    clear_connector_metadata = _on_workers(KVConnectorWorker.clear_connector_metadata)
+    shutdown = _on_workers(KVConnectorWorker.shutdown)
+
+
+class ForwardingWorker(WorkerHookDispatcher):
+    """Passes every call on to an inner worker side. Subclasses override the methods that they change.
+
+    Args:
+        inner: the worker side that answers.
+    """
+
+    def __init__(self, inner: KVConnectorWorker) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.metadata_type = inner.metadata_type
+
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Return the inner worker side's answer."""
+        return getattr(self.inner, hook.name)(*args)
 
 
 class ForwardingScheduler(HookDispatcher):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from cargohold.protocol.checks import checked_block_ids, checked_stats, checked_transfers
 from cargohold.protocol.connector import KVConnectorWorker, NullConnectorWorker
 from cargohold.protocol.guard import NOT_CONTAINED, describe_raised
+from cargohold.protocol.hooks import Hook, WorkerHookDispatcher
 from cargohold.protocol.messages import (
     NOTHING_ENDED,
     NOTHING_TO_REPORT,
@@ -24,13 +24,11 @@ from cargohold.protocol.metrics import Stats
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-class WorkerConnectorGuard:
+class WorkerConnectorGuard(WorkerHookDispatcher):
     """Wraps one worker side: passes calls on, and stops the connector when it raises.
 
-    Its methods are those that a worker calls in a step, in order.
+    In a step, ``begin`` and ``collect`` stand for the calls before the forward pass and behind it.
 
     Args:
         inner: the connector.
@@ -67,59 +65,33 @@ class WorkerConnectorGuard:
         error, self._error = self._error, None
         return error
 
-    def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
-        """Pass the call on."""
-        self._call(self._inner.register_kv_caches, None, kv_caches)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Pass the call on."""
-        call = self._inner.bind_connector_metadata
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Pass the call on. One that raises is answered as by a connector that keeps nothing."""
+        call = self._bind if hook.name == "bind_connector_metadata" else getattr(self._inner, hook.name)
         try:
-            self._bind(connector_metadata)
+            return call(*args)
         except NOT_CONTAINED:
             raise
         except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
-            self._contain(error, call)
+            self._contain(error, hook.name)
 
     def begin(self, metadata: KVConnectorMetadata) -> None:
         """Pass on the three calls before the forward pass, for workers that do nothing of their own between them."""
-        inner = self._inner
-        call: Callable[..., object] = inner.bind_connector_metadata
+        inner, name = self._inner, "bind_connector_metadata"
         try:
             self._bind(metadata)
-            call = inner.handle_preemptions
+            name = "handle_preemptions"
             inner.handle_preemptions()
-            call = inner.start_load_kv
+            name = "start_load_kv"
             inner.start_load_kv()
         except NOT_CONTAINED:
             raise
         except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
-            self._contain(error, call)
-
-    def handle_preemptions(self) -> None:
-        """Pass the call on."""
-        self._call(self._inner.handle_preemptions, None)
-
-    def start_load_kv(self) -> None:
-        """Pass the call on."""
-        self._call(self._inner.start_load_kv, None)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Pass the call on."""
-        self._call(self._inner.wait_for_layer_load, None, layer_name)
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        """Pass the call on."""
-        self._call(self._inner.save_kv_layer, None, layer_name)
-
-    def wait_for_save(self) -> None:
-        """Pass the call on."""
-        self._call(self._inner.wait_for_save, None)
+            self._contain(error, name)
 
     def collect(self, finished_req_ids: AbstractSet[str]) -> KVConnectorOutput:
         """Make the calls between ``wait_for_save`` and the end of the step; return their answers as one output."""
-        inner = self._inner
-        call: Callable[..., object] = inner.get_transfer_results
+        inner, name = self._inner, "get_transfer_results"
         finished = NOTHING_ENDED
         invalid_block_ids: frozenset[int] | None = None
         worker_meta: KVConnectorWorkerMetadata | None = None
@@ -127,16 +99,16 @@ class WorkerConnectorGuard:
         try:
             # Answers given before the connector raised count.
             finished = checked_transfers(inner.get_transfer_results(finished_req_ids))
-            call = inner.get_block_ids_with_load_errors
+            name = "get_block_ids_with_load_errors"
             invalid_block_ids = checked_block_ids(inner.get_block_ids_with_load_errors())
-            call = inner.get_kv_connector_stats
+            name = "get_kv_connector_stats"
             stats = checked_stats(inner.get_kv_connector_stats())
-            call = inner.build_connector_worker_meta
+            name = "build_connector_worker_meta"
             worker_meta = inner.build_connector_worker_meta()
         except NOT_CONTAINED:
             raise
         except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
-            self._contain(error, call)
+            self._contain(error, name)
         if invalid_block_ids is None:
             # The connector did not say which blocks of the loads that ended are bad: any of them may be.
             finished = replace(finished, failed_recving=finished.finished_recving)
@@ -148,10 +120,6 @@ class WorkerConnectorGuard:
         if finished is NOTHING_ENDED and not invalid_block_ids and worker_meta is None and not stats:
             return NOTHING_TO_REPORT  # most steps
         return KVConnectorOutput.of(finished, invalid_block_ids, worker_meta, stats)
-
-    def clear_connector_metadata(self) -> None:
-        """Pass the call on. Always the last call of a step."""
-        self._call(self._inner.clear_connector_metadata, None)
 
     def stop(self) -> None:
         """Shut the connector down, which lets its transfers in flight end, and go on without it."""
@@ -174,17 +142,8 @@ class WorkerConnectorGuard:
             raise TypeError(f"it was sent a {type(metadata).__name__}, and declares no metadata_type")
         self._inner.bind_connector_metadata(metadata)
 
-    def _call(self, call: Callable[..., T], otherwise: T, *args: object) -> T:
-        try:
-            return call(*args)
-        except NOT_CONTAINED:
-            raise
-        except BaseException as error:  # noqa: BLE001  # a third party's code: whatever it raises must not stop the worker
-            self._contain(error, call)
-            return otherwise
-
-    def _contain(self, error: BaseException, call: Callable[..., object]) -> None:
+    def _contain(self, error: BaseException, name: str) -> None:
         logger.error("connector %s raised on a worker and is stopped", self._inner.name, exc_info=error)
         self._step_failed = True
-        self._error = f"its worker side raised {describe_raised(error)} in {getattr(call, '__name__', 'a call')}"
+        self._error = f"its worker side raised {describe_raised(error)} in {name}"
         self.stop()

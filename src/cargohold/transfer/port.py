@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from cargohold.protocol import TransferOutcome
+from cargohold.protocol.hooks import passed_on
 
 
 class Direction(Enum):
@@ -100,20 +101,11 @@ class ForwardingTransfers(TransferWorker):
     def __init__(self, inner: TransferWorker) -> None:
         self.inner = inner
 
-    def submit(self, job: CopyJob) -> None:  # noqa: D102
-        self.inner.submit(job)
-
-    def poll(self) -> list[CopyResult]:  # noqa: D102
-        return self.inner.poll()
-
-    def finish_loads(self) -> bool:  # noqa: D102
-        return self.inner.finish_loads()
-
-    def finish_stores(self) -> None:  # noqa: D102
-        self.inner.finish_stores()
-
-    def shutdown(self) -> None:  # noqa: D102
-        self.inner.shutdown()
+    submit = passed_on(TransferWorker.submit)
+    poll = passed_on(TransferWorker.poll)
+    finish_loads = passed_on(TransferWorker.finish_loads)
+    finish_stores = passed_on(TransferWorker.finish_stores)
+    shutdown = passed_on(TransferWorker.shutdown)
 
 
 def have_succeeded(results: Iterable[CopyResult]) -> bool:

@@ -19,14 +19,12 @@ from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows
 from cargohold.protocol import (
     ForwardingScheduler,
+    ForwardingWorker,
     KVConnectorFactory,
-    KVConnectorMetadata,
     KVConnectorScheduler,
     KVConnectorTransferResults,
     KVConnectorWorker,
-    KVConnectorWorkerMetadata,
     SchedulerEnvironment,
-    Stats,
     TransferOutcome,
     WorkerEnvironment,
 )
@@ -92,7 +90,7 @@ class FaultyScheduler(ForwardingScheduler):
 
 
 @_raises_around(KVConnectorWorker)
-class FaultyWorker(KVConnectorWorker):
+class FaultyWorker(ForwardingWorker):
     """A worker side that raises now and then, or reports ended transfers some steps late.
 
     Args:
@@ -101,40 +99,10 @@ class FaultyWorker(KVConnectorWorker):
     """
 
     def __init__(self, inner: KVConnectorWorker, source: FaultSource) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.metadata_type = inner.metadata_type
+        super().__init__(inner)
         self._source = source
         self._held_back = KVConnectorTransferResults()
         self._steps_late = 0
-
-    def register_kv_caches(self, kv_caches: Sequence[Any]) -> None:
-        """Pass on."""
-        self.inner.register_kv_caches(kv_caches)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Pass on."""
-        self.inner.bind_connector_metadata(connector_metadata)
-
-    def handle_preemptions(self) -> None:
-        """Pass on."""
-        self.inner.handle_preemptions()
-
-    def start_load_kv(self) -> None:
-        """Pass on."""
-        self.inner.start_load_kv()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Pass on."""
-        self.inner.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        """Pass on."""
-        self.inner.save_kv_layer(layer_name)
-
-    def wait_for_save(self) -> None:
-        """Pass on."""
-        self.inner.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Pass on; if this worker is late, the report is held back for some steps."""
@@ -148,26 +116,6 @@ class FaultyWorker(KVConnectorWorker):
             return KVConnectorTransferResults(step_failed=finished.step_failed)
         self._held_back = KVConnectorTransferResults()
         return finished
-
-    def get_block_ids_with_load_errors(self) -> AbstractSet[int]:
-        """Pass on: bad blocks are named no later than the end of their load, so earlier is right too."""
-        return self.inner.get_block_ids_with_load_errors()
-
-    def get_kv_connector_stats(self) -> Stats:
-        """Pass on."""
-        return self.inner.get_kv_connector_stats()
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Pass on."""
-        return self.inner.build_connector_worker_meta()
-
-    def clear_connector_metadata(self) -> None:
-        """Pass on."""
-        self.inner.clear_connector_metadata()
-
-    def shutdown(self) -> None:
-        """Pass on."""
-        self.inner.shutdown()
 
     def maybe_raise(self) -> None:
         """Raise, if that fault strikes."""
