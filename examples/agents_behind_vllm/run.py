@@ -17,8 +17,8 @@ from scripted import save_scripted, sizes
 from cargohold.integrations.vllm.server import serving
 
 AGENTS: dict[str, Callable[..., list[Turn]]] = {"OpenAI's client": openai_agent, "Anthropic's client": anthropic_agent}
-SYSTEM_CHARS, NUM_OTHERS, OTHERS_CHARS = 800, 8, 900
-BLOCK_TOKENS, DEVICE_TOKENS, HOST_TOKENS = 32, 1536, 3584
+SYSTEM_CHARS, NUM_OTHERS, OTHERS_CHARS = 800, 5, 900
+BLOCK_TOKENS, DEVICE_TOKENS, HOST_TOKENS = 32, 1344, 2560
 """Room on the device and in host memory: together less than what others ask for while a tool runs."""
 FRONT = {"middleware": "cargohold.serve.front.Front"}
 
@@ -32,7 +32,7 @@ def pin(number: int) -> dict[str, Any]:
 @contextmanager
 def server(model: str, kv_bytes: int, log: Path, **front: str) -> Iterator[str]:
     """vLLM with Cargohold."""
-    extra = {"host_bytes": HOST_TOKENS * kv_bytes, "restore": "always", "hints": {"pin_fraction": 0.5}}
+    extra = {"host_bytes": HOST_TOKENS * kv_bytes, "restore": "always", "hints": {"pin_fraction": 0.75}}
     connector = {"kv_connector": "CargoholdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     options = {
         "served-model-name": MODEL,
