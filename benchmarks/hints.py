@@ -15,7 +15,7 @@ from cargohold.lab.replay.workload import UNKNOWN, Workload, load_workload
 COSTS = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=8000.0)
 """About a model of 8 billion parameters on one accelerator; loads at the model's default, 20 GB/s."""
 COLUMNS = (FLOOR, DEFAULT_POLICY, DEFAULT_POLICY + HINTED, OPTIMUM)
-PERCENTS = (1, 2)
+PERCENTS = (0.5, 1, 2, 5)
 MANY_SESSIONS = 400
 """Of a trace with more sessions than this, every fourth is replayed: minutes in place of an hour."""
 

@@ -182,9 +182,9 @@ class Shares(ReplacementPolicy):
         for share, (own,) in self._by_share([slot]):
             share.policy.renew(own)
 
-    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:  # noqa: D102
-        for share, part in self._by_share(slots):
-            share.policy.end_turn(keys, part, end)
+    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: D102
+        owners = self.table.owners
+        self._shares[0 if owners is None or slot == NO_SLOT else owners[slot]].policy.end_turn(keys, slot, end)
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         own, table = self._shares[self.tenant], self.table

@@ -195,7 +195,8 @@ class TierManager(OffloadManager):
 
     def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:  # noqa: D102
         if keys and end is not TurnEnd.UNKNOWN:
-            self.policy.end_turn(keys, [slot for slot in self._table.find_each(keys) if slot is not None], end)
+            found = (slot for key in reversed(keys) if (slot := self._table.find(key)) != NO_SLOT)
+            self.policy.end_turn(keys, next(found, NO_SLOT), end)
 
     def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:  # noqa: D102
         table = self._table

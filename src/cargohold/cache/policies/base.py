@@ -63,12 +63,12 @@ class ReplacementPolicy(ABC):
     def renew(self, slot: int) -> None:  # noqa: B027  # an order without times has nothing to renew
         """Let the prefix that ends in ``slot`` count as used now, although it is not: somebody waits for it, or goes on."""
 
-    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:  # noqa: B027  # most do not learn
+    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: B027  # most do not learn
         """Learn that a request has ended.
 
         Args:
             keys: all its chunks, those of its answer included, in prefix order.
-            slots: slots of those that are in the tier.
+            slot: slot of the last of them that is in the tier, or ``NO_SLOT``.
             end: how it ended.
         """
 

@@ -117,14 +117,14 @@ class ReuseIndexPolicy(RunsPolicy):
             self._model.observe_each([tags[slot] for slot in sampled], classes, self._now)
         self._now += len(slots)
 
-    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:  # noqa: D102
+    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: D102
         added = _ENDS[end]
         self._model.note_end(list(map(crc32, keys)), added // _NUM_CLASSES)
-        for run, same in groupby(map(self.runs.run_of.__getitem__, slots)):
-            # A run of which the turn has used a part only is another's.
-            if run is not None and (run.kind & _CLASS) < _NUM_CLASSES and sum(1 for _ in same) == run.num_live:
-                kind = run.kind + added
-                self.runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
+        for run in self.runs.before(slot):
+            if (run.kind & _CLASS) >= _NUM_CLASSES:
+                break  # of another turn, which ended
+            kind = run.kind + added
+            self.runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
 
     def renew(self, slot: int) -> None:  # noqa: D102
         self.runs.renew(slot, self._now, self._cell_of)

@@ -231,6 +231,18 @@ class Runs:
             (run.order if run.order.is_aside else home(run)).append(run)  # so the end of the prefix is given up first
             slot = parents[run.entries[0]]
 
+    def before(self, slot: int) -> Iterator[Run[int]]:
+        """Yield the runs of the prefix that ends in ``slot``, the last one first, up to one that goes on elsewhere."""
+        parents, owners = self._table.parents, self._table.owners
+        owner = None if owners is None or slot == NO_SLOT else owners[slot]
+        while slot != NO_SLOT and (run := self.run_of[slot]) is not None:
+            if run.num_live < len(run.entries):
+                run.entries = self._live(run)
+            if run.entries[-1] != slot or (owners is not None and owners[slot] != owner):
+                return
+            yield run
+            slot = parents[run.entries[0]]
+
     def _take_front(self, run: Run[int], slot: int) -> Run[int]:
         """Return a run of the chunks of ``run`` up to that in ``slot``, out of its order. The others stay where they are."""
         if run.num_live < len(run.entries):

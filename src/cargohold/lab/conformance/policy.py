@@ -171,11 +171,11 @@ class StrictPolicy(ReplacementPolicy):
         """Pass on."""
         self._inner.renew(slot)
 
-    def end_turn(self, keys: Sequence[bytes], slots: Sequence[int], end: TurnEnd) -> None:
+    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:
         """Pass on."""
-        before = list(keys), list(slots)
-        self._inner.end_turn(keys, slots, end)
-        assert (list(keys), list(slots)) == before, "end_turn changed its arguments"
+        before = list(keys)
+        self._inner.end_turn(keys, slot, end)
+        assert list(keys) == before, "end_turn changed its argument"
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         """Pass on, and check what was evicted."""
