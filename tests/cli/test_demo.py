@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cargohold import LLM, RequestOutput
+from cargohold.cli import demo as demonstration
 from cargohold.connector.offloading import OffloadingScheduler
 from tests.command import Command, Result
 
@@ -55,6 +56,25 @@ def test_the_two_engines_take_turns(cargohold: Command, chat_model: str, monkeyp
     for (plain, question), (offloading, same) in zip(asked[::2], asked[1::2], strict=True):
         assert (plain, offloading, question) == (asked[0][0], asked[1][0], same)
     assert asked[0][0] != asked[1][0]
+
+
+def test_each_visit_is_shown_as_soon_as_both_engines_have_answered(
+    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, show_row, order = LLM.chat, demonstration.show_row, list[str]()
+
+    def answer(llm: LLM, *args: Any) -> RequestOutput:
+        order.append("answer")
+        return chat(llm, *args)
+
+    def show(*args: Any) -> None:
+        order.append("row")
+        show_row(*args)
+
+    monkeypatch.setattr(LLM, "chat", answer)
+    monkeypatch.setattr(demonstration, "show_row", show)
+    assert demo(cargohold, chat_model, "--num-device-blocks", "300").status == 0
+    assert order == ["answer", "answer", "row"] * 8
 
 
 def test_the_second_run_finds_on_the_disk_what_the_first_has_left(
