@@ -43,7 +43,10 @@ class StoreOutcome(Enum):
     PRESENT = "present"
     """The chunk was there already."""
     REFUSED = "refused"
-    """The chunk is not there, because there is no room for it. No fault of the medium."""
+    """The chunk is not there, because there is no room for it. No fault of the medium.
+
+    The scheduler side does not offer it again before it is used; see ``Untaken`` in ``scheduler_side.backlog``.
+    """
     LATER = "later"
     """The chunk is not there for now: somebody else is writing it, or making room. Offer it again soon."""
     FAILED = "failed"
