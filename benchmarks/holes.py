@@ -21,7 +21,7 @@ from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
 from cargohold.engine.core.request import Request as EngineRequest
 from cargohold.engine.core.request import RequestTimes, SamplingParams, SchedulerStep, StepOutput
-from cargohold.engine.core.roster import SchedulerConfig
+from cargohold.engine.core.request_queues import SchedulerConfig
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.lab.replay.traces import read_trace
 from cargohold.lab.replay.workload import load_workload

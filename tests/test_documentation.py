@@ -159,7 +159,7 @@ PASSED_ON = {
     "str(self.guard.broken)",  # a line of the log
     "str(outcome)",  # the answer to a hint
     "tier.trouble",  # what is wrong with a tier
-    "no_room if self.needs_slots else self.excuse",
+    "no_room if self.needs_slots else self.timeout_note",
     "told + _why_no_more(state, handoff.num_tokens, promises)",
 }
 """Notes whose words stand elsewhere; the table has them, too."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.connector.kernel.leftovers import Leftover
+from cargohold.connector.kernel.pending_stores import PendingStore
 from cargohold.connector.kernel.requests import RequestState
-from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
+from cargohold.engine.core.request_queues import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import TurnEnd
@@ -93,8 +93,8 @@ def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up()
     context = EngineContext(engine.scheduler.kv, WaitingQueue(QueuePolicy.FCFS))
     request = engine.requests["r"]
     state = RequestState.create(request, engine.scheduler.kv.layout, blocks_per_chunk=2)
-    leftover = Leftover.of(state, engine.scheduler.kv.block_ids(request), 17, context)
-    assert leftover is not None and leftover.unstored(2, context, limit=8)[0].end == 2
+    pending = PendingStore.of(state, engine.scheduler.kv.block_ids(request), 17, context)
+    assert pending is not None and pending.unstored(2, context, limit=8)[0].end == 2
     engine.run()
 
 
@@ -107,18 +107,18 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     table = tuple(kv.block_ids(request)[0])
     pool = kv.pool
 
-    def left() -> Leftover | None:
-        return Leftover.of(RequestState.create(request, kv.layout, blocks_per_chunk=2), (table,), 25, context)
+    def left() -> PendingStore | None:
+        return PendingStore.of(RequestState.create(request, kv.layout, blocks_per_chunk=2), (table,), 25, context)
 
-    leftover = left()
-    assert leftover is not None
-    assert [leftover.unstored(2, context, limit)[0].end for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
-    leftover.state.note_offered(0, 2)
-    rest = Leftover.of(leftover.state, (table,), 25, context)
-    leftover.state.note_offered(0, 0)
+    pending = left()
+    assert pending is not None
+    assert [pending.unstored(2, context, limit)[0].end for limit in (1, 2, 3, 9)] == [1, 2, 3, 3]
+    pending.state.note_offered(0, 2)
+    rest = PendingStore.of(pending.state, (table,), 25, context)
+    pending.state.note_offered(0, 0)
     assert rest is not None and rest.unstored(2, context, 9)[0].end == 0, "nothing is known of what had been offered"
     pool.uncache_block(pool.get_block(table[3]))
-    assert leftover.unstored(2, context, 9)[0].end == 1, "the other half of its chunk is still there"
+    assert pending.unstored(2, context, 9)[0].end == 1, "the other half of its chunk is still there"
     later = left()
     assert later is not None and later.unstored(2, context, 9)[0].end == 1, (
         "what it holds is not known, whatever it was"
@@ -129,9 +129,9 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     engine.add("other", prompt(1, 28), 4)
     engine.run()
     assert pool.get_block(table[2]).block_hash is not None, "its block holds something else"
-    (state, first) = (leftover.state, leftover.state.next_chunk[0])
+    (state, first) = (pending.state, pending.state.next_chunk[0])
     state.note_offered(0, 1)
-    assert (first, leftover.unstored(2, context, 9)[0].end) == (0, 1)
+    assert (first, pending.unstored(2, context, 9)[0].end) == (0, 1)
 
 
 def test_chunks_of_an_ended_request_are_dropped_once_their_blocks_are_reused() -> None:

@@ -11,7 +11,7 @@ from cargohold.blocks import ABSENT, READY
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.request import FinishReason, SchedulerStep
-from cargohold.engine.core.roster import LoadFailurePolicy
+from cargohold.engine.core.request_queues import LoadFailurePolicy
 from cargohold.engine.executor import LayerHooks
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.protocol import (

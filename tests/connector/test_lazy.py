@@ -16,7 +16,7 @@ from cargohold.connector.kernel.jobs import OffloadingMetadata
 from cargohold.connector.offloading.lazy import FreeQueueScout, LazyOffloadingFactory
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import SchedulerStep
-from cargohold.engine.core.roster import QueuePolicy, WaitingQueue
+from cargohold.engine.core.request_queues import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.lab.simulation.transfers import HeldTransfers

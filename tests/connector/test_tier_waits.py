@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cargohold.engine.core.request import FinishReason
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
 from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.lab.simulation.transfers import HeldTransfers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     BlockIds,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.engine.core.request import FinishReason
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.errors import RequestError
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
 from cargohold.protocol import KVConnectorTransferResults, RequestView

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cargohold.engine.core.request import FinishReason
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation import SimulatedEngine, simulated_layout
 from cargohold.lab.simulation.fingerprints import tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE

@@ -31,7 +31,7 @@ def running(model: str, config: ServeConfig | None = None, **options: Any) -> It
         llm = AsyncLLM(model, **{**defaults, **options})
         server.open(llm)
         yield server
-    assert server.desk.num_answers == 0
+    assert server.admission.num_answers == 0
     scheduler_of(llm).check_settled()
 
 
@@ -83,7 +83,7 @@ def posted(path: str, body: Any, headers: Mapping[str, str] | None = None) -> by
 
 def settle(server: Server) -> None:
     """Wait until nothing moves any more: what is counted then is the same however often one looks, until the next request."""
-    wait_until(lambda: asyncio.run(server.desk.llm.settle(PATIENCE_S)))
+    wait_until(lambda: asyncio.run(server.admission.llm.settle(PATIENCE_S)))
 
 
 def wait_until(holds: Callable[[], object]) -> None:

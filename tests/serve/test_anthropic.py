@@ -107,4 +107,4 @@ def test_results_of_tools_become_messages_of_their_own(server: Server) -> None:
     ]
     reply = call(server, "/v1/messages/count_tokens", {"model": "chat", "messages": conversation})
     written = "<|user|>Tell me about the harbour.<|end|><|assistant|><|end|><|tool|>It is high.<|end|><|assistant|>"
-    assert reply.json["input_tokens"] == len(server.desk.llm.tokenize(written))
+    assert reply.json["input_tokens"] == len(server.admission.llm.tokenize(written))

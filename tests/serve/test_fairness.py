@@ -41,10 +41,10 @@ def test_a_tenant_that_has_taken_all_places_gives_them_back_in_turn(chat_model: 
         ThreadPoolExecutor() as threads,
     ):
         greedy = [begin(server, stack, "a") for _ in range(4)]
-        wait_until(lambda: server.desk.num_answers == 4)
+        wait_until(lambda: server.admission.num_answers == 4)
         assert call(server, TEXT, BODY, keyed("a")).status == 429, "it has borrowed all that was free"
         others = [threads.submit(call, server, TEXT, BODY, keyed("b")) for _ in range(2)]
-        wait_until(lambda: server.desk.num_answers == 6)
+        wait_until(lambda: server.admission.num_answers == 6)
         assert call(server, TEXT, BODY, keyed("b")).status == 429, "all is taken, and so is its share"
         assert call(server, TEXT, BODY, keyed("a")).status == 429
         for connection in greedy:
@@ -55,19 +55,19 @@ def test_a_tenant_that_has_taken_all_places_gives_them_back_in_turn(chat_model: 
 def test_who_comes_late_is_served_before_what_another_has_piled_up(
     chat_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.serve.desk._AHEAD", 0)
+    monkeypatch.setattr("cargohold.serve.admission._AHEAD", 0)
     config = ServeConfig(port=0, api_keys=("a", "b"), max_queue=7)
     with running(chat_model, config, max_num_seqs=1) as server, ExitStack() as stack, ThreadPoolExecutor() as threads:
         first = begin(server, stack, "a")
         first.recv(100)
         for _ in range(7):
             begin(server, stack, "a")
-        wait_until(lambda: server.desk.num_answers == 8)
+        wait_until(lambda: server.admission.num_answers == 8)
         late = threads.submit(call, server, TEXT, BODY, keyed("b"))
         wait_until(lambda: call(server, "/cache", headers=keyed("b")).json["requests"])
         first.close()
         assert late.result().status == 200
-        assert server.desk.num_answers == 7, "the others are all still there"
+        assert server.admission.num_answers == 7, "the others are all still there"
 
 
 def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_tokenized(chat_model: str) -> None:
@@ -120,11 +120,11 @@ def test_long_texts_are_tokenized_one_by_one_and_short_ones_meanwhile(
         gone = begin(server, stack, "a", conversation("x" * 100_000), COUNT)
         wait_until(lambda: tokenizing.num_begun == 1)
         gone.close()
-        wait_until(lambda: not server.desk.num_answers)
+        wait_until(lambda: not server.admission.num_answers)
         waiting: list[Any] = [
             threads.submit(call, server, COUNT, conversation("x" * 100_000), keyed("a")) for _ in range(2)
         ]
-        wait_until(lambda: server.desk.num_answers == 2)
+        wait_until(lambda: server.admission.num_answers == 2)
         assert call(server, COUNT, conversation("Hello"), keyed("b")).status == 200
         assert tokenizing.num_begun == 1, "the thread of the client that has gone is still at it"
         tokenizing.go_on.set()
@@ -153,12 +153,12 @@ def test_bodies_in_memory_are_bounded_and_shared(chat_model: str, monkeypatch: p
         stack.callback(tokenizing.go_on.set)
         large = conversation("x" * 100_000)
         waiting = [threads.submit(call, server, COUNT, large, keyed("a")) for _ in range(4)]
-        wait_until(lambda: server.desk.num_answers == 4)
+        wait_until(lambda: server.admission.num_answers == 4)
         refused = call(server, COUNT, large, keyed("a"))
         assert (refused.status, refused.json["error"]["type"]) == (503, "overloaded_error")
         assert call(server, COUNT, conversation("Hello"), keyed("a")).status == 200, "small ones go on"
         waiting += [threads.submit(call, server, COUNT, large, keyed("b")) for _ in range(2)]
-        wait_until(lambda: server.desk.num_answers == 6)
+        wait_until(lambda: server.admission.num_answers == 6)
         assert call(server, COUNT, large, keyed("b")).status == 503, "so much is its share"
         tokenizing.go_on.set()
         assert {one.result().status for one in waiting} == {400}

@@ -44,7 +44,7 @@ def test_health_is_answered_however_many_requests_are_open(chat_model: str) -> N
     with running(chat_model, ServeConfig(port=0, max_connections=2)) as server, ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(connect(server)).sendall(posted(TEXT, STREAM))
-        wait_until(lambda: server.desk.num_answers == 2)
+        wait_until(lambda: server.admission.num_answers == 2)
         refused = call(server, TEXT, BODY)
         assert (refused.status, refused.json["error"]["code"]) == (503, "too_many_requests")
         assert "retry-after" in refused.headers

@@ -83,7 +83,7 @@ def test_salts_in_events_are_what_scrypt_makes_of_keys(chat_model: str) -> None:
         assert complete(server, key=KEYS[0], cache_salt="mine").status == 200
         salts = {
             key
-            for event in asyncio.run(server.desk.llm.take_events())
+            for event in asyncio.run(server.admission.llm.take_events())
             if isinstance(event, BlockStored)
             for keys in event.extra_keys
             for key in keys

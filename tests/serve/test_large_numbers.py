@@ -104,7 +104,7 @@ def test_a_large_number_is_refused_or_served_and_leaves_nothing(
         sent = json.dumps({**body, **field}).replace(f'"{N}"', str(number)).encode()
         reply = call(keyed, path, sent, {"authorization": f"Bearer {key}"})
         assert reply.status < 500, (number, reply.body)
-    wait_until(lambda: not keyed.desk.num_answers)
-    llm = keyed.desk.llm
+    wait_until(lambda: not keyed.admission.num_answers)
+    llm = keyed.admission.llm
     assert not in_engine(llm, lambda engine: engine.num_unfinished), "a request outlives its answer"
     assert llm.status.connector_error is None

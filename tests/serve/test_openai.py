@@ -93,7 +93,7 @@ def test_usage_of_several_prompts_is_the_same_in_a_stream(client: clients.openai
 
 
 def test_a_prompt_may_be_token_ids(client: clients.openai.OpenAI, server: Server) -> None:
-    token_ids = server.desk.llm.tokenize("Once upon a time")
+    token_ids = server.admission.llm.tokenize("Once upon a time")
     text = client.completions.create(model="chat", prompt="Once upon a time", temperature=0).choices[0].text
     for prompt in (token_ids, [token_ids]):
         assert client.completions.create(model="chat", prompt=prompt, temperature=0).choices[0].text == text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cargohold import AsyncLLM, EngineDeadError
-from cargohold.serve.desk import State
+from cargohold.serve.admission import State
 from cargohold.serve.server import Server, serving
 from cargohold.serve.settings import ServeConfig
 from tests.llms import scheduler_of
@@ -22,9 +22,9 @@ STREAM: dict[str, Any] = {**BODY, **LONG, "stream": True}
 
 
 def is_idle(server: Server) -> bool:
-    llm = server.desk.loaded
+    llm = server.admission.loaded
     assert llm is not None
-    return not (server.desk.num_answers or llm.status.num_running or llm.status.num_waiting)
+    return not (server.admission.num_answers or llm.status.num_running or llm.status.num_waiting)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool)
         connection.sendall(posted(CHAT, {**STREAM, "stream": stream}))
         if stream:
             connection.recv(1000)
-        wait_until(lambda: server.desk.llm.status.num_running == 1)
+        wait_until(lambda: server.admission.llm.status.num_running == 1)
     wait_until(lambda: is_idle(server))
-    record = next(server.desk.records.latest_of_all())
+    record = next(server.admission.records.latest_of_all())
     metrics = record.sequences[0].metrics
     assert record.state == "gone"
     assert metrics is None or metrics.output_tokens < LONG["max_tokens"] // 2
@@ -121,9 +121,9 @@ def test_a_client_that_takes_nothing_is_taken_to_be_gone(chat_model: str) -> Non
         connection = stack.enter_context(connect(server, buffer_bytes=4096))
         # Pieces of many answers at once, so that the system's buffers are full soon.
         connection.sendall(posted(CHAT, {**STREAM, "n": 32}))
-        wait_until(lambda: server.desk.num_answers == 32)
+        wait_until(lambda: server.admission.num_answers == 32)
         wait_until(lambda: is_idle(server))
-        record = next(server.desk.records.latest_of_all())
+        record = next(server.admission.records.latest_of_all())
         assert record.state == "gone"
         assert call(server, CHAT, BODY).status == 200
 
@@ -134,11 +134,11 @@ def test_whoever_finds_the_queue_full_is_told_to_come_again(chat_model: str) -> 
         first.sendall(posted(CHAT, STREAM))
         first.recv(100)
         second.sendall(posted(CHAT, BODY))
-        wait_until(lambda: server.desk.num_answers == 2)
+        wait_until(lambda: server.admission.num_answers == 2)
         refused = call(server, CHAT, BODY)
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         assert refused.json["error"]["code"] == "queue_full"
-        assert server.desk.num_refused == 1
+        assert server.admission.num_refused == 1
         first.close()
         assert second.recv(100).startswith(b"HTTP/1.1 200")
         assert call(server, CHAT, BODY).status == 200
@@ -150,8 +150,8 @@ def test_who_waits_in_the_queue_and_goes_away_is_forgotten(chat_model: str) -> N
         first.recv(100)
         with connect(server) as second:
             second.sendall(posted(CHAT, BODY))
-            wait_until(lambda: server.desk.num_answers == 2)
-        wait_until(lambda: server.desk.num_answers == 1)
+            wait_until(lambda: server.admission.num_answers == 2)
+        wait_until(lambda: server.admission.num_answers == 1)
 
 
 def test_until_there_is_a_model_requests_are_told_to_wait(chat_model: str) -> None:
@@ -168,10 +168,10 @@ def test_at_the_end_requests_get_time_to_finish_and_new_ones_are_refused(chat_mo
         body = {**BODY, **LONG, "max_tokens": 300}
         asking = threading.Thread(target=lambda: replies.append(call(server, CHAT, body)))
         asking.start()
-        wait_until(lambda: server.desk.num_answers == 1)
+        wait_until(lambda: server.admission.num_answers == 1)
         draining = threading.Thread(target=server.drain)
         draining.start()
-        wait_until(lambda: server.desk.state is State.DRAINING)
+        wait_until(lambda: server.admission.state is State.DRAINING)
         if asking.is_alive():
             assert call(server, CHAT, BODY).status == 503
         assert call(server, "/health").json["status"] == "draining"
@@ -217,7 +217,7 @@ def test_the_end_says_what_it_waits_for(chat_model: str, monkeypatch: pytest.Mon
         server.open(AsyncLLM(chat_model, num_device_blocks=600, shutdown_timeout_s=0.5))
         with connect(server) as connection:
             connection.sendall(posted(CHAT, STREAM))
-            wait_until(lambda: server.desk.num_answers == 1)
+            wait_until(lambda: server.admission.num_answers == 1)
             server.drain()
         wait_until(lambda: is_idle(server))
         monkeypatch.setattr(AsyncLLM, "close", close_late)
@@ -233,7 +233,7 @@ def test_requests_that_take_too_long_at_the_end_are_told_so(chat_model: str, str
     with running(chat_model, shutdown_timeout_s=0.0) as server:
         asking = threading.Thread(target=lambda: replies.append(call(server, CHAT, {**STREAM, "stream": stream})))
         asking.start()
-        wait_until(lambda: server.desk.llm.status.num_running == 1)
+        wait_until(lambda: server.admission.llm.status.num_running == 1)
     asking.join()
     if stream:
         assert b"the engine has stopped" in replies[0].body and replies[0].body.endswith(b"data: [DONE]\n\n")

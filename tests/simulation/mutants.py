@@ -49,7 +49,7 @@ from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
-from cargohold.engine.core.roster import Roster, TransferTable
+from cargohold.engine.core.request_queues import RequestQueues, TransferTable
 from cargohold.engine.core.scheduler import Scheduler
 from cargohold.lab.simulation.campaign import Recipe
 from cargohold.lab.simulation.transfers import LinkTransfers
@@ -73,7 +73,7 @@ from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access, JobKind
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
-from cargohold.tiers.scheduler_side.listing import Lister
+from cargohold.tiers.scheduler_side.listing import InventoryScan
 from cargohold.tiers.scheduler_side.plan import Planner
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -745,23 +745,23 @@ def lets_tenants_share_kv(patch: Patch) -> None:
 
 @mutant()
 def runs_requests_before_their_loads_end(patch: Patch) -> None:
-    load = Roster.load
+    load = RequestQueues.load
 
-    def at_once(self: Roster, request: Any) -> None:
+    def at_once(self: RequestQueues, request: Any) -> None:
         load(self, request)
         request.num_computed_tokens = min(request.num_reused_tokens, request.num_tokens - 1)
         self.wait(request)
 
-    patch.setattr(Roster, "load", at_once)
+    patch.setattr(RequestQueues, "load", at_once)
     patch.setattr(TransferTable, "strays", lambda self, finished: [])
 
 
 @mutant(workload="aborts")
 def frees_aborted_requests_while_they_load(patch: Patch) -> None:
-    def freed_at_once(self: Roster, request: Any) -> None:
+    def freed_at_once(self: RequestQueues, request: Any) -> None:
         self._kv.free(request)
 
-    patch.setattr(Roster, "free_unless_in_use", freed_at_once)
+    patch.setattr(RequestQueues, "free_unless_in_use", freed_at_once)
     patch.setattr(TouchHolder, "hold", lambda self, block_ids: None)
     patch.setattr(TouchHolder, "release", lambda self, block_ids: None)
 
@@ -772,7 +772,7 @@ def takes_a_request_while_an_earlier_one_of_its_id_is_copied(patch: Patch) -> No
 
     def without_asking(self: Scheduler, request: Any) -> None:
         with pytest.MonkeyPatch.context() as blindfold:
-            blindfold.setattr(self._roster.transfers, "holds", lambda request: False)
+            blindfold.setattr(self._queues.transfers, "holds", lambda request: False)
             add(self, request)
 
     patch.setattr(Scheduler, "add_request", without_asking)
@@ -780,7 +780,7 @@ def takes_a_request_while_an_earlier_one_of_its_id_is_copied(patch: Patch) -> No
 
 @mutant(workload="retries")
 def computes_a_request_in_the_step_that_ends_an_earlier_one_of_its_id(patch: Patch) -> None:
-    patch.setattr(Roster, "has_just_ended", lambda self, request_id: False)
+    patch.setattr(RequestQueues, "has_just_ended", lambda self, request_id: False)
 
 
 @mutant(faults="corrupt")
@@ -800,18 +800,18 @@ def caches_blocks_that_are_not_full(patch: Patch) -> None:
 
 @mutant()
 def stops_while_stores_are_in_flight(patch: Patch) -> None:
-    patch.setattr(Scheduler, "has_work", lambda self: bool(self._roster))
+    patch.setattr(Scheduler, "has_work", lambda self: bool(self._queues))
 
 
 @mutant(connector="eager-requests", workload="preemption")
 def does_not_tell_the_connector_of_preemptions(patch: Patch) -> None:
-    preempt = Roster.preempt
+    preempt = RequestQueues.preempt
 
-    def silent(self: Roster, request: Any) -> None:
+    def silent(self: RequestQueues, request: Any) -> None:
         preempt(self, request)
         self._preempted_ids.clear()
 
-    patch.setattr(Roster, "preempt", silent)
+    patch.setattr(RequestQueues, "preempt", silent)
 
 
 # --- hints and quotas -------------------------------------------------------------------------------------------------
@@ -987,7 +987,7 @@ def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
 
 @mutant("tiered", "returning", faults="failed,restart,gone", first_seed=130)
 def never_reads_on_in_a_list_that_has_failed(patch: Patch) -> None:
-    def give_up(self: Lister, kind: JobKind) -> None:
+    def give_up(self: InventoryScan, kind: JobKind) -> None:
         self._is_running, self._next = False, None
 
-    patch.setattr(Lister, "_note_failure", give_up)
+    patch.setattr(InventoryScan, "_note_failure", give_up)

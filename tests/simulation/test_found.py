@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cargohold.connector.config import RESTORE_IF_FASTER, HintConfig
-from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
+from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.faults import Fault, VirtualClock
 from cargohold.lab.simulation.fingerprints import GroupPlan

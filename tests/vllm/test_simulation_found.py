@@ -11,7 +11,7 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
-from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
+from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.groups import bears_full_hits
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan

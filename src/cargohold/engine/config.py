@@ -11,7 +11,7 @@ from typing import Final
 
 from cargohold.deadlines import CONNECTOR, DEFAULTS, TRANSFER
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
-from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy, SchedulerConfig
+from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy, SchedulerConfig
 from cargohold.engine.events import WIRE_MAP, WIRES
 from cargohold.engine.model.info import DTYPES, ModelInfo
 from cargohold.engine.ranks import ExecutorConfig, ExecutorKind

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
 from cargohold.llm import AsyncLLM
-from cargohold.serve.desk import Job, Outputs, Prompts, client_of, hall_of, size_of, trace_of
+from cargohold.serve.admission import Job, Outputs, Prompts, client_of, context_of, size_of, trace_of
 from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_response
 from cargohold.serve.interfaces import (
     Body,
@@ -163,7 +163,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
         options["trace_headers"] = trace_of(request)
         return Prompts([prompt], sampling, options)
 
-    request_id = f"msg_{hall_of(request).desk.records.new_id()}"
+    request_id = f"msg_{context_of(request).admission.records.new_id()}"
     job = Job(request_id, request.url.path, client, 1, make_prompts, size_of(request), body.stream)
     head = {"id": request_id, "type": "message", "role": "assistant", "model": body.model}
     reader = body.new_reader()
@@ -179,9 +179,9 @@ async def messages(request: Request, body: MessagesBody) -> Response:
 
 def _begin(request: Request, body: Prompt) -> AsyncLLM:
     """The model, if it may be asked this."""
-    hall = hall_of(request)
-    llm = hall.desk.llm
-    hall.check_model(body.model)
+    context = context_of(request)
+    llm = context.admission.llm
+    context.check_model(body.model)
     body.check_others()
     return llm
 

@@ -28,7 +28,7 @@ from cargohold.llm import AsyncLLM
 from cargohold.option_values import parse_bytes
 from cargohold.protocol import Hint, KeptPrefix, Pin, Stats, Tally, TenantUse, metrics
 from cargohold.protocol.metrics import over_connectors
-from cargohold.serve.desk import Hall, client_of, hall_of
+from cargohold.serve.admission import ServerContext, client_of, context_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Message, fitting, in_turn
 from cargohold.serve.meters import OfNobody
@@ -48,39 +48,41 @@ _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 @router.get("/cache")
 async def cache(request: Request) -> Response:
     """What is kept, by tier, tenant and prefix, and what became of the last requests. A tenant sees only its own."""
-    hall, client = hall_of(request), client_of(request)
-    await hall.watch.look(_LOOK_S, inside=True)
-    records = [_shown(hall, client, record) for record in islice(hall.desk.records.latest(client), _MAX_SHOWN)]
-    shown: dict[str, Any] = {"state": hall.desk.state.value, "now": time.time(), "started": hall.started}
+    context, client = context_of(request), client_of(request)
+    await context.watch.look(_LOOK_S, inside=True)
+    records = [
+        _shown(context, client, record) for record in islice(context.admission.records.latest(client), _MAX_SHOWN)
+    ]
+    shown: dict[str, Any] = {"state": context.admission.state.value, "now": time.time(), "started": context.started}
     shown |= {
         "requests": records,
         "history": None,
         "log": None,
-        **_engine(hall),
-        **_contents(hall, client),
+        **_engine(context),
+        **_contents(context, client),
     }
     if client.tenant is None:
-        history = [bucket.as_json() for bucket in hall.desk.records.history()]
-        shown |= {"history": history, "log": hall.watch.log.lines()}
+        history = [bucket.as_json() for bucket in context.admission.records.history()]
+        shown |= {"history": history, "log": context.watch.log.lines()}
     return json_response(shown)
 
 
 @router.get("/cache/explain/{request_id}")
 async def explain(request: Request, request_id: str) -> Response:
     """Where each answer's prompt came from, and why, in words."""
-    record = hall_of(request).desk.records.find(request_id, client_of(request))
+    record = context_of(request).admission.records.find(request_id, client_of(request))
     if record is None:
         message = (
             f"no request {request_id!r:.100} is remembered: the last few hundred are, each for whoever has sent it"
         )
         raise ApiError(HTTPStatus.NOT_FOUND, message, code="request_not_found")
     answers = [{"sources": one.sources(), "notes": list(one.notes)} for one in record.sequences]
-    return json_response({**_shown(hall_of(request), client_of(request), record), "answers": answers})
+    return json_response({**_shown(context_of(request), client_of(request), record), "answers": answers})
 
 
-def _shown(hall: Hall, client: Client, record: Record) -> dict[str, Any]:
+def _shown(context: ServerContext, client: Client, record: Record) -> dict[str, Any]:
     """A request as a client may see it. Whoever sees those of all tenants is told whose it was."""
-    whose = {"tenant": hall.config.label_of(record.client.tenant)} if client.is_admin else {}
+    whose = {"tenant": context.config.label_of(record.client.tenant)} if client.is_admin else {}
     return record.as_json() | whose
 
 
@@ -152,12 +154,12 @@ async def pin(request: Request, body: PinBody) -> Response:
 @router.get("/cache/pins")
 async def pins(request: Request) -> Response:
     """What is pinned now, and how much may be. A tenant sees only its own."""
-    hall, client = hall_of(request), client_of(request)
+    context, client = context_of(request), client_of(request)
     shown: dict[str, list[dict[str, Any]]] = {"pins": [], "budgets": []}
-    for of_tier in await hall.desk.llm.contents():
+    for of_tier in await context.admission.llm.contents():
         own = [pin for pin in of_tier.pins if client.sees(pin.tenant)]
         most = of_tier.max_pinned_chunks if client.tenant is None else of_tier.max_pinned_chunks_each
-        shown["pins"] += [_labelled(hall, of_tier.tier, pin) for pin in own]
+        shown["pins"] += [_labelled(context, of_tier.tier, pin) for pin in own]
         num_used = sum(pin.num_chunks for pin in own)
         shown["budgets"].append({"tier": of_tier.tier, "num_chunks": num_used, "max_chunks": most})
     return json_response(shown)
@@ -171,7 +173,7 @@ async def release(request: Request, lease: Annotated[str, Path(max_length=128)])
 
 async def _hint(request: Request, body: PrefixBody, asked: Hints) -> Response:
     """Give hints in the name of the request's client. The answer has one outcome for each."""
-    llm, client = hall_of(request).desk.llm, client_of(request)
+    llm, client = context_of(request).admission.llm, client_of(request)
     prompt = await in_turn(request, lambda: fitting(llm, partial(body.tokens, llm))) if body.has_prompt else None
     outcomes = await llm.hint(asked, prompt=prompt, salt=client.salt(body.cache_salt), tenant=client.tenant)
     return json_response({"outcomes": [asdict(outcome) for outcome in outcomes]})
@@ -183,7 +185,7 @@ async def reset(request: Request) -> Response:
     if not client_of(request).is_admin:
         message = "only the admin key may reset the cache: start the server with --admin-key, and send that"
         raise ApiError(HTTPStatus.FORBIDDEN, message, code="admin_only")
-    if not await hall_of(request).desk.llm.reset_cache():
+    if not await context_of(request).admission.llm.reset_cache():
         message = "requests are being served, or transfers have not ended: try again when it is quiet"
         raise ApiError(HTTPStatus.CONFLICT, message, code="busy")
     return json_response({"reset": True})
@@ -192,44 +194,44 @@ async def reset(request: Request) -> Response:
 @router.get("/metrics")
 async def prometheus(request: Request) -> Response:
     """All metrics, in the text format of Prometheus; those of single tenants only with a key."""
-    hall = hall_of(request)
-    await hall.watch.look(_LOOK_S)
-    shown = hall.registry if client_of(request).reads_all_metrics else OfNobody(hall.registry)
+    context = context_of(request)
+    await context.watch.look(_LOOK_S)
+    shown = context.registry if client_of(request).reads_all_metrics else OfNobody(context.registry)
     return Response(generate_latest(shown), media_type=_METRICS_TYPE)
 
 
-def _engine(hall: Hall) -> dict[str, Any]:
-    llm = hall.desk.loaded
+def _engine(context: ServerContext) -> dict[str, Any]:
+    llm = context.admission.loaded
     if llm is None:
         return {"model": None, "tiers": [], "engine": None}
     status = llm.status
     engine = {"running": status.num_running, "waiting": status.num_waiting, "loading": status.num_loading}
     return {
-        "model": hall.shown_name,
-        "tiers": [vessel.as_json() for vessel in vessels(llm, hall.watch.stats)],
-        "engine": {**engine, "refused": hall.desk.num_refused, "connector_error": status.connector_error},
+        "model": context.shown_name,
+        "tiers": [tier_use.as_json() for tier_use in tier_uses(llm, context.watch.stats)],
+        "engine": {**engine, "refused": context.admission.num_refused, "connector_error": status.connector_error},
     }
 
 
-def _contents(hall: Hall, client: Client) -> dict[str, list[dict[str, Any]]]:
+def _contents(context: ServerContext, client: Client) -> dict[str, list[dict[str, Any]]]:
     """What of the contents of all tiers a client may see: pins, tenants and prefixes, a limited number of each."""
     shown: dict[str, list[dict[str, Any]]] = {"pins": [], "tenants": [], "prefixes": []}
-    for of_tier in hall.watch.contents:
+    for of_tier in context.watch.contents:
         for name, items in (("pins", of_tier.pins), ("tenants", of_tier.tenants), ("prefixes", of_tier.prefixes)):
             seen = (item for item in items if client.sees(item.tenant))
-            shown[name] += [_labelled(hall, of_tier.tier, item) for item in islice(seen, _MAX_SHOWN)]
+            shown[name] += [_labelled(context, of_tier.tier, item) for item in islice(seen, _MAX_SHOWN)]
     return shown
 
 
-def _labelled(hall: Hall, tier: str, item: Pin | TenantUse | KeptPrefix) -> dict[str, Any]:
-    return {"tier": tier, **asdict(item), "tenant": hall.config.label_of(item.tenant)}
+def _labelled(context: ServerContext, tier: str, item: Pin | TenantUse | KeptPrefix) -> dict[str, Any]:
+    return {"tier": tier, **asdict(item), "tenant": context.config.label_of(item.tenant)}
 
 
 # --- how full each place is -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Vessel:
+class TierUse:
     """A place that keeps KV.
 
     Attributes:
@@ -259,7 +261,7 @@ class Vessel:
         return asdict(self)
 
 
-def vessels(llm: AsyncLLM, stats: Stats) -> list[Vessel]:
+def tier_uses(llm: AsyncLLM, stats: Stats) -> list[TierUse]:
     """All places, the fastest first. Of several connectors, what they keep in places of the same name is added up.
 
     Args:
@@ -279,7 +281,7 @@ def vessels(llm: AsyncLLM, stats: Stats) -> list[Vessel]:
 
 def moved(llm: AsyncLLM, stats: Stats) -> Moved:
     """What the engine has moved and computed since the start."""
-    below, total = vessels(llm, stats)[1:], over_connectors(stats)
+    below, total = tier_uses(llm, stats)[1:], over_connectors(stats)
     return Moved(
         up_bytes=sum(place.out_bytes for place in below),
         down_bytes=sum(place.in_bytes for place in below),
@@ -291,20 +293,20 @@ def moved(llm: AsyncLLM, stats: Stats) -> Moved:
     )
 
 
-def _device(llm: AsyncLLM) -> Vessel:
+def _device(llm: AsyncLLM) -> TierUse:
     status, block_bytes = llm.status, llm.plan.layout.block_bytes * llm.plan.layout.world_size
     used = status.num_blocks - status.num_free_blocks
     capacity = (llm.plan.layout.num_blocks - 1) * block_bytes
-    return Vessel("device", status.num_cached_blocks * block_bytes, capacity, used * block_bytes)
+    return TierUse("device", status.num_cached_blocks * block_bytes, capacity, used * block_bytes)
 
 
-def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Tally) -> Vessel:
+def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Tally) -> TierUse:
     layout = llm.plan.layout
     block_bytes = layout.block_bytes * layout.num_shards
     slots = [(OffloadingFactory(config).num_slots(layout), config.blocks_per_chunk * block_bytes) for config in configs]
     capacity = sum(num_slots * chunk_bytes for num_slots, chunk_bytes in slots)
     mean_chunk_bytes = capacity / max(1, sum(num_slots for num_slots, _ in slots))
-    return Vessel(
+    return TierUse(
         "host",
         total[metrics.READY_CHUNKS] * mean_chunk_bytes,
         capacity,
@@ -315,8 +317,8 @@ def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Tally) -> Vess
     )
 
 
-def _lower(name: str, limit: float | None, total: Tally) -> Vessel:
-    return Vessel(
+def _lower(name: str, limit: float | None, total: Tally) -> TierUse:
+    return TierUse(
         name,
         total[metrics.TIER_READY.of(name)],
         limit,

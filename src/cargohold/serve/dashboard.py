@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from cargohold.protocol import metrics
-from cargohold.serve.cache import Vessel, page_router
+from cargohold.serve.cache import TierUse, page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
 from cargohold.serve.families import IN_ENGINE, REFUSED, UP
 from cargohold.serve.gate import Gate, Hosts, connections
@@ -86,7 +86,7 @@ class Engine:
             "state": self.state,
             "now": self._clock(),
             "model": self.name,
-            "tiers": [asdict(_vessel(now, tier, out[tier], tier in off)) for tier in tiers_of(now)],
+            "tiers": [asdict(_tier_use(now, tier, out[tier], tier in off)) for tier in tiers_of(now)],
             "requests": None,
             "history": [bucket.as_json() for bucket in self._history],
             "log": lines,
@@ -119,9 +119,9 @@ def _moved(scraped: Scrape) -> dict[tuple[str, str], float]:
     }
 
 
-def _vessel(now: Scrape, tier: str, num_out: int, is_off: bool) -> Vessel:
+def _tier_use(now: Scrape, tier: str, num_out: int, is_off: bool) -> TierUse:
     moved = _moved(now)
-    return Vessel(
+    return TierUse(
         tier,
         now.by(metrics.TIER_READY, "tier").get(tier, 0),
         now.by(metrics.TIER_CAPACITY, "tier").get(tier),

@@ -112,7 +112,7 @@ class BehindGate:
 
 
 class _Bodies:
-    """Bytes of bodies that are in memory. Tenants share them as they share places; see ``Desk``."""
+    """Bytes of bodies that are in memory. Tenants share them as they share places; see ``RequestAdmission``."""
 
     def __init__(self, limit: int, num_tenants: int) -> None:
         self._limit = limit

@@ -22,7 +22,7 @@ from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.errors import PromptTooLongError
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import FRONT_KEY
-from cargohold.serve.desk import Job, Outputs, client_of, hall_of, size_of, unless_gone
+from cargohold.serve.admission import Job, Outputs, client_of, context_of, size_of, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
 from cargohold.serve.settings import Client
 
@@ -298,13 +298,13 @@ def fitting(llm: AsyncLLM, make: Callable[[int], list[int]]) -> list[int]:
 
 async def in_turn(request: Request, work: Callable[[], T]) -> T:
     """Do work on the text of a request that wants no answer of the model, unless its client goes away before it begins."""
-    desk = hall_of(request).desk
-    return await unless_gone(request.receive, desk.tokenized(client_of(request), size_of(request), work))
+    admission = context_of(request).admission
+    return await unless_gone(request.receive, admission.tokenized(client_of(request), size_of(request), work))
 
 
 async def whole(request: Request, job: Job) -> list[RequestOutput]:
     """The last output of each answer. Ends the request when its client goes away."""
-    return await unless_gone(request.receive, _last_outputs(hall_of(request).desk.outputs(job)))
+    return await unless_gone(request.receive, _last_outputs(context_of(request).admission.outputs(job)))
 
 
 async def _last_outputs(outputs: Outputs) -> list[RequestOutput]:
@@ -330,7 +330,7 @@ async def streamed(request: Request, job: Job, events: Events) -> Response:
 
     It begins when there is a first output: a request that is refused gets a status that says so.
     """
-    outputs = hall_of(request).desk.outputs(job)
+    outputs = context_of(request).admission.outputs(job)
     try:
         first = await unless_gone(request.receive, anext(outputs))
     except BaseException:

@@ -14,7 +14,7 @@ from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import Family, Kind, Series, Stats, Tally, metrics
 from cargohold.protocol.metrics import Bucket
-from cargohold.serve.desk import Desk, State, Watch
+from cargohold.serve.admission import RequestAdmission, State, Watch
 from cargohold.serve.families import ANSWERS, GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, REQUESTS, UP
 from cargohold.serve.records import Record
 
@@ -24,7 +24,7 @@ class Meters(Collector):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._seen: tuple[Desk, Watch] | None = None
+        self._seen: tuple[RequestAdmission, Watch] | None = None
         self._own = Tally({family.of(*labels): 0 for family in OWN_FAMILIES for labels in family.start})
         # Connectors count no requests that they were not asked about.
         self._prompts = Tally()
@@ -39,19 +39,23 @@ class Meters(Collector):
         if record.ttft_s is not None:
             metrics.TTFT.of(record.cache_label).note(record.ttft_s, self._prompts)
 
-    def read_also(self, desk: Desk, watch: Watch) -> None:
-        """Show all that there is of an engine. ``desk`` has the model, ``watch`` its counters."""
-        self._seen = desk, watch
+    def read_also(self, admission: RequestAdmission, watch: Watch) -> None:
+        """Show all that there is of an engine. ``admission`` has the model, ``watch`` its counters."""
+        self._seen = admission, watch
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """All of them, as they are now."""
         assert self._seen is not None, "nothing collects before"
-        desk, watch = self._seen
-        llm = desk.loaded
+        admission, watch = self._seen
+        llm = admission.loaded
         found = Tally(self._own)
         found.update(
-            {UP.of(): desk.state is State.SERVING, ANSWERS.of(): desk.num_answers, REFUSED.of(): desk.num_refused}
+            {
+                UP.of(): admission.state is State.SERVING,
+                ANSWERS.of(): admission.num_answers,
+                REFUSED.of(): admission.num_refused,
+            }
         )
         if llm is not None:
             for state in ("running", "waiting", "loading"):

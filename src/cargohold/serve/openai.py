@@ -18,7 +18,7 @@ from cargohold.base_llm import RequestOptions
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.llm import AsyncLLM
-from cargohold.serve.desk import Hall, Job, Outputs, Prompts, client_of, hall_of, size_of, trace_of
+from cargohold.serve.admission import Job, Outputs, Prompts, ServerContext, client_of, context_of, size_of, trace_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
 from cargohold.serve.interfaces import (
     Message,
@@ -70,15 +70,15 @@ class ChatBody(OpenAIBody):
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     """The model that is served, under each of its names."""
-    hall = hall_of(request)
-    return json_response({"object": "list", "data": [_model(hall, name) for name in hall.names()]})
+    context = context_of(request)
+    return json_response({"object": "list", "data": [_model(context, name) for name in context.names()]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     """The model, if it is served under this name."""
-    hall = hall_of(request)
-    return json_response(_model(hall, hall.check_model(name)))
+    context = context_of(request)
+    return json_response(_model(context, context.check_model(name)))
 
 
 @router.post("/v1/completions")
@@ -154,9 +154,9 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 def _begin(request: Request, body: OpenAIBody) -> AsyncLLM:
     """The model, if it may be asked this."""
-    hall = hall_of(request)
-    llm = hall.desk.llm
-    hall.check_model(body.model)
+    context = context_of(request)
+    llm = context.admission.llm
+    context.check_model(body.model)
     body.check_others()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options are for streams: set stream to true", "stream_options")
@@ -175,8 +175,8 @@ async def _answer(
     sampling: list[SamplingParams],
 ) -> Response:
     """Answer each prompt as often as there is sampling."""
-    client, desk = client_of(request), hall_of(request).desk
-    llm = desk.llm
+    client, admission = client_of(request), context_of(request).admission
+    llm = admission.llm
     options: RequestOptions = {
         **body.options(client),
         "priority": body.priority,
@@ -187,7 +187,7 @@ async def _answer(
         each = [fitting(llm, make) for make in makers]
         return Prompts([prompt for prompt in each for _ in sampling], sampling * len(each), options)
 
-    request_id = f"{form.prefix}-{desk.records.new_id()}"
+    request_id = f"{form.prefix}-{admission.records.new_id()}"
     num_answers = len(makers) * len(sampling)
     job = Job(request_id, request.url.path, client, num_answers, make_prompts, size_of(request), body.stream)
     head = {"id": request_id, "created": int(time.time()), "model": body.model}
@@ -265,12 +265,12 @@ def _transfer_params(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     return {} if params is None else {"kv_transfer_params": dict(params)}
 
 
-def _model(hall: Hall, name: str) -> dict[str, Any]:
-    llm = hall.desk.llm
+def _model(context: ServerContext, name: str) -> dict[str, Any]:
+    llm = context.admission.llm
     return {
         "id": name,
         "object": "model",
-        "created": int(hall.started),
+        "created": int(context.started),
         "owned_by": "cargohold",
         "max_model_len": llm.plan.scheduler.max_model_len,
     }

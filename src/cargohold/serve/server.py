@@ -28,7 +28,7 @@ from cargohold.llm import AsyncLLM
 from cargohold.option_values import format_count
 from cargohold.process import allow_open_files
 from cargohold.serve import anthropic, cache, openai
-from cargohold.serve.desk import Desk, Hall, State, Watch
+from cargohold.serve.admission import RequestAdmission, ServerContext, State, Watch
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
 from cargohold.serve.front import Front
 from cargohold.serve.gate import HEALTH, BehindGate, Gate, Hosts, connections
@@ -39,22 +39,25 @@ from cargohold.serve.settings import ServeConfig
 _MAX_SHOWN_CHARS = 200
 
 
-def make_app(desk: Desk, meters: Meters, config: ServeConfig, hosts: Hosts) -> ASGIApp:
+def make_app(admission: RequestAdmission, meters: Meters, config: ServeConfig, hosts: Hosts) -> ASGIApp:
     """The application of one server.
 
     Args:
-        desk: admits requests to the model.
+        admission: admits requests to the model.
         meters: count them.
         config: the server's options.
         hosts: the names that it may be called by.
     """
     # The pages of FastAPI's own need scripts from the internet.
     app = FastAPI(title="Cargohold", version=__version__, docs_url=None, redoc_url=None, lifespan=_watching)
-    hall = Hall(
-        desk, config, Watch(desk, lambda llm, stats: desk.records.note_moves(cache.moved(llm, stats))), meters.registry
+    context = ServerContext(
+        admission,
+        config,
+        Watch(admission, lambda llm, stats: admission.records.note_moves(cache.moved(llm, stats))),
+        meters.registry,
     )
-    meters.read_also(desk, hall.watch)
-    app.state.hall = hall
+    meters.read_also(admission, context.watch)
+    app.state.context = context
     app.include_router(openai.router)
     app.include_router(anthropic.router)
     app.add_api_route(HEALTH, _health, methods=["GET"])
@@ -75,8 +78,8 @@ def make_app(desk: Desk, meters: Meters, config: ServeConfig, hosts: Hosts) -> A
 @asynccontextmanager
 async def _watching(app: FastAPI) -> AsyncGenerator[None]:
     """Look at the engine as long as the server runs."""
-    hall: Hall = app.state.hall
-    task = asyncio.create_task(hall.watch.run())
+    context: ServerContext = app.state.context
+    task = asyncio.create_task(context.watch.run())
     yield
     task.cancel()
     await asyncio.wait([task])
@@ -87,10 +90,10 @@ async def _health(request: Request) -> Response:
 
     A cache that does not work makes requests slower, but the server goes on: it is healthy.
     """
-    desk: Desk = request.app.state.hall.desk
-    status = HTTPStatus.OK if desk.state is State.SERVING else HTTPStatus.SERVICE_UNAVAILABLE
-    outages = () if desk.loaded is None else desk.loaded.status.outages
-    return json_response({"status": desk.state.value, "outages": [asdict(outage) for outage in outages]}, status)
+    admission: RequestAdmission = request.app.state.context.admission
+    status = HTTPStatus.OK if admission.state is State.SERVING else HTTPStatus.SERVICE_UNAVAILABLE
+    outages = () if admission.loaded is None else admission.loaded.status.outages
+    return json_response({"status": admission.state.value, "outages": [asdict(outage) for outage in outages]}, status)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -159,7 +162,7 @@ class Server:
 
     Attributes:
         url: where it is.
-        desk: where requests are admitted.
+        admission: where requests are admitted.
     """
 
     def __init__(self, config: ServeConfig, say: Callable[[str], object] = lambda _: None) -> None:
@@ -168,13 +171,13 @@ class Server:
         config = replace(config, max_connections=max(1, num_connections))
         meters = Meters()
         self._say = say
-        self.desk = Desk(Records(meters.count), config.max_queue, config.num_tenants)
+        self.admission = RequestAdmission(Records(meters.count), config.max_queue, config.num_tenants)
         self._socket = listening(config)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._llm: AsyncLLM | None = None
         options = uvicorn.Config(
-            make_app(self.desk, meters, config, Hosts(host, config.allowed_hosts)),
+            make_app(self.admission, meters, config, Hosts(host, config.allowed_hosts)),
             http=connections(config),
             ws="none",
             log_config=None,
@@ -203,14 +206,14 @@ class Server:
     def open(self, llm: AsyncLLM) -> None:
         """Serve this model. It belongs to the server from now on, which closes it."""
         self._llm = llm
-        self.desk.open(llm)
+        self.admission.open(llm)
 
     def wait(self) -> None:
         """Wait until the engine ends. Raises ``EngineDeadError`` then."""
-        while self.desk.end is None:
-            self.desk.has_changed.wait()
-            self.desk.has_changed.clear()
-        raise self.desk.end
+        while self.admission.end is None:
+            self.admission.has_changed.wait()
+            self.admission.has_changed.clear()
+        raise self.admission.end
 
     @property
     def _patience_s(self) -> float:
@@ -219,20 +222,20 @@ class Server:
 
     def drain(self) -> None:
         """Take no more requests, and wait until all have ended, for ``shutdown_timeout_s`` of the engine at most."""
-        self.desk.start_draining()
+        self.admission.start_draining()
         if self._llm is None:
             return
         deadline = time.monotonic() + self._patience_s
-        if self.desk.num_answers and self._patience_s:
-            answers = format_count(self.desk.num_answers, "answer")
+        if self.admission.num_answers and self._patience_s:
+            answers = format_count(self.admission.num_answers, "answer")
             self._say(f"waiting for {answers} to end, for {self._patience_s:g} s at most; Ctrl-C does not wait")
-        while self.desk.num_answers and (left_s := deadline - time.monotonic()) > 0:
-            self.desk.has_changed.wait(left_s)
-            self.desk.has_changed.clear()
+        while self.admission.num_answers and (left_s := deadline - time.monotonic()) > 0:
+            self.admission.has_changed.wait(left_s)
+            self.admission.has_changed.clear()
 
     def close(self) -> None:
         """End the engine, whose last requests are told so, and then the server."""
-        self.desk.start_draining()
+        self.admission.start_draining()
         what = f"waiting for copies and writes to lower tiers, for some {self._patience_s:g} s; Ctrl-C does not wait"
         telling = threading.Timer(_SILENT_S, self._say, [what])
         telling.daemon = True

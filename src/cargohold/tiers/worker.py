@@ -72,7 +72,7 @@ class JobQueue(Protocol):
         ...
 
 
-class Bystander:
+class NoOpQueue:
     """The queue of a worker whose chunks another worker stores and loads: says at once that all went well.
 
     A job ends when all workers have reported it, so it is the other worker's answers that count. Satisfies ``JobQueue``.

@@ -12,7 +12,7 @@ from cargohold.deadlines import PAUSE_S, SteppedClock
 from cargohold.lab.simulation import VirtualClock
 from cargohold.pace import Pace
 from cargohold.tiers.scheduler_side.backlog import DAY_S, MAX_LOOKS, Allowance, Backlog
-from cargohold.tiers.scheduler_side.tier_state import Presence
+from cargohold.tiers.scheduler_side.tier_state import LookupCache
 
 KEYS = [bytes([at]) * 36 for at in range(20)]
 
@@ -85,36 +85,36 @@ class TestBacklog:
 class TestPresence:
     def test_an_answer_counts_for_a_while(self) -> None:
         clock = VirtualClock()
-        presence = Presence(9, 10.0, clock)
-        assert presence.get(KEYS[:1]) == [None]
-        presence.note(KEYS[:2], [True, False])
+        lookup_cache = LookupCache(9, 10.0, clock)
+        assert lookup_cache.get(KEYS[:1]) == [None]
+        lookup_cache.note(KEYS[:2], [True, False])
         clock.advance(10)
-        assert presence.get(KEYS[:3]) == [True, False, None]
+        assert lookup_cache.get(KEYS[:3]) == [True, False, None]
         clock.advance(0.1)
-        assert presence.get(KEYS[:1]) == [None]
-        assert presence.last(KEYS[:3]) == [True, False, None]
+        assert lookup_cache.get(KEYS[:1]) == [None]
+        assert lookup_cache.last(KEYS[:3]) == [True, False, None]
 
     @given(limit=st.integers(2, 9), noted=st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=60))
     def test_the_last_half_is_remembered_and_no_more_than_the_limit(
         self, limit: int, noted: list[tuple[int, bool]]
     ) -> None:
-        presence = Presence(limit, 10.0, VirtualClock())
+        lookup_cache = LookupCache(limit, 10.0, VirtualClock())
         last: dict[int, bool] = {}
         for at, is_there in noted:
-            presence.note(KEYS[at : at + 1], [is_there])
+            lookup_cache.note(KEYS[at : at + 1], [is_there])
             last.pop(at, None)
             last[at] = is_there
-            assert len(presence) <= limit
+            assert len(lookup_cache) <= limit
         for at in [*last][-(limit // 2) :]:
-            assert presence.get(KEYS[at : at + 1]) == [last[at]]
-        for at, answer in enumerate(presence.last(KEYS[:12])):
+            assert lookup_cache.get(KEYS[at : at + 1]) == [last[at]]
+        for at, answer in enumerate(lookup_cache.last(KEYS[:12])):
             assert answer in (None, last.get(at))
 
     def test_what_is_forgotten_is_not_known(self) -> None:
-        presence = Presence(9, 10.0, VirtualClock())
-        presence.note(KEYS[:2], [True, False])
-        presence.forget(KEYS[1:3])
-        assert (presence.get(KEYS[:1]), presence.last(KEYS[1:2])) == ([True], [None])
+        lookup_cache = LookupCache(9, 10.0, VirtualClock())
+        lookup_cache.note(KEYS[:2], [True, False])
+        lookup_cache.forget(KEYS[1:3])
+        assert (lookup_cache.get(KEYS[:1]), lookup_cache.last(KEYS[1:2])) == ([True], [None])
 
 
 class TestPace:

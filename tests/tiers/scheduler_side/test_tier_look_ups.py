@@ -129,7 +129,7 @@ def test_jobs_that_wait_for_a_tier_that_is_off_are_refused() -> None:
 
 def test_the_number_of_remembered_answers_depends_on_the_size_of_host_memory() -> None:
     for num_slots, most in ((10, MIN_ANSWERS), (2**30, 2**18)):
-        presence = TierState(TierOptions(name="tier"), num_slots, VirtualClock(), TieringConfig()).presence
+        presence = TierState(TierOptions(name="tier"), num_slots, VirtualClock(), TieringConfig()).lookup_cache
         for at in range(2 * most):
             presence.note([at.to_bytes(36)], [True])
         assert most // 2 <= len(presence) <= most

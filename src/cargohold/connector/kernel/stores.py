@@ -1,7 +1,7 @@
 """Stores: decides which chunks to copy down, and when they can be found.
 
 ``StorePlanner`` is the port; ``EagerStores`` copies every chunk in the step that completes it. What a step offers where it has
-completed more than stores may hold is chosen in ``offers``; what ended requests have left is in ``leftovers``.
+completed more than stores may hold is chosen in ``offers``; what ended requests have left is in ``pending_stores``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import ClassVar, Final, TypeAlias
 
 from cargohold.cache.manager import ChunkKeys, OffloadKey
 from cargohold.connector.kernel.jobs import Store, StoreJob
-from cargohold.connector.kernel.leftovers import Leftovers
 from cargohold.connector.kernel.offers import Offering, Unstored, end_store
+from cargohold.connector.kernel.pending_stores import PendingStores
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.protocol import BlockIds, ScheduledRequest, StepView, TransferOutcome
@@ -91,7 +91,7 @@ class EagerStores(StorePlanner):
         self._shared = shared
         self._requests = requests
         self._offering = Offering(shared)
-        self._leftovers = Leftovers(shared, self._offering)
+        self._pending = PendingStores(shared, self._offering)
         # After as many steps as a chunk has tokens, every request has one to store.
         self._chunk_tokens = shared.layout.groups[0].block_tokens * shared.config.blocks_per_chunk
         self._max_wait = min(shared.config.store_within_steps, self._chunk_tokens)
@@ -100,16 +100,16 @@ class EagerStores(StorePlanner):
     @property
     def has_pending_work(self) -> bool:
         """Whether chunks of ended requests are still to be offered."""
-        return self._leftovers.has_pending_work
+        return self._pending.has_pending_work
 
     @property
     def held_blocks(self) -> Sequence[int]:
-        """Blocks that are held for leftovers."""
-        return self._leftovers.held_blocks
+        """Blocks that are held for pending stores."""
+        return self._pending.held_blocks
 
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
-        """Return those of the chunks that are in a store, or in leftovers."""
-        return {key for key in keys if self._shared.jobs.is_coming(key)} | self._leftovers.among(set(keys))
+        """Return those of the chunks that are in a store, or in a pending one."""
+        return {key for key in keys if self._shared.jobs.is_coming(key)} | self._pending.among(set(keys))
 
     def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
         """Do nothing with the blocks, of which each step tells. How many of the tokens are computed by now is to be asked."""
@@ -149,7 +149,7 @@ class EagerStores(StorePlanner):
         """Whether generated chunks may wait for others, because one alone costs two or three times what it costs among many.
 
         They may if requests are so many that several chunks will come soon. Those of a request that ends meanwhile become
-        leftovers.
+        pending stores.
         """
         num_to_come = num_requests * self._max_wait // self._chunk_tokens
         is_worth_it = num_to_come >= _SEVERAL and num_due < _MANY
@@ -157,7 +157,7 @@ class EagerStores(StorePlanner):
 
     def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
         """Yield the stores of ``plan`` for some requests' parts of a step. To be called once in every step."""
-        yield from self._leftovers.plan()
+        yield from self._pending.plan()
         unstored: list[Unstored] = []
         requests = self._requests
         for share in shares:
@@ -189,11 +189,11 @@ class EagerStores(StorePlanner):
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember the request's chunks that could not be stored yet."""
-        self._leftovers.end_request(state, block_ids)
+        self._pending.end_request(state, block_ids)
 
     def give_up(self) -> None:
-        """Let go of all leftovers."""
-        self._leftovers.give_up()
+        """Let go of all pending stores."""
+        self._pending.give_up()
 
     def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
         """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""

@@ -29,7 +29,7 @@ from cargohold.tiers.scheduler_side import (
     WriteMode,
     random_epoch,
 )
-from cargohold.tiers.worker import Bystander, TierWorker
+from cargohold.tiers.worker import NoOpQueue, TierWorker
 from cargohold.transfer import TransferWorker
 from cargohold.transfer.port import share_stores
 
@@ -251,7 +251,7 @@ class OffloadingFactory:
         if not self.config.tiers:
             return OffloadingWorker(make_transfers)
         if replica:
-            bystanders = {options.name: Bystander() for options in tier_options(self.config, layout)}
+            bystanders = {options.name: NoOpQueue() for options in tier_options(self.config, layout)}
             return OffloadingWorker(
                 make_transfers, TierWorker(bystanders, memory.rows, per_chunk, environment.clock, environment.rank)
             )

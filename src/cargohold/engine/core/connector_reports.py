@@ -8,7 +8,7 @@ from dataclasses import replace
 from cargohold.deadlines import Patience
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, StepOutput, StepPlan
-from cargohold.engine.core.roster import EndedLoad, LoadFailurePolicy, Roster, SchedulerConfig
+from cargohold.engine.core.request_queues import EndedLoad, LoadFailurePolicy, RequestQueues, SchedulerConfig
 from cargohold.protocol import Clock, ConnectorGuard, KVConnectorSchedulerOutput, KVConnectorTransferResults
 
 EndRequest = Callable[[Request, FinishReason, str], None]
@@ -26,7 +26,7 @@ class ConnectorReports:
     Args:
         config: limits and policies.
         kv: the device pool and the requests' blocks; mutated.
-        roster: the requests; mutated.
+        queues: the requests; mutated.
         connector: the connector.
         clock: monotonic time in seconds.
         end_request: ends a request whose numbers are not finite, or whose load failed, where that is the policy.
@@ -36,14 +36,14 @@ class ConnectorReports:
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
-        roster: Roster,
+        queues: RequestQueues,
         connector: ConnectorGuard,
         clock: Clock,
         end_request: EndRequest,
     ) -> None:
         self._config = config
         self._kv = kv
-        self._roster = roster
+        self._queues = queues
         self._connector = connector
         self._clock = clock
         self._end_request = end_request
@@ -65,11 +65,11 @@ class ConnectorReports:
     def check_progress(self) -> None:
         """Turn the connector off if a load does not end in time, or if requests wait for as long without any progress."""
         now, limit = self._clock(), self._config.load_timeout_s
-        oldest = self._roster.transfers.oldest_load()
+        oldest = self._queues.transfers.oldest_load()
         late = oldest[0].request_id if oldest is not None and now - oldest[1] > limit else None
         is_quiet = now - self._last_progress > limit
-        num_kept = len(self._roster.waiting) + len(self._roster.running) if is_quiet else 0
-        if is_quiet and late is None and not num_kept and self._roster.transfers.num_loads:
+        num_kept = len(self._queues.waiting) + len(self._queues.running) if is_quiet else 0
+        if is_quiet and late is None and not num_kept and self._queues.transfers.num_loads:
             return  # all are loading, and loads have a limit of their own: no progress, but nobody is kept waiting right now
         # A lack of progress is identified by the time of the last progress, so that any progress makes patience start anew.
         overdue = late if late is not None or not num_kept else self._last_progress
@@ -78,7 +78,7 @@ class ConnectorReports:
         if late is not None:
             self._connector.break_off(f"did not end the load of request {late} within {limit:g} s")
         else:
-            num_sends = self._roster.transfers.num_sends
+            num_sends = self._queues.transfers.num_sends
             ended = f", and has not given back the blocks of {num_sends} that have ended" if num_sends else ""
             self._connector.break_off(f"kept {num_kept} request(s) waiting for {limit:g} s{ended}")
 
@@ -107,12 +107,12 @@ class ConnectorReports:
     def drop_connector(self) -> None:
         """Give back all blocks that are held for the connector: its workers have stopped, so nothing is in flight any more."""
         self._apply(self._connector.release())
-        loading, sending = self._roster.transfers.abandon()
+        loading, sending = self._queues.transfers.abandon()
         for request in loading:
             request.times.end_loading(self._clock())
         for request in (*loading, *sending):
             if request.is_finished:
-                self._roster.free_unless_in_use(request)
+                self._queues.free_unless_in_use(request)
         self._start_over(loading)
 
     def _apply(self, report: KVConnectorSchedulerOutput | None) -> None:
@@ -123,7 +123,7 @@ class ConnectorReports:
             pool.free_blocks([pool.get_block(block_id) for block_id in report.block_ids_to_unlock])
 
     def _end_transfers(self, finished: KVConnectorTransferResults) -> None:
-        transfers = self._roster.transfers
+        transfers = self._queues.transfers
         strays = transfers.strays(finished)
         if strays:
             self._connector.break_off(f"reported the end of transfers that these requests do not have: {strays}")
@@ -131,7 +131,7 @@ class ConnectorReports:
         for load in transfers.end_loads(finished):
             self._end_load(load)
         for request in transfers.end_sends(finished):
-            self._roster.free_unless_in_use(request)
+            self._queues.free_unless_in_use(request)
 
     def _discard_blocks(self, block_ids: frozenset[int]) -> None:
         """Take blocks that hold garbage out of the prefix cache, and let the requests that read them start over."""
@@ -143,9 +143,9 @@ class ConnectorReports:
             pool.uncache_block(pool.get_block(block_id))
         users = self._kv.requests_using(known)
         # Those still loading start over when their load ends: until then copies write to their blocks.
-        self._roster.transfers.note_invalid(known, users)
-        readers = [request for user in users if (request := self._roster.get(user)) is not None]
-        self._start_over(request for request in readers if not self._roster.transfers.holds(request))
+        self._queues.transfers.note_invalid(known, users)
+        readers = [request for user in users if (request := self._queues.get(user)) is not None]
+        self._start_over(request for request in readers if not self._queues.transfers.holds(request))
 
     def _end_not_finite(self, output: StepOutput, plan: StepPlan) -> frozenset[str]:
         """End the requests for which the model computed numbers that are not finite. This step's blocks are never cached.
@@ -172,7 +172,7 @@ class ConnectorReports:
             if self._config.load_failure_policy is LoadFailurePolicy.FAIL:
                 self._end_request(request, FinishReason.ERROR, "its KV could not be loaded (load_failure_policy=fail)")
             else:
-                self._roster.preempt(request)
+                self._queues.preempt(request)
 
     def _end_load(self, load: EndedLoad) -> None:
         request = load.request
@@ -181,14 +181,14 @@ class ConnectorReports:
         # Blocks that arrived are of use to other requests, even if this one is gone or needs more.
         self._kv.cache_blocks(request, num_valid)
         if request.is_finished:
-            self._roster.free_unless_in_use(request)
+            self._queues.free_unless_in_use(request)
             return
         request.times.end_loading(self._clock())
         if num_valid < request.num_reused_tokens:
             self._start_over([request])
             return
         request.num_computed_tokens = min(num_valid, request.num_tokens - 1)
-        self._roster.wait(request)
+        self._queues.wait(request)
 
     def _num_valid_tokens(self, load: EndedLoad) -> int:
         """Leading tokens of the request whose KV can be trusted after the load."""

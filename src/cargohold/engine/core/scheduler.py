@@ -11,7 +11,7 @@ from cargohold.blocks import KVCacheBlock
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, SchedulerStep, StepOutput, StepPlan
-from cargohold.engine.core.roster import Admission, Roster, SchedulerConfig, Verdict, WaitingQueue
+from cargohold.engine.core.request_queues import Admission, RequestQueues, SchedulerConfig, Verdict, WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.protocol import (
     CacheReport,
@@ -125,12 +125,12 @@ class Scheduler:
             emit_events=config.emit_events,
             emit_salted_events=config.emit_salted_events,
         )
-        self._roster = Roster(config.policy, self.kv)
+        self._queues = RequestQueues(config.policy, self.kv)
         self.connector = ConnectorGuard(connector, layout.num_blocks, len(layout.groups), clock=clock)
         if with_context:
-            self.connector.bind_scheduler_context(EngineContext(self.kv, self._roster.waiting))
-        self._admission = Admission(self.kv, self._roster, self.connector, clock)
-        self._reports = ConnectorReports(config, self.kv, self._roster, self.connector, clock, self._end)
+            self.connector.bind_scheduler_context(EngineContext(self.kv, self._queues.waiting))
+        self._admission = Admission(self.kv, self._queues, self.connector, clock)
+        self._reports = ConnectorReports(config, self.kv, self._queues, self.connector, clock, self._end)
         self._updates: list[RequestUpdate] = []
         self._plan: StepPlan | None = None
 
@@ -141,22 +141,22 @@ class Scheduler:
 
         Raises ``RequestError`` if a connector refuses it, or if its id is not free yet.
         """
-        if self._roster.transfers.holds(request):
+        if self._queues.transfers.holds(request):
             # Workers report the end of transfers by id. They would end those of this request with those of the earlier one.
             raise RequestError(
                 "the blocks of an earlier request with this id are still being copied; use another id",
                 request.request_id,
             )
         self.connector.on_new_request(request)
-        if not self._roster:
+        if not self._queues:
             self._reports.note_progress()
-        self._roster.add(request)
+        self._queues.add(request)
         if hints:
             request.hint_outcomes += tuple(self.connector.on_hints(request, hints))
 
     def hint(self, request: str | Prefix, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
         """Give hints about a request, by its id, or about a prefix to the connector; return an outcome for each."""
-        subject = self._roster.get(request) if isinstance(request, str) else request
+        subject = self._queues.get(request) if isinstance(request, str) else request
         if subject is None:
             return answers_to(hints, HintStatus.MISSING, "no such request is being served")
         return self.connector.on_hints(subject, hints)
@@ -166,10 +166,10 @@ class Scheduler:
 
         Its blocks are freed at once, or when the transfers that use them have ended.
         """
-        request = self._roster.get(request_id)
+        request = self._queues.get(request_id)
         if request is None:
             return None
-        self._roster.end(request)
+        self._queues.end(request)
         request.finish_reason, request.error = reason, error
         request.turn_end = self._turn_end(request, reason)
         request.times.finished = self._clock()
@@ -177,8 +177,8 @@ class Scheduler:
         keeps_blocks, params = self.connector.request_finished(request, self.kv.block_ids(request))
         report = self.connector.explain(request_id)
         if keeps_blocks:
-            self._roster.transfers.start_send(request)
-        self._roster.free_unless_in_use(request)
+            self._queues.transfers.start_send(request)
+        self._queues.free_unless_in_use(request)
         return RequestUpdate(request, kv_transfer_params=params, cache_report=report)
 
     def _turn_end(self, request: Request, reason: FinishReason) -> TurnEnd:
@@ -194,39 +194,39 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self._roster)
+        return len(self._queues)
 
     @property
     def num_running(self) -> int:
         """Requests that compute."""
-        return len(self._roster.running)
+        return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._roster.waiting)
+        return len(self._queues.waiting)
 
     @property
     def num_loading(self) -> int:
         """Requests whose KV is being loaded, ended ones among them."""
-        return self._roster.transfers.num_loads
+        return self._queues.transfers.num_loads
 
     def is_copying(self, request_id: str) -> bool:
         """Whether blocks of a request with this id are still being copied, although it may have ended."""
-        return self._roster.transfers.has(request_id)
+        return self._queues.transfers.has(request_id)
 
     @property
     def unfinished_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
-        return self._roster.ids()
+        return self._queues.ids()
 
     def waiting_requests(self) -> tuple[Request, ...]:
         """Requests not running yet, in the order in which they will be tried."""
-        return tuple(self._roster.waiting)
+        return tuple(self._queues.waiting)
 
     def has_work(self) -> bool:
         """Whether another step is needed: requests unfinished, transfers in flight, references held by the connector."""
-        return bool(self._roster or self._roster.transfers or self.connector.has_pending_work())
+        return bool(self._queues or self._queues.transfers or self.connector.has_pending_work())
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Scheduler:
         """Decide the next step. An empty one still carries the connector's messages."""
         assert self._plan is None, "the last step's output was not handed in"
         self._reports.check_progress()
-        num_active = len(self._roster.running) + self._roster.transfers.num_loads
+        num_active = len(self._queues.running) + self._queues.transfers.num_loads
         self._admission.begin_step(self._config.max_num_seqs - num_active)
         plan = self._plan = StepPlan(self._config.max_num_batched_tokens)
         if self._schedule_running(plan):
@@ -279,14 +279,14 @@ class Scheduler:
         The connector is asked only when the device pool could be reset, so ``False`` from the pool means that nothing was
         forgotten anywhere.
         """
-        if self._roster or self._roster.transfers or self.connector.num_held_references:
+        if self._queues or self._queues.transfers or self.connector.num_held_references:
             return False
         return self.kv.pool.reset_cache() and self.connector.reset_cache()
 
     def check_settled(self) -> None:
         """Verify that nothing is left behind once all work is done. Raises ``AssertionError`` naming what is."""
         assert not self.has_work(), "work is pending"
-        assert not self._roster.running and not self._roster.waiting
+        assert not self._queues.running and not self._queues.waiting
         self.kv.check()
         pool = self.kv.pool
         num_used, num_stuck = pool.num_usable_blocks - pool.num_free_blocks, len(self.connector.held_references())
@@ -297,7 +297,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Plan the running requests' next tokens; whether there was room for all of them."""
         there_was_room = True
-        for request in self._roster.running.snapshot():
+        for request in self._queues.running.snapshot():
             if plan.num_tokens_left == 0 or request.status is not RequestStatus.RUNNING:
                 break
             num_new = min(request.num_tokens - request.num_computed_tokens, plan.num_tokens_left)
@@ -315,30 +315,30 @@ class Scheduler:
         It has not if it is the least urgent one itself and is preempted, or keeps its blocks and waits for transfers.
         """
         while not self.kv.allocate_more(request, num_tokens):
-            victim = self._roster.least_urgent_holder()
-            if victim is request and len(self._roster.running) == 1 and self._expects_blocks():
+            victim = self._queues.least_urgent_holder()
+            if victim is request and len(self._queues.running) == 1 and self._expects_blocks():
                 return False  # the request keeps its blocks, and waits for those of transfers
             if victim is request:
-                if len(self._roster.running) == 1:
+                if len(self._queues.running) == 1:
                     request.note_starved()
-                self._roster.preempt(request)
+                self._queues.preempt(request)
                 return False
             if victim.status is not RequestStatus.RUNNING:
                 victim.note_starved()  # it has loaded in vain
-            self._roster.preempt(victim)
+            self._queues.preempt(victim)
         return True
 
     def _expects_blocks(self) -> bool:
         """Whether transfers use blocks that will be free, or can be taken back, once they end."""
-        return bool(self._roster.transfers) or self.connector.expects_blocks
+        return bool(self._queues.transfers) or self.connector.expects_blocks
 
     def _admit_waiting(self, plan: StepPlan) -> None:
-        roster = self._roster
-        for request in list(roster.waiting):
-            num_active = len(roster.running) + roster.transfers.num_loads
+        queues = self._queues
+        for request in list(queues.waiting):
+            num_active = len(queues.running) + queues.transfers.num_loads
             if plan.num_tokens_left == 0 or num_active >= self._config.max_num_seqs:
                 break
-            if roster.has_just_ended(request.request_id):
+            if queues.has_just_ended(request.request_id):
                 continue  # this step tells connectors that an earlier request with this id has ended
             if self._admission.try_admit(request, plan) is Verdict.NO_ROOM:
                 break
@@ -349,23 +349,23 @@ class Scheduler:
         The first request in the queue needs them. The connector may have other work, such as writing chunks to a slow disk:
         that frees no blocks, so nobody waits for it.
         """
-        roster = self._roster
-        if roster.running or self._expects_blocks():
+        queues = self._queues
+        if queues.running or self._expects_blocks():
             return
-        holders = [request for request in roster.waiting if self.kv.holds_blocks(request)]
+        holders = [request for request in queues.waiting if self.kv.holds_blocks(request)]
         if holders:
             holders[-1].note_starved()
-            roster.preempt(holders[-1])
+            queues.preempt(holders[-1])
 
     def _add_connector_metadata(self, plan: StepPlan) -> SchedulerStep:
         """Complete the step with the connector's message to its workers."""
-        step = SchedulerStep(plan.shares(), *self._roster.take_news())
+        step = SchedulerStep(plan.shares(), *self._queues.take_news())
         scheduled = step.scheduled
         metadata = self.connector.build_connector_meta(step)
         if self.connector.broken is not None:
             # Loads promised for this very step will not happen, whether the connector broke just now or during an admission.
             for request in plan.take_out_loading():
-                self._roster.preempt(request)
+                self._queues.preempt(request)
             scheduled = plan.shares()
         return SchedulerStep(
             scheduled=scheduled,

@@ -17,7 +17,7 @@ from cargohold.engine.core.request import (
     SchedulerStep,
     StepOutput,
 )
-from cargohold.engine.core.roster import SchedulerConfig
+from cargohold.engine.core.request_queues import SchedulerConfig
 from cargohold.engine.core.scheduler import RequestUpdate, Scheduler
 from cargohold.engine.executor import Worker, merge_outputs
 from cargohold.lab.simulation.faults import VirtualClock

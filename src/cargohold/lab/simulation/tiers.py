@@ -25,7 +25,7 @@ from cargohold.tiers.memory import Buffer, bytes_in, copy_bytes
 from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses
 from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
-from cargohold.tiers.worker import Bystander, JobQueue, TierWorker
+from cargohold.tiers.worker import JobQueue, NoOpQueue, TierWorker
 from cargohold.transfer import TransferWorker
 
 
@@ -581,7 +581,7 @@ class TieredOffloading:
         if shard not in self._rows:
             self._rows[shard] = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
         rows, per_chunk = self._rows[shard], self.config.blocks_per_chunk
-        queues: dict[str, JobQueue] = {plan.options.name: Bystander() for plan in self._plans}
+        queues: dict[str, JobQueue] = {plan.options.name: NoOpQueue() for plan in self._plans}
         for at, plan in enumerate(() if replica else self._plans):
             queue = queues[plan.options.name] = self._make_queue(self._shard(at, shard), plan)
             self.queues[at].append(queue)

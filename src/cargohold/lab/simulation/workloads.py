@@ -18,7 +18,7 @@ from cargohold.connector.config import (
     TenantQuota,
 )
 from cargohold.connector.guests.handoff import HANDOFF
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation.fingerprints import GroupPlan, tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE, root_of_salt
 from cargohold.lab.simulation.transfers import LinkProfile

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from cargohold.cache import OffloadManager
-from cargohold.engine.core.roster import LoadFailurePolicy, QueuePolicy
+from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.connectors import (
     CONNECTORS,

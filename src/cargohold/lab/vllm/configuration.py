@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cargohold.deadlines import CONNECTOR
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, layout_of
 from cargohold.lab.simulation.replica import VOCAB_SIZE

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from cargohold.engine.core.request import FinishReason, Request, SchedulerStep, StepOutput
-from cargohold.engine.core.roster import SchedulerConfig
+from cargohold.engine.core.request_queues import SchedulerConfig
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm.layout import shares_load_ends, shares_loads

@@ -237,7 +237,7 @@ class Fetches:
         if is_done:
             tier.note_presence(task.keys, succeeded)
         elif not task.is_cancelled:
-            tier.presence.forget(task.keys)
+            tier.lookup_cache.forget(task.keys)
         good = [key for key, is_good in zip(task.keys, succeeded, strict=True) if is_good]
         bad = [key for key, is_good in zip(task.keys, succeeded, strict=True) if not is_good]
         tier.stats[metrics.OTHER.of(f"{tier.name}_loaded_chunks")] += len(good)

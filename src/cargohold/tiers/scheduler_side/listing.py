@@ -33,7 +33,7 @@ RETRY_S: Final = 0.5
 logger = logging.getLogger(__name__)
 
 
-class Lister:
+class InventoryScan:
     """Lists the chunks of one tier at the start, and again each time when the tier can be relied on again.
 
     Args:

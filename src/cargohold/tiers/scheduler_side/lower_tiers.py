@@ -28,7 +28,7 @@ from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.messages import TierCommand
 from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
-from cargohold.tiers.scheduler_side.listing import Lister
+from cargohold.tiers.scheduler_side.listing import InventoryScan
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
@@ -85,12 +85,12 @@ class LowerTiers:
             TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
             for at, options in enumerate(tiers)
         ]
-        self.max_look_up = min((tier.presence.limit for tier in self.tiers), default=0) // 2
+        self.max_look_up = min((tier.lookup_cache.limit for tier in self.tiers), default=0) // 2
         self.writes = [Writes(at, tier, host, self._tasks, clock) for at, tier in enumerate(self.tiers)]
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
         self._to_rank: dict[OffloadKey, None] = {}
         self.on_arrived: Callable[[Iterable[OffloadKey]], None] = lambda _: None
-        self._listers = [Lister(at, tier, self._tasks, self.clock) for at, tier in enumerate(self.tiers)]
+        self._scans = [InventoryScan(at, tier, self._tasks, self.clock) for at, tier in enumerate(self.tiers)]
         self.promises = Promises(host, self.writes, self.clock, PROMISE.seconds(config.restore_timeout_s))
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
@@ -164,7 +164,7 @@ class LowerTiers:
         now = self.clock()
         if self._tasks and now >= self._progressed_at + PROGRESS.seconds():
             return False
-        if self._fetches.arriving or self.promises or any(lister.is_at_work for lister in self._listers):
+        if self._fetches.arriving or self.promises or any(scan.is_at_work for scan in self._scans):
             return True
         if now >= self._settles_at:
             return False
@@ -257,8 +257,8 @@ class LowerTiers:
         """Forget which of these chunks shared tiers did not have: another engine may have written them since."""
         for tier in self.tiers:
             if tier.options.locality != "LOCAL":
-                answers = zip(keys, tier.presence.last(keys), strict=True)
-                tier.presence.forget([key for key, is_there in answers if is_there is False])
+                answers = zip(keys, tier.lookup_cache.last(keys), strict=True)
+                tier.lookup_cache.forget([key for key, is_there in answers if is_there is False])
 
     def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
         """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
@@ -304,8 +304,8 @@ class LowerTiers:
         """Return the commands for the workers in this step. Call it once in every step."""
         self._fetches.release_expired()
         self.promises.give_up_late()
-        for lister in self._listers:
-            lister.step()
+        for scan in self._scans:
+            scan.step()
         if self._to_rank:
             self._rank_some()
         if not self._tasks:
@@ -373,7 +373,7 @@ class LowerTiers:
         """Learn that tiers have lost all that they had. To be called before a report's answers are noted, and jobs end."""
         for at in tiers:
             self.tiers[at].clear(is_empty=self._tasks.is_renamed)
-            self._listers[at].begin_again()
+            self._scans[at].begin_again()
             self._tasks.note_lost(at, None)
 
     def note_lost(self, at: int, names: Sequence[OffloadKey]) -> None:

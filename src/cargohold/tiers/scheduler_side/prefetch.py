@@ -107,10 +107,12 @@ class Prefetcher:
             is_ahead: whether no request waits for it yet, so that it does not matter whether computing is faster.
         """
         timeout_s = WAIT.seconds(self._lower.config.restore_timeout_s)
-        excuse = f"lower tiers took longer than {timeout_s:g} s"
+        timeout_note = f"lower tiers took longer than {timeout_s:g} s"
         planner, now = self._ahead_planner if is_ahead else self._planner, self._clock()
         wanted = self._within_reach(wanted)
-        waiting = Waiting(wanted, notes, planner, now, timeout_s, excuse, num_announced=num_announced, on_ask=on_ask)
+        waiting = Waiting(
+            wanted, notes, planner, now, timeout_s, timeout_note, num_announced=num_announced, on_ask=on_ask
+        )
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)

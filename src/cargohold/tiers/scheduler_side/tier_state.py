@@ -91,7 +91,7 @@ class ChunksFound:
 TierEvent: TypeAlias = ManagerEvent | AllChunksRemoved | ChunksFound
 
 
-class Presence:
+class LookupCache:
     """Answers of a tier, remembered for a while.
 
     A tier may evict chunks, and other engines may write to it, so an answer grows old. Acting on an old answer does no harm: a
@@ -193,7 +193,7 @@ class TierState:
 
     Attributes:
         options: as given.
-        presence: the tier's remembered answers.
+        lookup_cache: the tier's remembered answers.
         health: its health, as the workers report it; the worst counts.
         pace: how long fetching chunks takes.
         look_up_pace: how long it takes to ask a tier without an index which chunks it has.
@@ -223,7 +223,7 @@ class TierState:
         self._ill_since: float | None = None
         self._retry_at: float | None = None
         num_answers = min(MAX_ANSWERS, max(MIN_ANSWERS, ANSWERS_PER_SLOT * host_capacity))
-        self.presence = Presence(num_answers, MAX_ANSWER_AGE_S, clock)
+        self.lookup_cache = LookupCache(num_answers, MAX_ANSWER_AGE_S, clock)
         self.pace = Pace(clock, REMEASURE_S)
         self.look_up_pace = Pace(clock, REMEASURE_S)
         self.look_up_gain = LookUpGain()
@@ -401,15 +401,15 @@ class TierState:
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
         """Return whether each chunk is there; ``None`` if the tier must be asked."""
-        return list(map(self._held.__contains__, keys)) if self.knows_all else self.presence.get(keys)
+        return list(map(self._held.__contains__, keys)) if self.knows_all else self.lookup_cache.get(keys)
 
     def last_known(self, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
         """Return whether each chunk was there when it was heard of last, however old that is; ``None`` if it never was."""
-        return list(map(self._held.__contains__, keys)) if self.knows_all else self.presence.last(keys)
+        return list(map(self._held.__contains__, keys)) if self.knows_all else self.lookup_cache.last(keys)
 
     def had_none_of(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether the tier had none of these chunks when they were heard of last: so it is with all that is new."""
-        return self._held.isdisjoint(keys) if self.knows_all else True not in self.presence.last(keys)
+        return self._held.isdisjoint(keys) if self.knows_all else True not in self.lookup_cache.last(keys)
 
     def hold(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Note which chunks the tier has, if all are to be known."""
@@ -424,7 +424,7 @@ class TierState:
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Remember, and announce, whether the tier has these chunks."""
         if not (self.knows_all and all(are_there)):
-            self.presence.note(keys, are_there)
+            self.lookup_cache.note(keys, are_there)
         self.announce(keys, are_there)
 
     def take_events(self) -> list[TierEvent]:
@@ -447,7 +447,7 @@ class TierState:
 
         After a reset it ``is_empty``: nobody asks for what it has under the names before.
         """
-        self.presence.clear()
+        self.lookup_cache.clear()
         self._held.clear()
         self.knows_all = is_empty and self.may_know_all
         self._note_events(AllChunksRemoved())
@@ -455,7 +455,7 @@ class TierState:
     def note_lost(self, keys: Sequence[OffloadKey]) -> None:
         """Learn that chunks which the tier may have had are not there any more."""
         known = [key for key, was_there in zip(keys, self.last_known(keys), strict=True) if was_there]
-        self.presence.note(known, [False] * len(known))
+        self.lookup_cache.note(known, [False] * len(known))
         self._held.difference_update(keys)
         self._note_events(ChunksRemoved(tuple(keys)))
 

@@ -82,7 +82,7 @@ class Waiting:
         planner: decides what is worth fetching.
         begun_at: time at which it began.
         limit_s: seconds that it may take.
-        excuse: what to note if it ends because its time is up.
+        timeout_note: what to note if it ends because its time is up.
         waited_s: seconds that it has taken, without those in which nobody asked or the engine had no place.
         has_place: whether the engine could have admitted the request when it asked last.
         phase: see ``NEXT``.
@@ -107,7 +107,7 @@ class Waiting:
     planner: Planner
     begun_at: float
     limit_s: float
-    excuse: str
+    timeout_note: str
     waited_s: float = 0.0
     has_place: bool = True
     phase: Phase = Phase.ASK
@@ -160,15 +160,15 @@ class Waiting:
         """Seconds that are left for questions."""
         return (self.limit_s if self.needs_slots else self.limit_s / 2) - self.waited_s
 
-    def limit(self, left_s: float, excuse: str) -> None:
-        """Wait no longer than for ``left_s`` more seconds, and note ``excuse`` if it ends then."""
+    def limit(self, left_s: float, timeout_note: str) -> None:
+        """Wait no longer than for ``left_s`` more seconds, and note ``timeout_note`` if it ends then."""
         if self.waited_s + left_s < self.limit_s:
-            self.limit_s, self.excuse = self.waited_s + left_s, excuse
+            self.limit_s, self.timeout_note = self.waited_s + left_s, timeout_note
 
     def give_up(self) -> None:
         """End the wait because its time is up. Jobs end by themselves, or at their deadlines, and are measured."""
         no_room = "host memory had no room for what lower tiers have"
-        self.notes.append(no_room if self.needs_slots else self.excuse)
+        self.notes.append(no_room if self.needs_slots else self.timeout_note)
         self.go(Event.LATE)
         if self.fetch is not None:
             self.fetch.give_up()

@@ -263,17 +263,17 @@ class Writes:
         several jobs the end of a prefix goes first. Where each chunk has its price, a few are asked for with each use: nobody
         waits for the answers, and requests that wait for others should not stand behind thousands of these.
         """
-        presence, options = self.tier.presence, self._options
+        lookup_cache, options = self.tier.lookup_cache, self._options
         idle = ready
         for busy in (self.touching, self.tier.probing, self._writing, self.backlog, self.untaken):
             if busy:  # seldom; a prompt has thousands of chunks
                 idle = [key for key in idle if key not in busy]
-        told = presence.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
+        told = lookup_cache.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
         if options.num_asked_at_once is not None:
             told = [] if self.touching else told[: options.num_asked_at_once]
         elif options.has_index:
             known = [key for key, is_there in zip(idle, self.tier.last_known(idle), strict=True) if is_there]
-            if presence.not_heard_of(known, TOUCH_S):
+            if lookup_cache.not_heard_of(known, TOUCH_S):
                 also = {*known, *told}
                 told = [key for key in idle if key in also]
         if not told:
@@ -292,11 +292,11 @@ class Writes:
         self.touching.difference_update(task.keys)
         if task.is_cancelled or not is_done:
             return
-        tier, presence = self.tier, self.tier.presence
+        tier, lookup_cache = self.tier, self.tier.lookup_cache
         there = [key for key, is_there in zip(task.keys, succeeded, strict=True) if is_there]
-        presence.note(there, [True] * len(there))
+        lookup_cache.note(there, [True] * len(there))
         tier.announce(task.keys, succeeded)
         if self._options.write_mode is WriteMode.THROUGH:
-            gone = presence.not_heard_of(task.keys, LOOK_AFTER_S)
-            presence.note(gone, [False] * len(gone))
+            gone = lookup_cache.not_heard_of(task.keys, LOOK_AFTER_S)
+            lookup_cache.note(gone, [False] * len(gone))
             self.note_new(gone, dict(zip(task.keys, task.parents, strict=True)))

@@ -212,7 +212,7 @@ class EventOracle(Oracle):
             # After a fault, nobody may know of some; but what the engine itself would look for there was announced. Of a list
             # that kept failing, nobody has read what chunks are: then only what the tier has answered to questions was.
             order, tier = sorted(described), medium.tier
-            known = tier.presence.last(order) if tier.list_failed else tier.last_known(order)
+            known = tier.lookup_cache.last(order) if tier.list_failed else tier.last_known(order)
             described = {key for key, is_there in zip(order, known, strict=True) if is_there}
         missing = described - announced
         self.require(not missing, f"{len(missing)} of {len(described)} chunks in storage are not announced")

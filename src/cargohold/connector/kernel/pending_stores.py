@@ -1,9 +1,9 @@
-"""Leftovers: chunks that were not stored yet when their request ended.
+"""Pending stores: chunks that were not stored yet when their request ended.
 
 While a request runs, chunks that cannot be stored now are offered again in the next step. A request may end before that: one
 with a long prompt and a short answer often does, because stores may hold only a part of the device pool. Its blocks are free
-then, but until they are reused the device's prefix cache still knows what they hold. So leftovers hold no blocks; their chunks
-are offered as long as the blocks still hold the same KV.
+then, but until they are reused the device's prefix cache still knows what they hold. So pending stores hold no blocks; their
+chunks are offered as long as the blocks still hold the same KV.
 
 Blocks of chunks that must not be lost are held until they are stored; for no longer than ``HoldTime`` has it, and no more than
 stores may hold.
@@ -28,14 +28,14 @@ from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext
 
 _FEW_PART: Final = 2
 """Part of what stores may hold that blocks of ended requests may be which wait for a slot."""
-MAX_LEFTOVERS: Final = 256
+MAX_PENDING_STORES: Final = 256
 """Maximum number of ended requests remembered; beyond it, those that ended first are forgotten."""
 
 _BlockContent: TypeAlias = tuple[bytes, int | None] | None
 
 
 @dataclass(slots=True)
-class Leftover:
+class PendingStore:
     """An ended request with chunks that were not offered for storing.
 
     Attributes:
@@ -114,7 +114,7 @@ class Leftover:
         return number // blocks_per_chunk
 
 
-class Leftovers:
+class PendingStores:
     """Ended requests whose chunks are still to be offered, the one that ended first in front.
 
     Args:
@@ -126,99 +126,99 @@ class Leftovers:
         self._shared = shared
         self._offering = offering
         self._hold_time = HoldTime(shared.clock, HOLD.seconds(shared.config.restore_timeout_s))
-        self._leftovers: deque[Leftover] = deque()
+        self._pending: deque[PendingStore] = deque()
 
     def __len__(self) -> int:
-        return len(self._leftovers)
+        return len(self._pending)
 
     @property
     def has_pending_work(self) -> bool:
         """Whether chunks are still to be offered. They may wait for ever for what stuck copies hold."""
-        return bool(self._leftovers) and (not self._shared.jobs.num_stuck or bool(self.held_blocks))
+        return bool(self._pending) and (not self._shared.jobs.num_stuck or bool(self.held_blocks))
 
     @property
     def held_blocks(self) -> Sequence[int]:
         """Blocks that are held."""
-        return tuple(chain.from_iterable(leftover.held for leftover in self._leftovers))
+        return tuple(chain.from_iterable(pending.held for pending in self._pending))
 
     def among(self, wanted: set[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are still to be offered."""
         found: set[OffloadKey] = set()
-        for leftover in self._leftovers:
-            for of_group, at in zip(leftover.state.keys, leftover.state.next_chunk, strict=True):
+        for pending in self._pending:
+            for of_group, at in zip(pending.state.keys, pending.state.next_chunk, strict=True):
                 found |= wanted.intersection(of_group.keys[at:])
         return found
 
     def end_request(self, state: RequestState, tables: BlockIds) -> None:
         """Remember the chunks that could not be stored yet, if the context can tell later what their blocks hold."""
         num_tokens = min(state.request.num_tokens, state.store_limit)
-        leftover = None
+        pending = None
         if self._shared.context is not None and any(tables) and num_tokens >= state.due_tokens:
-            leftover = Leftover.of(state, tables, num_tokens, self._shared.context)
-        if leftover is None:
+            pending = PendingStore.of(state, tables, num_tokens, self._shared.context)
+        if pending is None:
             self._shared.guests.unstored_let_go(state)
             return
-        self._leftovers.append(leftover)
-        if self._must_keep(state) or self._are_few(leftover):
-            self._hold(leftover)
-        if len(self._leftovers) > MAX_LEFTOVERS:
-            self._let_go(self._leftovers.popleft())
+        self._pending.append(pending)
+        if self._must_keep(state) or self._are_few(pending):
+            self._hold(pending)
+        if len(self._pending) > MAX_PENDING_STORES:
+            self._let_go(self._pending.popleft())
 
     def _must_keep(self, state: RequestState) -> bool:
         return state.is_awaited or self._shared.guests.worth(state).must_keep
 
-    def _are_few(self, leftover: Leftover) -> bool:
+    def _are_few(self, pending: PendingStore) -> bool:
         """Whether a request's chunks without a slot are so few that their blocks are held: for lack of a slot, for a moment.
 
         Without that, the ends of answers are lost while host memory is full of what others fetch and write.
         """
-        num_blocks = len(leftover.known_blocks()) + len(self.held_blocks)
+        num_blocks = len(pending.known_blocks()) + len(self.held_blocks)
         return num_blocks <= self._shared.max_store_blocks // _FEW_PART
 
-    def _hold(self, leftover: Leftover) -> None:
+    def _hold(self, pending: PendingStore) -> None:
         """Hold the blocks of chunks that are not stored yet, until they are, if stores may hold so many."""
-        shared, blocks = self._shared, leftover.known_blocks()
+        shared, blocks = self._shared, pending.known_blocks()
         if len(blocks) + len(self.held_blocks) > shared.max_store_blocks:
-            if self._must_keep(leftover.state):
-                leftover.state.notes.append(
+            if self._must_keep(pending.state):
+                pending.state.notes.append(
                     "its last chunks may be lost: max_inflight_fraction allows stores no more device blocks"
                 )
-            shared.guests.unstored_let_go(leftover.state)
+            shared.guests.unstored_let_go(pending.state)
             return
         shared.holder.hold(blocks)
-        leftover.held, leftover.held_until = blocks, self._hold_time.deadline()
+        pending.held, pending.held_until = blocks, self._hold_time.deadline()
 
-    def _let_go(self, leftover: Leftover) -> None:
+    def _let_go(self, pending: PendingStore) -> None:
         """Release what is held for a request that has ended."""
-        held, leftover.held, leftover.held_until = leftover.held, (), None
+        held, pending.held, pending.held_until = pending.held, (), None
         self._shared.holder.release(held)
-        self._shared.guests.unstored_let_go(leftover.state)
+        self._shared.guests.unstored_let_go(pending.state)
 
     def give_up(self) -> None:
         """Let go of all of them."""
-        while self._leftovers:
-            self._let_go(self._leftovers.popleft())
+        while self._pending:
+            self._let_go(self._pending.popleft())
 
     def plan(self) -> Iterator[StoreJob]:
-        """Yield stores of leftovers, as far as stores may hold their blocks. To be called once in every step."""
+        """Yield pending stores, as far as stores may hold their blocks. To be called once in every step."""
         self._hold_time.note_step()
-        if not self._leftovers:
+        if not self._pending:
             return
         assert self._shared.context is not None, "without it there are none"
-        for leftover in self._leftovers:  # all of them, even if stuck copies leave no room for any store
-            if leftover.held_until is not None and self._hold_time.has_passed(leftover.held_until):
-                self._let_go(leftover)
-        for leftover in tuple(self._leftovers):
-            # Look no further than what can be stored now: all leftovers together may be as long as the device pool.
+        for pending in self._pending:  # all of them, even if stuck copies leave no room for any store
+            if pending.held_until is not None and self._hold_time.has_passed(pending.held_until):
+                self._let_go(pending)
+        for pending in tuple(self._pending):
+            # Look no further than what can be stored now: all of them together may be as long as the device pool.
             limit = self._shared.num_storable_chunks()
             if not limit:
                 return
-            unstored = leftover.unstored(self._shared.config.blocks_per_chunk, self._shared.context, limit)
-            yield from self._offering.store(unstored, limit, leftover.forget_latest)
+            unstored = pending.unstored(self._shared.config.blocks_per_chunk, self._shared.context, limit)
+            yield from self._offering.store(unstored, limit, pending.forget_latest)
             is_all = all(each.end - each.first < limit or not each.keeps_blocks for each in unstored)
-            if is_all and all(leftover.state.next_chunk[each.group] >= each.end for each in unstored):
-                self._leftovers.remove(leftover)
-                self._let_go(leftover)
+            if is_all and all(pending.state.next_chunk[each.group] >= each.end for each in unstored):
+                self._pending.remove(pending)
+                self._let_go(pending)
 
 
 def _contents(block_ids: Sequence[int], context: SchedulerContext) -> list[_BlockContent]:

@@ -1,4 +1,4 @@
-"""The desk: takes requests in while there is room, has the engine serve them, and sees to it that none outlives its client."""
+"""Admission: takes requests in while there is room, has the engine serve them, and sees to it that none outlives its client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from starlette.types import Receive
 
 from cargohold.base_llm import RequestOptions
 from cargohold.engine.core.request import SamplingParams
-from cargohold.engine.core.roster import QueuePolicy
+from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import CargoholdError, EngineDeadError
 from cargohold.llm import AsyncLLM
@@ -89,7 +89,7 @@ _NUM_SHORT_TEXTS: Final = 2
 """Short texts that are tokenized at the same time. Of long ones it is one: it takes seconds, and 200 bytes per token."""
 
 
-class Desk:
+class RequestAdmission:
     """Admits requests to the model.
 
     Every request takes a place first. Then its text is tokenized, and then it goes to the engine, both when it is its turn.
@@ -286,7 +286,7 @@ class Watch:
     """The engine's counters as they were a second ago.
 
     Args:
-        desk: has the model.
+        admission: has the model.
         looked: called with the model and its counters after each look.
 
     Attributes:
@@ -295,11 +295,11 @@ class Watch:
         log: the last warnings.
     """
 
-    def __init__(self, desk: Desk, looked: Callable[[AsyncLLM, Stats], object]) -> None:
+    def __init__(self, admission: RequestAdmission, looked: Callable[[AsyncLLM, Stats], object]) -> None:
         self.stats: Stats = {}
         self.contents: Sequence[TierContents] = ()
         self.log = LogLines()
-        self._desk = desk
+        self._admission = admission
         self._looked = looked
 
     async def run(self) -> None:
@@ -315,7 +315,7 @@ class Watch:
 
     async def look(self, timeout_s: float | None = None, *, inside: bool = False) -> None:
         """Look now, also at contents if ``inside``. A step may take longer than ``timeout_s``: then all stays as it was."""
-        llm = self._desk.loaded
+        llm = self._admission.loaded
         if llm is None:
             return
         try:
@@ -327,7 +327,7 @@ class Watch:
         except TimeoutError:
             pass
         except EngineDeadError as error:
-            self._desk.note_end(error)
+            self._admission.note_end(error)
         except CargoholdError:
             pass  # a connector that cannot count; its requests are told what is wrong with it
 
@@ -336,18 +336,18 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Hall:
+class ServerContext:
     """What requests are served with.
 
     Attributes:
-        desk: admits them.
+        admission: admits them.
         config: the server's options.
         watch: looks at the engine.
         registry: what Prometheus reads.
         started: when, in seconds since 1970.
     """
 
-    desk: Desk
+    admission: RequestAdmission
     config: ServeConfig
     watch: Watch
     registry: CollectorRegistry
@@ -355,12 +355,12 @@ class Hall:
 
     def names(self) -> list[str]:
         """The names that clients may ask for the model by."""
-        return self._names(self.desk.llm)
+        return self._names(self.admission.llm)
 
     @property
     def shown_name(self) -> str | None:
         """The name of the model for people; ``None`` while it is loaded."""
-        return None if self.desk.loaded is None else self._names(self.desk.loaded)[0]
+        return None if self.admission.loaded is None else self._names(self.admission.loaded)[0]
 
     def check_model(self, name: str) -> str:
         """Return the name. Raises ``ApiError`` 404 if the model is not served under it."""
@@ -373,10 +373,10 @@ class Hall:
         return list(self.config.served_names) or [_short(llm.plan.info.name)]
 
 
-def hall_of(request: Request) -> Hall:
+def context_of(request: Request) -> ServerContext:
     """What this request is served with."""
-    hall: Hall = request.app.state.hall
-    return hall
+    context: ServerContext = request.app.state.context
+    return context
 
 
 def client_of(request: Request) -> Client:

@@ -202,7 +202,7 @@ class TransferTable:
 # --- the requests alive -----------------------------------------------------------------------------------------------
 
 
-class Roster:
+class RequestQueues:
     """Moves requests between waiting, loading and running, with their blocks.
 
     Args:
@@ -376,12 +376,12 @@ class Admission:
     def __init__(
         self,
         kv: KVCacheManager,
-        roster: Roster,
+        queues: RequestQueues,
         connector: ConnectorGuard,
         clock: Clock,
     ) -> None:
         self._kv = kv
-        self._roster = roster
+        self._queues = queues
         self._connector = connector
         self._clock = clock
         self.num_deferred_lookups = 0
@@ -397,7 +397,7 @@ class Admission:
         self._deferred_before, self._deferred = dict(islice(self._deferred.items(), max(0, num_places))), {}
 
     def try_admit(self, request: Request, plan: StepPlan) -> Verdict:
-        """Admit ``request`` if possible; mutates pool, roster and plan unless the verdict is DEFERRED or NO_ROOM."""
+        """Admit ``request`` if possible; mutates pool, queues and plan unless the verdict is DEFERRED or NO_ROOM."""
         deferred_at = self._deferred_before.pop(request.request_id, None)
         if deferred_at is not None:
             request.times.load_wait_s += self._clock() - deferred_at
@@ -408,7 +408,7 @@ class Admission:
 
     def _try_admit(self, request: Request, plan: StepPlan) -> Verdict:
         # One spare block per running request and group for the next token, or the newcomer would soon cause a preemption.
-        num_spare = len(self._roster.running) * len(self._kv.layout.groups)
+        num_spare = len(self._queues.running) * len(self._kv.layout.groups)
         if self._kv.holds_blocks(request):
             return self._start_loaded(request, plan, num_spare)
         hit = self._kv.find_local_hit(request)
@@ -435,7 +435,7 @@ class Admission:
         if not self._tell_connector(request, num_external):
             return Verdict.DEFERRED
         plan.add(request, num_new, self._kv.block_ids(request), loads_in_step=num_external > 0)
-        self._roster.run(request)
+        self._queues.run(request)
         return Verdict.RUNS
 
     def _start_loading(self, request: Request, hit: LocalHit, num_external: int, num_spare: int) -> Verdict:
@@ -445,8 +445,8 @@ class Admission:
         if not self._tell_connector(request, num_external):
             return Verdict.DEFERRED
         request.times.loading_since = self._clock()
-        self._roster.load(request)
-        self._roster.transfers.start_load(request, self._clock())
+        self._queues.load(request)
+        self._queues.transfers.start_load(request, self._clock())
         return Verdict.LOADS
 
     def _start_loaded(self, request: Request, plan: StepPlan, num_spare: int) -> Verdict:
@@ -455,7 +455,7 @@ class Admission:
             return Verdict.NO_ROOM
         self._tell_connector(request, 0)
         plan.add(request, num_new, self._kv.block_ids(request))
-        self._roster.run(request)
+        self._queues.run(request)
         return Verdict.RUNS
 
     def _note_admission(self, request: Request, hit: LocalHit, num_external: int) -> None:
