@@ -55,7 +55,7 @@ def test_vessels_fill(tiered: Server) -> None:
     assert [place["name"] for place in (device, host, disk)] == ["device", "host", "disk"]
     for place in (device, host, disk):
         assert 0 < place["held_bytes"] <= place["capacity_bytes"], place
-    assert disk["capacity_bytes"] == 64 * 2**20
+    assert 0.99 * 64 * 2**20 < disk["capacity_bytes"] <= 64 * 2**20, "whole chunks, as in /metrics"
     assert host["in_bytes"] > 0 and host["out_bytes"] > 0 and disk["in_bytes"] > 0
     assert (disk["suspended"], disk["is_off"]) == (0, False)
     assert (shown["model"], shown["state"]) == ("chat", "serving")

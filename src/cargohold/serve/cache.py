@@ -7,7 +7,6 @@ import functools
 import hashlib
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
@@ -21,20 +20,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import HTMLResponse, Response
 
 from cargohold.base_llm import Hints
-from cargohold.connector.factory import own_configs
-from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.offloading.factory import OffloadingFactory
+from cargohold.connector.factory import lower_tiers, own_configs
 from cargohold.llm import AsyncLLM
-from cargohold.option_values import parse_bytes
 from cargohold.protocol import Hint, KeptPrefix, Pin, Stats, Tally, TenantUse, metrics
-from cargohold.protocol.metrics import over_connectors
 from cargohold.serve.admission import ServerContext, client_of, context_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Message, fitting, in_turn
-from cargohold.serve.meters import OfNobody
+from cargohold.serve.meters import OfNobody, told_of
 from cargohold.serve.records import Moved, Record
 from cargohold.serve.settings import Client
-from cargohold.tiers import tier_names
 
 router = APIRouter()
 page_router = APIRouter()
@@ -268,65 +262,41 @@ def tier_uses(llm: AsyncLLM, stats: Stats) -> list[TierUse]:
         llm: the model.
         stats: its counters.
     """
-    total = over_connectors(stats)
-    configs = [config for _, config in own_configs(llm.offload)]
-    host = [_host(llm, configs, total)] if configs else []
-    limits: dict[str, float | None] = {}
-    for config in configs:
-        for name, tier in zip(tier_names(config.tiers), config.tiers, strict=True):
-            limit = getattr(tier, "max_bytes", None)
-            limits[name] = None if limit is None else parse_bytes("max_bytes", limit)
-    return [_device(llm), *host, *(_lower(name, limit, total) for name, limit in limits.items())]
+    told = told_of(llm, stats)
+    return [_tier_use(name, told) for name in _places(llm)]
 
 
 def moved(llm: AsyncLLM, stats: Stats) -> Moved:
     """What the engine has moved and computed since the start."""
-    below, total = tier_uses(llm, stats)[1:], over_connectors(stats)
+    told, below = told_of(llm, stats), _places(llm)[1:]
     return Moved(
-        up_bytes=sum(place.out_bytes for place in below),
-        down_bytes=sum(place.in_bytes for place in below),
-        evicted_chunks=sum(place.evicted_chunks or 0 for place in below),
-        restored_tokens=total[metrics.LOAD_TOKENS.of()],
-        restore_s=total.seconds(metrics.LOAD) + total.seconds(metrics.WAIT),
-        prefill_tokens=total[metrics.PREFILL_TOKENS.of()],
-        prefill_s=total[metrics.PREFILL_SECONDS.of()],
+        up_bytes=sum(told[metrics.MOVED.of(name, "out")] for name in below),
+        down_bytes=sum(told[metrics.MOVED.of(name, "in")] for name in below),
+        evicted_chunks=told[metrics.REMOVED.of("host")],
+        restored_tokens=told[metrics.LOAD_TOKENS.of()],
+        restore_s=told.seconds(metrics.LOAD) + told.seconds(metrics.WAIT),
+        prefill_tokens=told[metrics.PREFILL_TOKENS.of()],
+        prefill_s=told[metrics.PREFILL_SECONDS.of()],
     )
 
 
-def _device(llm: AsyncLLM) -> TierUse:
-    status, block_bytes = llm.status, llm.plan.layout.block_bytes * llm.plan.layout.world_size
-    used = status.num_blocks - status.num_free_blocks
-    capacity = (llm.plan.layout.num_blocks - 1) * block_bytes
-    return TierUse("device", status.num_cached_blocks * block_bytes, capacity, used * block_bytes)
+def _places(llm: AsyncLLM) -> list[str]:
+    host = ["host"] if list(own_configs(llm.offload)) else []
+    return ["device", *host, *lower_tiers(llm.offload)]
 
 
-def _host(llm: AsyncLLM, configs: Sequence[OffloadConfig], total: Tally) -> TierUse:
-    layout = llm.plan.layout
-    block_bytes = layout.block_bytes * layout.num_shards
-    slots = [(OffloadingFactory(config).num_slots(layout), config.blocks_per_chunk * block_bytes) for config in configs]
-    capacity = sum(num_slots * chunk_bytes for num_slots, chunk_bytes in slots)
-    mean_chunk_bytes = capacity / max(1, sum(num_slots for num_slots, _ in slots))
-    return TierUse(
-        "host",
-        total[metrics.READY_CHUNKS] * mean_chunk_bytes,
-        capacity,
-        in_bytes=total[metrics.COPIED_BLOCKS.of("store")] * layout.block_bytes,
-        out_bytes=total[metrics.COPIED_BLOCKS.of("load")] * layout.block_bytes,
-        stored_chunks=total[metrics.STORED.of("host")],
-        evicted_chunks=total[metrics.REMOVED.of("host")],
-    )
-
-
-def _lower(name: str, limit: float | None, total: Tally) -> TierUse:
+def _tier_use(name: str, told: Tally) -> TierUse:
     return TierUse(
         name,
-        total[metrics.TIER_READY.of(name)],
-        limit,
-        in_bytes=total[metrics.MOVED.of(name, "in")],
-        out_bytes=total[metrics.MOVED.of(name, "out")],
-        stored_chunks=total[metrics.STORED.of(name)],
-        suspended=int(total[metrics.OTHER_LEVELS.of(f"num_{name}_suspended")]),
-        is_off=bool(total[metrics.OTHER.of(f"{name}_off")]),
+        told[metrics.TIER_READY.of(name)],
+        told.get(metrics.TIER_CAPACITY.of(name)),
+        used_bytes=told[metrics.TIER_IN_USE.of(name)] if name == "device" else None,
+        in_bytes=told[metrics.MOVED.of(name, "in")],
+        out_bytes=told[metrics.MOVED.of(name, "out")],
+        stored_chunks=told.get(metrics.STORED.of(name)),
+        evicted_chunks=told.get(metrics.REMOVED.of(name)),
+        suspended=int(told[metrics.OTHER_LEVELS.of(f"num_{name}_suspended")]),
+        is_off=bool(told[metrics.OTHER.of(f"{name}_off")]),
     )
 
 

@@ -65,21 +65,25 @@ class Meters(Collector):
 
     def _of_connectors(self, llm: AsyncLLM, stats: Stats) -> Tally:
         """What connectors count, and what was there from the start; of prompts what the server counts itself."""
-        status, layout = llm.status, llm.plan.layout
-        block_bytes = layout.block_bytes * layout.world_size
-        device = {
-            metrics.TIER_CAPACITY.of("device"): status.num_blocks * block_bytes,
-            metrics.TIER_READY.of("device"): status.num_cached_blocks * block_bytes,
-            metrics.TIER_IN_USE.of("device"): (status.num_blocks - status.num_free_blocks) * block_bytes,
-        }
-        told = for_operators({**stats, **device}, layout.block_bytes, layout.token_bytes, layout.num_replicas)
-        told.add(OutageLevels(epoch=0.0).take_changes(status.outages))
+        own = {metrics.PROMPT, metrics.TTFT}
         found = Tally(dict.fromkeys(metrics.from_the_start(lower_tiers(llm.offload)), 0))
-        found.add(
-            {series: value for series, value in told.items() if series.family not in {metrics.PROMPT, metrics.TTFT}}
-        )
+        found.add({series: value for series, value in told_of(llm, stats).items() if series.family not in own})
         found.add(self._prompts)
         return found
+
+
+def told_of(llm: AsyncLLM, stats: Stats) -> Tally:
+    """What there is to tell of an engine, from what its connectors have counted."""
+    status, layout = llm.status, llm.plan.layout
+    block_bytes = layout.block_bytes * layout.world_size
+    device = {
+        metrics.TIER_CAPACITY.of("device"): status.num_blocks * block_bytes,
+        metrics.TIER_READY.of("device"): status.num_cached_blocks * block_bytes,
+        metrics.TIER_IN_USE.of("device"): (status.num_blocks - status.num_free_blocks) * block_bytes,
+    }
+    told = for_operators({**stats, **device}, layout.block_bytes, layout.token_bytes, layout.num_replicas)
+    told.add(OutageLevels(epoch=0.0).take_changes(status.outages))
+    return told
 
 
 @dataclass(frozen=True, slots=True)
