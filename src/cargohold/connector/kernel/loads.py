@@ -22,7 +22,7 @@ from math import lcm
 from typing import Final, NamedTuple
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
-from cargohold.cache.manager import ChunkStates, OffloadKey, OffloadManager
+from cargohold.cache.manager import ChunkKeys, ChunkStates, LoadHandle, OffloadKey, OffloadManager
 from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
 from cargohold.connector.kernel.requests import Lookup, RequestState
@@ -358,54 +358,53 @@ class Loads:
         Returns:
             The number of tokens to be loaded, by the tier they came from.
         """
-        shared = self._shared
-        per_chunk, num_computed_tokens = shared.config.blocks_per_chunk, lookup.num_computed_tokens
-        parts = [
-            (
-                keys.keys,
-                blocks_to_load(
-                    blocks[keys.group.index], keys.group.block_tokens, per_chunk, num_computed_tokens, num_hit_tokens
-                ),
-            )
-            for keys in state.keys
-        ]
-        handle = shared.manager.prepare_load([keys[chunk] for keys, part in parts for chunk in part.chunks])
+        shared, per_chunk = self._shared, self._shared.config.blocks_per_chunk
+        parts = [self._part(keys, blocks[keys.group.index], lookup, num_hit_tokens) for keys in state.keys]
+        handle = shared.manager.prepare_load([keys.keys[at] for keys, part in parts for at in part.chunks])
         slots = iter(handle.slots)
-        rows: list[int] = []
-        for _, part in parts:
-            rows += rows_to_load(part, list(islice(slots, len(part.chunks))), per_chunk)
-        block_ids = tuple(chain.from_iterable(part.block_ids for _, part in parts))
-        block_keys = [keys[number // per_chunk] for keys, part in parts for number in part.numbers]
-        block_starts = [
-            number * keys.group.block_tokens
-            for keys, (_, part) in zip(state.keys, parts, strict=True)
-            for number in part.numbers
-        ]
-        origins = shared.guests.origins(state, num_computed_tokens, num_hit_tokens)
+        rows_of = [rows_to_load(part, list(islice(slots, len(part.chunks))), per_chunk) for _, part in parts]
+        rows, timeout_s = tuple(chain.from_iterable(rows_of)), START.seconds(shared.config.transfer_timeout_s)
+        load = self._load(state, lookup, num_hit_tokens, handle, parts)
+        shared.holder.hold(load.block_ids)
+        shared.jobs.add_load(load)
+        job = LoadJob(load.job_id, load.request_id, load.block_ids, rows, timeout_s, load.is_in_step)
+        self._planned.append(job)
+        shared.stats[metrics.PLANNED.of("load")] += 1
+        shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step
+        shared.stats[metrics.PLANNED_BLOCKS.of("load")] += len(load.block_ids)
+        return load.origins.count(len(load.origins.tiers))
+
+    def _part(
+        self, keys: ChunkKeys, table: Sequence[int], lookup: Lookup, num_hit_tokens: int
+    ) -> tuple[ChunkKeys, BlocksToLoad]:
+        per_chunk, block_tokens = self._shared.config.blocks_per_chunk, keys.group.block_tokens
+        return keys, blocks_to_load(table, block_tokens, per_chunk, lookup.num_computed_tokens, num_hit_tokens)
+
+    def _load(
+        self,
+        state: RequestState,
+        lookup: Lookup,
+        num_hit_tokens: int,
+        handle: LoadHandle,
+        parts: Sequence[tuple[ChunkKeys, BlocksToLoad]],
+    ) -> Load:
+        shared, per_chunk = self._shared, self._shared.config.blocks_per_chunk
+        origins = shared.guests.origins(state, lookup.num_computed_tokens, num_hit_tokens)
         if origins is None:
-            origins = Origins((shared.tier,), bytes(num_hit_tokens - num_computed_tokens))
-        shared.holder.hold(block_ids)
-        request_id = state.request.request_id
-        load = Load(
+            origins = Origins((shared.tier,), bytes(num_hit_tokens - lookup.num_computed_tokens))
+        return Load(
             shared.jobs.new_id(),
-            request_id,
+            state.request.request_id,
             handle,
-            num_computed_tokens,
-            block_ids,
-            block_keys,
-            block_starts,
+            lookup.num_computed_tokens,
+            tuple(chain.from_iterable(part.block_ids for _, part in parts)),
+            [keys.keys[number // per_chunk] for keys, part in parts for number in part.numbers],
+            [number * keys.group.block_tokens for keys, part in parts for number in part.numbers],
             origins,
             is_first=not state.was_admitted,
             is_in_step=state.loads_in_step,
             is_end_shared=not lookup.shared_end,
         )
-        shared.jobs.add_load(load)
-        timeout_s = START.seconds(shared.config.transfer_timeout_s)
-        self._planned.append(LoadJob(load.job_id, request_id, block_ids, tuple(rows), timeout_s, load.is_in_step))
-        shared.stats[metrics.PLANNED.of("load")] += 1
-        shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step
-        shared.stats[metrics.PLANNED_BLOCKS.of("load")] += len(block_ids)
-        return origins.count(len(origins.tiers))
 
     def fits_in_step(self, num_blocks: int, step_s: float | None) -> bool:
         """Whether a step may wait for a load of so many blocks, because that hardly makes it longer.

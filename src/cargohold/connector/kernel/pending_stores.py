@@ -128,9 +128,6 @@ class PendingStores:
         self._hold_time = HoldTime(shared.clock, HOLD.seconds(shared.config.restore_timeout_s))
         self._pending: deque[PendingStore] = deque()
 
-    def __len__(self) -> int:
-        return len(self._pending)
-
     @property
     def has_pending_work(self) -> bool:
         """Whether chunks are still to be offered. They may wait for ever for what stuck copies hold."""

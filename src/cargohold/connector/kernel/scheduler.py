@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -101,36 +101,6 @@ class KernelScheduler(KVConnectorScheduler):
         self._loads_in_step = environment.loads_in_step
 
     @property
-    def jobs(self) -> JobTable:
-        """Transfers in flight: for inspection."""
-        return self._shared.jobs
-
-    @property
-    def manager(self) -> OffloadManager:
-        """The manager of the tier: for inspection."""
-        return self._shared.manager
-
-    @property
-    def requests(self) -> Mapping[str, RequestState]:
-        """The requests that the connector knows, by id: for inspection."""
-        return self._requests
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Number of engine blocks in a chunk: for inspection."""
-        return self._shared.config.blocks_per_chunk
-
-    @property
-    def max_store_blocks(self) -> int:
-        """Maximum number of device blocks that stores in flight may hold."""
-        return self._shared.max_store_blocks
-
-    @property
-    def held_blocks(self) -> Sequence[int]:
-        """Blocks of ended requests that are held until their KV is stored: for inspection."""
-        return self._stores.held_blocks
-
-    @property
     def holds_outlive_requests(self) -> bool:
         """Whether blocks being copied are held for the copy itself; otherwise only their request holds them."""
         return self._shared.holder.outlives_requests
@@ -178,7 +148,7 @@ class KernelScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones the tier can give back; long loads are asynchronous."""
         state = self._requests[request.request_id]
-        if self._shared.jobs.num_stuck_blocks > self.max_store_blocks:
+        if self._shared.jobs.num_stuck_blocks > self._shared.max_store_blocks:
             # A load might get stuck, too, and take more blocks out of service.
             state.note_once("nothing was looked up: copies that do not end hold too many blocks")
             return 0, False

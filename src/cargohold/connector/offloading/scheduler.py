@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cargohold.cache.manager import OffloadKey, OffloadManager
@@ -14,6 +14,8 @@ from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.lower_tiers import TiersBelow
 from cargohold.connector.guests.meters import Meters
 from cargohold.connector.kernel.guest import Guest, GuestView
+from cargohold.connector.kernel.jobs import JobTable
+from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.scheduler import KernelScheduler
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.option_values import made_by
@@ -97,6 +99,36 @@ class OffloadingScheduler(KernelScheduler):
         if self._events is not None:
             below.on_ask = hints.on_ask = through(self._events, self._events.note_wanted, None)
         return below
+
+    @property
+    def jobs(self) -> JobTable:
+        """Transfers in flight: for inspection."""
+        return self._shared.jobs
+
+    @property
+    def manager(self) -> OffloadManager:
+        """The manager of the tier: for inspection."""
+        return self._shared.manager
+
+    @property
+    def requests(self) -> Mapping[str, RequestState]:
+        """The requests that the connector knows, by id: for inspection."""
+        return self._requests
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Number of engine blocks in a chunk: for inspection."""
+        return self._shared.config.blocks_per_chunk
+
+    @property
+    def max_store_blocks(self) -> int:
+        """Maximum number of device blocks that stores in flight may hold."""
+        return self._shared.max_store_blocks
+
+    @property
+    def held_blocks(self) -> Sequence[int]:
+        """Blocks of ended requests that are held until their KV is stored: for inspection."""
+        return self._stores.held_blocks
 
     @property
     def hints(self) -> Hints:
