@@ -50,7 +50,7 @@ MODELS: Final = (
     Model("llama", 60),
     Model("mistral-window", 90),
     Model("gemma3", 230),
-    Model("deepseek", 60, options={"caches_latents": True}),
+    Model("deepseek", 130, options={"caches_latents": True}),
     Model("lfm2", 60, options=_STATES),
     Model("qwen3-next-many-heads", 60, 96, {**_STATES, "dtype": "bfloat16"}),
 )
