@@ -31,7 +31,7 @@ class KernelConfig(Options):
             later; 0 for at once.
         max_inflight_fraction: fraction of the device pool that stores in flight may hold; above it, new chunks wait.
         transfer_timeout_s: a copy that has not started after this time is given up: a load becomes a miss. Other deadlines of
-            copies, of writes to lower tiers and of stores follow from it.
+            copies and of what is written follow from it.
         restore_timeout_s: maximum time that a request waits for chunks that are not in host memory; those that have not come
             by then are computed.
         shutdown_timeout_s: maximum time to finish writes when the workers stop, at most 20 s; 0 waits for nothing. Chunks whose
