@@ -161,8 +161,8 @@ class TierOracle(Oracle):
                 key for load in loads for key in set(load.handle.keys) - self._own_keys(load, lengths[load.job_id])
             )
         elif self._engine.shares_load_ends:
-            # The prefix cache gives back a block less than all tokens of a request.
-            parts = [load for load in loads if load.num_tokens < lengths[load.job_id]]
+            # The prefix cache gives back a block less than all tokens of a request, and no end beside a later shared prefix.
+            parts = [load for load in loads if load.is_end_shared and load.num_tokens < lengths[load.job_id]]
             loading = Counter(key for load in parts for key in _last_keys(load))
         else:
             return
