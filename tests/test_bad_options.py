@@ -41,7 +41,7 @@ def bad(expected: str, kind: type, **option: Any) -> Any:
     ("kind", "options", "expected"),
     [
         bad("did you mean num_device_blocks", LLM, num_device_block=5),
-        bad("there is no such option; there are offload, ", LLM, colour="red"),
+        bad("there is no such option; there are block_tokens, ", LLM, colour="red"),
         bad("an integer from 1", LLM, block_tokens=0),
         bad("an integer from 1", LLM, max_num_seqs=2.0),
         bad("an integer from 1", LLM, max_num_batched_tokens=True),
@@ -51,7 +51,7 @@ def bad(expected: str, kind: type, **option: Any) -> Any:
         bad("one of fcfs, priority", LLM, queue_policy="lifo"),
         bad("one of recompute, fail", LLM, load_failure_policy="pray"),
         bad("here that is nothing to set: twice what a copy may take", LLM, load_timeout_s=5),
-        bad("True or False", LLM, prefix_caching="yes"),
+        bad("true or false", LLM, prefix_caching="yes"),
         bad("one of auto, float32", LLM, dtype="int8"),
         bad("cpu, cuda", LLM, device="tpu"),
         bad("cpu, cuda", LLM, device=torch.device("cpu")),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypedDict
@@ -45,6 +44,7 @@ from cargohold.engine.outputs import EngineStatus
 from cargohold.engine.ranks import ExecutorKind, make_executor
 from cargohold.errors import ConfigError, RequestError
 from cargohold.option_values import format_bytes, format_count
+from cargohold.options import made, no_such_option
 from cargohold.process import memory_limit_bytes
 from cargohold.protocol import Hint, KVCacheLayout, KVConnectorFactory, SchedulerEnvironment, ToolTokens
 
@@ -263,13 +263,10 @@ def _check_memory(plan: EnginePlan, host_bytes: int) -> None:
 
 
 def _engine_config(model: str | os.PathLike[str], options: Mapping[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
     if "load_timeout_s" in options:
         raise ConfigError("load_timeout_s", options["load_timeout_s"], f"here that is {LOAD_TIMEOUT}")
-    for key, value in options.items():
-        if key not in known:
-            raise _no_such_option(key, value, ["offload", "record", *known])
-    return EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options)
+    given = {"model": os.fspath(model) if isinstance(model, os.PathLike) else model, **options}
+    return made(EngineConfig, given, beside=["offload", "record"])
 
 
 def check_names(method: str, own: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -281,13 +278,7 @@ def check_names(method: str, own: Sequence[str], options: Mapping[str, Any]) -> 
             expected = f"it is a field of SamplingParams; give sampling=SamplingParams({key}=...) to {method}"
             raise ConfigError(key, value, expected)
         if key not in of_requests:
-            raise _no_such_option(key, value, [*own, *of_requests], f" of {method}")
-
-
-def _no_such_option(key: str, value: object, known: Sequence[str], of: str = "") -> ConfigError:
-    close = get_close_matches(key, known, n=2)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
-    return ConfigError(key, value, f"there is no such option{of}; {hint}")
+            raise no_such_option(key, value, [*own, *of_requests], f" of {method}")
 
 
 class HintOptions(TypedDict, total=False):

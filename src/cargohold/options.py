@@ -187,11 +187,11 @@ def refuse_names_elsewhere(given: Iterable[str], names: Mapping[str, str], value
     raise ConfigError(key, shown, f"here that is {name}{besides}")
 
 
-def no_such_option(key: object, value: object, known: Collection[str]) -> ConfigError:
+def no_such_option(key: object, value: object, known: Collection[str], of: str = "") -> ConfigError:
     """Return the refusal of an option that does not exist, with those that may be meant."""
     close = get_close_matches(str(key), known, n=2)
     meant = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(sorted(known))}"
-    return ConfigError(str(key), value, f"there is no such option; {meant}")
+    return ConfigError(str(key), value, f"there is no such option{of}; {meant}")
 
 
 def _plain_name(key: object) -> str:

@@ -597,7 +597,7 @@ def test_of_messages_that_cannot_be_the_wrong_one_is_named(
         ({"kv_transfer_param": 5}, r"there is no such option of METHOD; did you mean kv_transfer_params\?"),
         (
             {"colour": "red"},
-            "of METHOD; there are .*, sampling, .*request_id, priority, salt, tenant, kv_transfer_params",
+            "of METHOD; there are .*kv_transfer_params, .*priority, .*request_id, salt, sampling, .*tenant",
         ),
     ],
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Annotated, Any, Final
 
 from cargohold.deadlines import CONNECTOR, DEFAULTS, TRANSFER
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
@@ -23,8 +23,8 @@ from cargohold.option_values import (
     is_int,
     is_number,
     is_positive_int,
-    is_timeout,
 )
+from cargohold.options import INT_FROM_1, SHORT_TIME, Options, checked, must, one_of
 from cargohold.process import can_share_memory, memory_limit_bytes
 from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
 
@@ -39,9 +39,40 @@ _PORT = re.compile(r"[0-9]{1,5}|\*")  # 0 means any free one, too
 _MAX_PORT = 65535
 
 
+def _values(policies: type[Enum]) -> tuple[str, ...]:
+    return tuple(policy.value for policy in policies)
+
+
+def _require_endpoint(key: str, endpoint: Any) -> None:
+    if not (isinstance(endpoint, str) and "://" in endpoint):
+        raise ConfigError(key, endpoint, "it must be an address such as tcp://127.0.0.1:5557")
+    # ZeroMQ takes a number modulo 65536, and of a word the digits at its start: it would listen on another port.
+    port = endpoint.rpartition(":")[2]
+    is_port = _PORT.fullmatch(port) is not None and (port == "*" or int(port) <= _MAX_PORT)
+    if endpoint.startswith("tcp://") and not is_port:
+        ports = f"a port from 1 to {_MAX_PORT}, or in * for any free one"
+        raise ConfigError(key, endpoint, f"it must be an address that ends in {ports}: tcp://127.0.0.1:5557")
+
+
+_MODEL: Final = must(lambda model: isinstance(model, str), "a directory, a .gguf file, a hub id or smollm2")
+# torch.device("cpu") prints as "cpu", but is not equal to it.
+_DEVICES: Final = must(
+    lambda device: isinstance(device, str) and _DEVICE.fullmatch(device) is not None,
+    "cpu, cuda, or one of several: cuda:1",
+)
+_NUM_BLOCKS: Final = must(is_positive_int, "an integer from 1, or None")
+_LENGTH: Final = must(lambda value: is_int(value) and value >= 2, "an integer from 2, or None")
+_CLOSING: Final = must(
+    lambda value: is_number(value) and 0 <= value <= MAX_TIMEOUT_S, f"a number of seconds from 0 to {MAX_TIMEOUT_S}"
+)
+_TOPIC: Final = must(lambda topic: isinstance(topic, str), "a text such as kv@pod@model")
+_RAY: Final = must(lambda address: isinstance(address, str) and bool(address), "the address of a Ray cluster, or None")
+_ENDPOINT: Final = checked(_require_endpoint)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Options of the embedded engine. Checked when made; raises ``ConfigError`` naming the option.
+class EngineConfig(Options):
+    """Options of the embedded engine.
 
     Attributes:
         model: a directory, a GGUF file, a hub id, or ``smollm2``.
@@ -74,53 +105,45 @@ class EngineConfig:
             then gets the connector's own ``shutdown_timeout_s``.
     """
 
-    model: str
-    dtype: str = "auto"
-    device: str = "cpu"
-    block_tokens: int = 16
-    num_device_blocks: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    queue_policy: str = "fcfs"
+    model: Annotated[str, _MODEL]
+    dtype: Annotated[str, one_of("auto", *DTYPES)] = "auto"
+    device: Annotated[str, _DEVICES] = "cpu"
+    block_tokens: Annotated[int, INT_FROM_1] = 16
+    num_device_blocks: Annotated[int | None, _NUM_BLOCKS] = None
+    max_model_len: Annotated[int | None, _LENGTH] = None
+    max_num_seqs: Annotated[int, INT_FROM_1] = 64
+    max_num_batched_tokens: Annotated[int, INT_FROM_1] = 2048
+    queue_policy: Annotated[str, one_of(*_values(QueuePolicy))] = "fcfs"
     prefix_caching: bool = True
-    load_failure_policy: str = "recompute"
+    load_failure_policy: Annotated[str, one_of(*_values(LoadFailurePolicy))] = "recompute"
     kv_events: bool = False
     kv_events_salted: bool = False
-    kv_events_endpoint: str | None = None
-    kv_events_topic: str = ""
-    kv_events_wire: str = WIRE_MAP
-    kv_events_replay_endpoint: str | None = None
-    tensor_parallel_size: int = 1
-    executor: str | None = None
-    ray_address: str | None = None
-    step_timeout_s: float = 300.0
-    shutdown_timeout_s: float = 5.0
+    kv_events_endpoint: Annotated[str | None, _ENDPOINT] = None
+    kv_events_topic: Annotated[str, _TOPIC] = ""
+    kv_events_wire: Annotated[str, one_of(*WIRES)] = WIRE_MAP
+    kv_events_replay_endpoint: Annotated[str | None, _ENDPOINT] = None
+    tensor_parallel_size: Annotated[int, INT_FROM_1] = 1
+    executor: Annotated[str | None, one_of(*_values(ExecutorKind))] = None
+    ray_address: Annotated[str | None, _RAY] = None
+    step_timeout_s: Annotated[float, SHORT_TIME] = 300.0
+    shutdown_timeout_s: Annotated[float, _CLOSING] = 5.0
 
     def __post_init__(self) -> None:
-        self._require("model", isinstance(self.model, str), "a directory, a .gguf file, a hub id or smollm2")
-        self._require_one_of("dtype", ("auto", *DTYPES))
-        device: object = self.device  # torch.device("cpu") prints as "cpu", but is not equal to it
-        is_device = isinstance(device, str) and _DEVICE.fullmatch(device) is not None
-        self._require("device", is_device, "cpu, cuda, or one of several: cuda:1")
-        for key in ("block_tokens", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
-            self._require(key, is_positive_int(getattr(self, key)), "an integer from 1")
-        for key, least in (("num_device_blocks", 1), ("max_model_len", 2)):
-            value = getattr(self, key)
-            self._require(key, value is None or (is_int(value) and value >= least), f"an integer from {least}, or None")
-        self._require_one_of("queue_policy", _values(QueuePolicy))
-        self._require_one_of("load_failure_policy", _values(LoadFailurePolicy))
+        replay = self.kv_events_replay_endpoint
+        is_free = replay is None or (self.kv_events_endpoint is not None and replay != self.kv_events_endpoint)
         self._require(
-            "step_timeout_s", is_timeout(self.step_timeout_s), f"a number of seconds above 0, at most {MAX_TIMEOUT_S}"
+            "kv_events_replay_endpoint", is_free, "None unless kv_events_endpoint is set, and another address"
         )
-        is_time = is_number(self.shutdown_timeout_s) and 0 <= self.shutdown_timeout_s <= MAX_TIMEOUT_S
-        self._require("shutdown_timeout_s", is_time, f"a number of seconds from 0 to {MAX_TIMEOUT_S}")
-        for key in ("prefix_caching", "kv_events", "kv_events_salted"):
-            self._require(key, isinstance(getattr(self, key), bool), "True or False")
-        self._check_endpoint("kv_events_endpoint")
-        self._check_endpoint("kv_events_replay_endpoint")
-        self._check_publishing()
-        self._check_workers()
+        is_reachable = replay is None or not replay.startswith("inproc:")
+        self._require("kv_events_replay_endpoint", is_reachable, "an address such as tcp://127.0.0.1:5558")
+        is_split = self.tensor_parallel_size > 1
+        fits = not (is_split and self.executor_kind is ExecutorKind.INLINE)
+        self._require("executor", fits, f"multiprocess or ray for tensor_parallel_size={self.tensor_parallel_size}")
+        uses_ray = self.executor_kind is ExecutorKind.RAY
+        self._require("ray_address", self.ray_address is None or uses_ray, "None unless executor is ray")
+        self._require(
+            "device", not is_split or ":" not in self.device, "cpu or cuda: each worker takes a device of its own"
+        )
 
     @property
     def executor_kind(self) -> ExecutorKind:
@@ -129,56 +152,9 @@ class EngineConfig:
             return ExecutorKind.INLINE if self.tensor_parallel_size == 1 else ExecutorKind.MULTIPROCESS
         return ExecutorKind(self.executor)
 
-    def _check_publishing(self) -> None:
-        self._require("kv_events_topic", isinstance(self.kv_events_topic, str), "a text such as kv@pod@model")
-        self._require_one_of("kv_events_wire", WIRES)
-        replay = self.kv_events_replay_endpoint
-        is_free = replay is None or (self.kv_events_endpoint is not None and replay != self.kv_events_endpoint)
-        self._require(
-            "kv_events_replay_endpoint", is_free, "None unless kv_events_endpoint is set, and another address"
-        )
-        is_reachable = replay is None or not replay.startswith("inproc:")
-        self._require("kv_events_replay_endpoint", is_reachable, "an address such as tcp://127.0.0.1:5558")
-
-    def _check_endpoint(self, key: str) -> None:
-        endpoint = getattr(self, key)
-        is_address = isinstance(endpoint, str) and "://" in endpoint
-        self._require(key, endpoint is None or is_address, "an address such as tcp://127.0.0.1:5557")
-        if endpoint is None or not endpoint.startswith("tcp://"):
-            return
-        # ZeroMQ takes a number modulo 65536, and of a word the digits at its start: it would listen on another port.
-        port = endpoint.rpartition(":")[2]
-        is_port = _PORT.fullmatch(port) is not None and (port == "*" or int(port) <= _MAX_PORT)
-        expected = (
-            f"an address that ends in a port from 1 to {_MAX_PORT}, or in * for any free one: tcp://127.0.0.1:5557"
-        )
-        self._require(key, is_port, expected)
-
-    def _check_workers(self) -> None:
-        if self.executor is not None:
-            self._require_one_of("executor", _values(ExecutorKind))
-        is_split = self.tensor_parallel_size > 1
-        fits = not (is_split and self.executor_kind is ExecutorKind.INLINE)
-        self._require("executor", fits, f"multiprocess or ray for tensor_parallel_size={self.tensor_parallel_size}")
-        is_text = isinstance(self.ray_address, str) and bool(self.ray_address)
-        self._require("ray_address", self.ray_address is None or is_text, "the address of a Ray cluster, or None")
-        uses_ray = self.executor_kind is ExecutorKind.RAY
-        self._require("ray_address", self.ray_address is None or uses_ray, "None unless executor is ray")
-        self._require(
-            "device", not is_split or ":" not in self.device, "cpu or cuda: each worker takes a device of its own"
-        )
-
-    def _require_one_of(self, key: str, values: Collection[str]) -> None:
-        value = getattr(self, key)
-        self._require(key, isinstance(value, str) and value in values, f"one of {', '.join(values)}")
-
     def _require(self, key: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ConfigError(key, getattr(self, key), f"it must be {expected}")
-
-
-def _values(policies: type[Enum]) -> tuple[str, ...]:
-    return tuple(policy.value for policy in policies)
 
 
 @dataclass(frozen=True, slots=True)
