@@ -1,0 +1,72 @@
+"""Mistakes that vLLM's users have reported and vLLM has mended: with the fix taken out in memory, seeds find them."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
+)
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as module
+
+from cargohold.integrations.vllm import compat
+from tests.vllm.test_others import OFFLOADING, play
+
+pytestmark = pytest.mark.skipif(compat.vllm_version() != (0, 32), reason="the fixes are looked for in the text of 0.32")
+
+Scheduler = module.OffloadingConnectorScheduler
+Request = next(kind for kind in vars(module).values() if isinstance(kind, type) and "storable_chunks" in vars(kind))
+
+
+@pytest.fixture
+def undo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replaces one line of a method by what it was before the fix."""
+
+    def undo(owner: Any, name: str, fixed: str, before: str) -> None:
+        source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+        assert source.count(fixed) == 1, "the fix looks different in this version"
+        names = dict(vars(module))
+        exec("from __future__ import annotations\n" + source.replace(fixed, before), names)  # noqa: S102  # vLLM's own
+        monkeypatch.setattr(owner, name, names[name])
+
+    return undo
+
+
+def failures(workload: str, seeds: range) -> list[str]:
+    errors = (play(seed, OFFLOADING, workload).error for seed in seeds)
+    return [str(error) for error in errors if error is not None]
+
+
+def test_an_aborted_request_that_never_ran_kills_the_engine(undo: Any) -> None:
+    # vllm-project/vllm 49118, and 52170, which was reported with MultiConnector and has the same cause.
+    assert failures("aborts", range(3)) == []
+    undo(Scheduler, "_build_store_jobs", "if req.status is RequestStatus.FINISHED_ABORTED:", "if False:")
+    undo(Request, "storable_chunks", "min(num_chunks, num_allocated_chunks, num_keyed_chunks)", "num_chunks")
+    found = failures("aborts", range(3))
+    assert found
+    assert all("AssertionError" in error and "_build_store_jobs" in error for error in found)
+
+
+def test_the_last_sampled_token_is_stored_as_if_it_had_been_computed(undo: Any) -> None:
+    # vllm-project/vllm 54193
+    assert failures("any", range(26, 27)) == []
+    undo(Scheduler, "_build_store_jobs", "max(req.num_prompt_tokens, req.num_tokens - 1)", "req.num_tokens")
+    assert "does not hold the KV of token" in failures("any", range(26, 27))[0]
+
+
+def test_a_sibling_s_load_overwrites_what_is_being_stored_until_it_is_mended(undo: Any) -> None:
+    # vllm-project/vllm 46951 is open. With what its pull requests propose, the seed ends well.
+    both = f"{OFFLOADING}+OffloadingConnector"
+    assert play(19, both).error is not None
+    early = "if num_external_tokens == 0:\n        return\n"
+    noted = (
+        "for group in blocks.blocks:\n"
+        "        self._current_batch_allocated_block_ids.update(b.block_id for b in group if b.block_id != 0)\n    "
+    )
+    undo(Scheduler, "update_state_after_alloc", early, noted + early)
+    assert play(19, both).error is None
