@@ -31,7 +31,7 @@ def undo(monkeypatch: pytest.MonkeyPatch) -> Any:
         source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
         assert source.count(fixed) == 1, "the fix looks different in this version"
         names = dict(vars(module))
-        exec("from __future__ import annotations\n" + source.replace(fixed, before), names)  # noqa: S102  # vLLM's own
+        exec("from __future__ import annotations\n" + source.replace(fixed, before), names)  # vLLM's own text
         monkeypatch.setattr(owner, name, names[name])
 
     return undo
