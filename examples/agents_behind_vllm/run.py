@@ -32,7 +32,13 @@ def pin(number: int) -> dict[str, Any]:
 @contextmanager
 def server(model: str, kv_bytes: int, log: Path, **front: str) -> Iterator[str]:
     """vLLM with Cargohold."""
-    extra = {"host_bytes": HOST_TOKENS * kv_bytes, "restore": "always", "hints": {"pin_fraction": 0.75}}
+    # LRU, because the default policy learns from such pauses: what it keeps depends on what came before.
+    extra = {
+        "host_bytes": HOST_TOKENS * kv_bytes,
+        "restore": "always",
+        "policy": "lru",
+        "hints": {"pin_fraction": 0.75},
+    }
     connector = {"kv_connector": "CargoholdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     options = {
         "served-model-name": MODEL,
