@@ -28,6 +28,7 @@ class Request:
     adapter: None = None
     tenant: None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    turn_end: protocol.TurnEnd = protocol.TurnEnd.UNKNOWN
 
     @property
     def num_tokens(self) -> int:
