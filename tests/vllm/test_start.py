@@ -32,7 +32,8 @@ def test_a_report_says_what_is_kept(
     with caplog.at_level(logging.INFO, logger="cargohold"):
         start(vllm_model("mistral-window"), {**EAGER, "policy": "lru", "blocks_per_chunk": 2})
     said = [record.message for record in caplog.records if record.name.startswith("cargohold")]
-    assert said == [
+    # Whether weights can be read depends on the processor for which vLLM has packed them.
+    assert [line for line in said if not line.startswith("which weights the model holds")] == [
         "device pool: 39 blocks of 48 KiB, 1.8 MiB in all",
         "group 0: 3 layers, sliding window of 64 tokens, 32 tokens per block, 1.5 KiB per token",
         "eager: 64 MiB of host memory for 682 chunks of 2 blocks, 96 KiB each; prompts and answers, evicted by lru",
@@ -254,7 +255,8 @@ def test_a_version_that_lacks_something_is_served_without(
     monkeypatch.setattr(compat, "VLLM_VERSION", "0.99.1")
     engine = start(model, EAGER)
     said = [record.message for record in caplog.records if record.name.startswith("cargohold")]
-    assert said == [
+    # Whether weights can be read depends on the processor for which vLLM has packed them.
+    assert [line for line in said if not line.startswith("which weights the model holds")] == [
         "vLLM 0.99.1 is outside the range that was tested, 0.28 to 0.32",
         "offloading is off, requests are served without it: its block pool has no teleport",
     ]
