@@ -5,9 +5,8 @@ python run.py [MODEL]
 
 import sys
 
-from counting import copied_bytes
-
 from cargohold import LLM, OffloadConfig, SamplingParams
+from counting import copied_bytes
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 
