@@ -44,22 +44,22 @@ class TestFIFO(Quick):
 
 @pytest.mark.long
 class TestLRULonger(TestLRU):
-    num_seeds: ClassVar[int] = 12
+    num_seeds: ClassVar[int] = 24
 
 
 @pytest.mark.long
 class TestARCLonger(TestARC):
-    num_seeds: ClassVar[int] = 12
+    num_seeds: ClassVar[int] = 24
 
 
 @pytest.mark.long
 class TestReuseIndexLonger(TestReuseIndex):
-    num_seeds: ClassVar[int] = 12
+    num_seeds: ClassVar[int] = 24
 
 
 @pytest.mark.long
 class TestFIFOLonger(TestFIFO):
-    num_seeds: ClassVar[int] = 12
+    num_seeds: ClassVar[int] = 24
 
 
 class Ruthless(LRUPolicy):
@@ -148,8 +148,10 @@ def test_broken_policies_fail(broken: type[ReplacementPolicy], test: str) -> Non
             return broken(table)
 
     suite = Suite()
-    calls: dict[str, Callable[[], None]] = {
-        "test_any_traffic_keeps_every_rule": lambda: suite.test_any_traffic_keeps_every_rule(5),
+    calls: dict[str, Callable[[], object]] = {
+        "test_any_traffic_keeps_every_rule": lambda: [
+            suite.test_any_traffic_keeps_every_rule(capacity) for capacity in (1, 2, 5, 30)
+        ],
         "test_what_is_busy_has_offers_come_again": (
             lambda: suite.test_what_is_busy_has_offers_come_again(is_written=True)
         ),

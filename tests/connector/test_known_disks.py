@@ -7,8 +7,10 @@ import pytest
 from cargohold.lab.simulation import SimulatedEngine
 from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind
+from cargohold.tiers.port import JobStatus
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
+from tests.connector.test_hints import later
 from tests.connector.tiering import finish, lose_host_memory, make_engine, restored, serve
 
 DISK = TierOptions(name="disk", is_listed=True)
@@ -70,6 +72,25 @@ def test_until_the_list_has_come_to_its_end_the_disk_is_asked() -> None:
     serve(engine, tiering, "again", prompt(0, 45))
     assert restored(engine, "again") == {"disk": 44}
     assert JobKind.PROBE in kinds
+
+
+def test_a_list_that_fails_is_read_again_after_a_pause() -> None:
+    """Found by simulation: what an earlier engine has left was not known for the rest of the process's life."""
+    tiering = SimulatedTiering(60, [DISK])
+    serve(settled_engine(tiering), tiering, "first", prompt(0, 45))
+    engine = make_engine(tiering)
+    (queue,) = tiering.all_queues()
+    queue.held = frozenset({JobKind.LIST})
+    engine.add("begins", prompt(1, 9), 1)
+    engine.step()
+    (listing,) = (job for job in queue.pending if job.kind is JobKind.LIST)
+    queue.complete(listing, JobStatus.FAILED)
+    finish(engine, tiering)
+    assert not tiering.lower.tiers[0].knows_all
+    queue.held = frozenset()
+    later(engine, 1.0)
+    serve(engine, tiering, "second", prompt(2, 9))
+    assert tiering.lower.tiers[0].knows_all
 
 
 def test_a_chunk_that_one_worker_lacks_is_not_fetched() -> None:

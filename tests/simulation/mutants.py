@@ -70,10 +70,9 @@ from cargohold.protocol import (
 )
 from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import CircuitBreaker, MediumHealth
-from cargohold.tiers.port import Access, JobKind
+from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
-from cargohold.tiers.scheduler_side.listing import InventoryScan
 from cargohold.tiers.scheduler_side.plan import Planner
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
@@ -343,8 +342,8 @@ def finds_a_chunk_again_that_is_known_to_be_bad(patch: Patch) -> None:
 def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
     init = _Windowed.__init__
 
-    def behind(self: _Windowed, units: Any, last_query: int, *others: Any, **options: Any) -> None:
-        init(self, units, last_query + 1, *others, **options)
+    def behind(self: _Windowed, units: Any, step: int, last_query: int, *others: Any, **options: Any) -> None:
+        init(self, units, step, last_query + 1, *others, **options)
 
     patch.setattr(_Windowed, "__init__", behind)
 
@@ -983,11 +982,3 @@ def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
             vars(self.tiers[task.tier])["_note_events"] = lambda *_: None
 
     patch.setattr(LowerTiers, "_conclude", silent)
-
-
-@mutant("tiered", "returning", faults="failed,restart,gone", first_seed=130)
-def never_reads_on_in_a_list_that_has_failed(patch: Patch) -> None:
-    def give_up(self: InventoryScan, kind: JobKind) -> None:
-        self._is_running, self._next = False, None
-
-    patch.setattr(InventoryScan, "_note_failure", give_up)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
 from benchmarks.found import ALONE, CONNECTORS, MODELS, flood, found, lacks
 from cargohold.integrations.vllm import compat
 from tests.vllm.common import tokens

@@ -29,7 +29,7 @@ class PolicyConformance(ABC):
         num_seeds: random streams of operations per test.
     """
 
-    num_seeds: ClassVar[int] = 6
+    num_seeds: ClassVar[int] = 12
 
     @abstractmethod
     def policy(self, table: ChunkTable) -> ReplacementPolicy:
