@@ -114,6 +114,11 @@ def config_of_rank(config: Any, rank: int) -> Any:
 def kv_cache_config(shape: Shape) -> Any:
     """The paged KV as vLLM describes it: one layer per group, all over the same bytes."""
     layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
+    return caches_of(layout, **{RETAINED: shape.scheduler.get(RETAINED)} if CAN_RETAIN_LESS else {})
+
+
+def caches_of(layout: KVCacheLayout, **options: Any) -> Any:
+    """A paged KV cache as vLLM describes it. Sizes of blocks are right; what they say of heads is made up."""
     size = layout.num_blocks * layout.block_bytes
     return KVCacheConfig(
         num_blocks=layout.num_blocks,
@@ -122,7 +127,7 @@ def kv_cache_config(shape: Shape) -> Any:
             for group in layout.groups
         ],
         kv_cache_groups=[KVCacheGroupSpec(list(group.layer_names), _spec(group, layout)) for group in layout.groups],
-        **{RETAINED: shape.scheduler.get(RETAINED)} if CAN_RETAIN_LESS else {},
+        **options,
     )
 
 

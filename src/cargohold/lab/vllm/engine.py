@@ -468,7 +468,8 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
     asks = [action for action in scenario.actions if isinstance(action, Ask)]
     longest = max((len(ask.prompt) + ask.max_tokens for ask in asks), default=1)
     shape, options = scenario.shape, dict(scenario.shape.scheduler)
-    num_spare = shape.num_blocks - num_own_blocks_needed(shape.groups, longest, options["max_num_batched_tokens"])
+    num_needed = num_own_blocks_needed(shape.groups, longest, options["max_num_batched_tokens"])
+    num_spare = max(shape.num_blocks - num_needed, 0)  # with fewer groups than were drawn, the pool may be too small
     if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
         options["prefix_caching"] = True  # without it vLLM keeps one state per request, which is no prefix of anything
     options |= {

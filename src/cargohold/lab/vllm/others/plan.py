@@ -87,9 +87,9 @@ class StrangerPlan(ConnectorPlan):
 
     def transfer_config(self, scratch: str) -> Any:
         """VLLM's configuration; ``scratch`` is a folder for the connector's files."""
-        configs = [_transfer_options(name, _filled(config, scratch)) for name, config in self.parts]
+        configs = [transfer_options(name, _filled(config, scratch)) for name, config in self.parts]
         if len(configs) > 1:
-            configs = [_transfer_options(MULTI, {"connectors": configs})]
+            configs = [transfer_options(MULTI, {"connectors": configs})]
         return KVTransferConfig(**configs[0])
 
     def classes(self) -> list[Any]:
@@ -97,7 +97,8 @@ class StrangerPlan(ConnectorPlan):
         return [connector_class(name) for name, _ in self.parts]
 
 
-def _transfer_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def transfer_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of vLLM's ``KVTransferConfig`` for ``NAME`` or ``MODULE:CLASS``."""
     module, _, attribute = name.rpartition(":")
     options = {"kv_connector": attribute, "kv_role": "kv_both", "kv_connector_extra_config": dict(config)}
     return options | ({"kv_connector_module_path": module} if module else {})

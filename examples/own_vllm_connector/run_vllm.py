@@ -1,0 +1,48 @@
+"""The same connector in vLLM, which imports it by the name of its module.
+
+python run_vllm.py [MODEL]
+"""
+
+import os
+import sys
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read by vLLM's CPU build only
+
+from documents import DOCUMENT_TOKENS, document
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+MODEL = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M"
+NUM_DOCUMENTS = 6
+
+
+def main() -> None:
+    llm = LLM(
+        MODEL,
+        dtype="float32",
+        max_model_len=512,
+        block_size=32,
+        num_gpu_blocks_override=40,  # room for three such documents: the others are evicted
+        skip_tokenizer_init=True,
+        enforce_eager=True,  # starts sooner; leave it out in production
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="ShelfConnector",
+            kv_connector_module_path="vllm_shelf",
+            kv_role="kv_both",
+            kv_connector_extra_config={"num_places": 100},
+        ),
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": document(number)} for number in range(NUM_DOCUMENTS)]
+    first = [llm.generate(prompt, sampling)[0] for prompt in prompts]
+    again = [llm.generate(prompt, sampling)[0] for prompt in prompts]
+    for number, output in enumerate(again):
+        print(f"document {number}: {output.num_cached_tokens} of {DOCUMENT_TOKENS} tokens were not computed again")
+
+    assert [out.outputs[0].token_ids for out in again] == [out.outputs[0].token_ids for out in first]
+    assert all(output.num_cached_tokens >= 0.9 * DOCUMENT_TOKENS for output in again)
+    print("The answers are the same.")
+
+
+if __name__ == "__main__":
+    main()

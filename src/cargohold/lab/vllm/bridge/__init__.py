@@ -1,0 +1,8 @@
+"""The bridge: a connector written for vLLM's ``KVConnectorBase_V1`` in the embedded engine, and under ``ConnectorConformance``.
+
+factory    which class, with which options; and what cannot be carried over, and why
+scheduler  its scheduler side: our calls in vLLM's terms
+worker     its worker side: our paged KV as one tensor per layer, hooks in vLLM's order
+"""
+
+from cargohold.lab.vllm.bridge.factory import Bridge as Bridge
