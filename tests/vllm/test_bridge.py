@@ -34,6 +34,13 @@ class TestAsyncShelf(ConnectorConformance):
         return Bridge("tests.vllm.bridged:AsyncShelf", {"num_places": 100})
 
 
+class TestGroupsShelf(ConnectorConformance):
+    num_seeds = 2
+
+    def factory(self) -> Bridge:
+        return Bridge("tests.vllm.bridged:GroupsShelf", {"num_places": 100})
+
+
 @pytest.fixture
 def beside_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's modules can be imported, as from their own folder."""
@@ -61,6 +68,13 @@ def test_the_examples_wrong_connector_is_caught_by_the_kit_and_by_seeds() -> Non
         suite("forgetful:ForgetfulShelf").test_tokens_blocks_and_endings_are_right("shared-prefix")
     assert errors("forgetful:ForgetfulShelf", "any", 4) == {None, "WrongTokenError"}
     assert errors("vllm_shelf:ShelfConnector", "any", 24) == {None}
+
+
+def test_a_class_that_forgets_all_groups_but_the_first_is_caught_by_the_kit_and_by_seeds() -> None:
+    with pytest.raises(AssertionError, match=r"group 1: block \d+ does not hold the KV"):
+        suite("tests.vllm.bridged:FirstGroup").test_tokens_blocks_and_endings_are_right("mixed-groups")
+    assert errors("tests.vllm.bridged:FirstGroup", "windows", 8) >= {"WrongTokenError"}
+    assert errors("tests.vllm.bridged:GroupsShelf", "windows", 8) == {None}
 
 
 def test_the_kit_catches_a_class_that_keeps_what_a_failed_step_has_computed() -> None:

@@ -61,23 +61,27 @@ class Bridge:
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> BridgedScheduler:
         """The scheduler side. Raises ``ConfigError`` if the class cannot work here."""
         layout = environment.layout
-        kind = self._kind(layout)
-        config = self._vllm_config(layout, environment)
-        return BridgedScheduler(kind(config, KVConnectorRole.SCHEDULER, caches_of(layout)), layout)
+        inner = self._made(self._vllm_config(layout, environment), KVConnectorRole.SCHEDULER, layout)
+        return BridgedScheduler(inner, layout)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> BridgedWorker:
         """The worker side for one worker."""
         layout = environment.layout
-        kind = self._kind(layout)
         config = config_of_rank(self._vllm_config(layout), environment.rank)
-        return BridgedWorker(kind(config, KVConnectorRole.WORKER, caches_of(layout)), layout)
+        return BridgedWorker(self._made(config, KVConnectorRole.WORKER, layout), layout)
 
-    def _kind(self, layout: KVCacheLayout) -> Any:
+    def _made(self, config: Any, role: KVConnectorRole, layout: KVCacheLayout) -> Any:
         kind = connector_class(self.name)
         is_plain = len(layout.groups) == 1 and layout.groups[0].kind is AttentionKind.FULL
         if not (is_plain or supports_hma(kind)):
             raise self._refused("it is no SupportsHMA, so it is for one group of full attention alone")
-        return kind
+        try:
+            return kind(config, role, caches_of(layout))
+        except (
+            NotImplementedError,
+            ValueError,
+        ) as error:  # with these, vLLM's own connectors refuse what they cannot do
+            raise self._refused(str(error)) from error
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError("connector", f"vllm:{self.name}", why)
