@@ -23,8 +23,6 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no types
 class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM ships no types
     """Keeps full blocks of one KV-cache group. What was used longest ago gives its place to what is new."""
 
-    num_loaded = 0  # blocks, by all of them
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -68,7 +66,6 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM ships no
             self._tables[req_id] = kept + (new_blocks[0] if new_blocks else [])
             self._store(req_id, start, scheduler_output)
         orders, self._orders = self._orders, Orders()
-        ShelfConnector.num_loaded += len(orders.loads)
         return orders
 
     def _store(self, req_id: str, start: int, scheduler_output: SchedulerOutput) -> None:

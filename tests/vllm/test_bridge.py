@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cargohold.cli import main
 from cargohold.errors import ConfigError
 
 pytest.importorskip(
@@ -75,6 +76,19 @@ def test_a_class_that_forgets_all_groups_but_the_first_is_caught_by_the_kit_and_
         suite("tests.vllm.bridged:FirstGroup").test_tokens_blocks_and_endings_are_right("mixed-groups")
     assert errors("tests.vllm.bridged:FirstGroup", "windows", 8) >= {"WrongTokenError"}
     assert errors("tests.vllm.bridged:GroupsShelf", "windows", 8) == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"), [("FirstGroup", 1, "does not hold the KV"), ("GroupsShelf", 0, "")]
+)
+def test_the_command_plays_a_class_in_the_embedded_engine(
+    name: str, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--connector", f"vllm:tests.vllm.bridged:{name}", "--connector-config", '{"num_places": 50}']
+    played = ["--workload", "mixed-groups", "--seeds", "12", "--jobs", "1", "--no-shrink"]
+    monkeypatch.setattr(sys, "argv", ["cargohold", "simulate", *options, *played])
+    assert main() == status
+    assert told in capsys.readouterr().out
 
 
 def test_the_kit_catches_a_class_that_keeps_what_a_failed_step_has_computed() -> None:

@@ -55,8 +55,9 @@ class RecipeOptions:
     connector: Annotated[
         str,
         typer.Option(
-            help=f"{ANY}, one of: {', '.join(CONNECTORS)}; or MODULE:FACTORY for your own. With --engine {VLLM}, also "
-            f"{OTHERS}NAME for one of vLLM's, {OTHERS}MODULE:CLASS for a class of its interface, or several with + between."
+            help=f"{ANY}, one of: {', '.join(CONNECTORS)}; MODULE:FACTORY for your own, or {OTHERS}MODULE:CLASS "
+            f"for a class of vLLM's interface. With --engine {VLLM}, also {OTHERS}NAME for one of vLLM's, or several "
+            "with + between."
         ),
     ] = ANY
     connector_config: Annotated[
@@ -214,8 +215,11 @@ def _recipe_for_others(
 ) -> Recipe:
     """Recipe for a connector of vLLM's interface. Raises ``ConfigError`` if it cannot be played."""
     _recipe_class(engine)
-    if engine != VLLM:
-        raise ConfigError("connector", connector, f"connectors of vLLM's interface need --engine {VLLM}")
+    if engine == OWN:
+        _recipe_class(VLLM)  # a class of vLLM's interface needs vLLM, whatever engine runs it
+        from cargohold.lab.vllm.bridge.recipe import BridgeRecipe  # noqa: PLC0415  # takes seconds
+
+        return BridgeRecipe(workload, connector, faults, config)
     from cargohold.lab.vllm.others.recipe import StrangerRecipe  # noqa: PLC0415  # takes seconds
 
     return StrangerRecipe(workload, connector, faults, config)

@@ -23,6 +23,7 @@ from cargohold.protocol import (
     MEDIUM_HOST,
     NULL_BLOCK_ID,
     BlockIds,
+    CacheReport,
     KVCacheLayout,
     KVConnectorOutput,
     KVConnectorScheduler,
@@ -56,6 +57,8 @@ class MirroredRequest:
         has_run: whether it has been in a step.
         num_local: tokens that were on the device when a load was looked for.
         is_async: whether the load that was found is asynchronous.
+        num_loaded: tokens of its longest load.
+        loaded: the blocks of its last load.
     """
 
     def __init__(self, view: RequestView) -> None:
@@ -76,6 +79,8 @@ class MirroredRequest:
         self.has_run = False
         self.num_local = 0
         self.is_async = False
+        self.num_loaded = 0
+        self.loaded: frozenset[int] = frozenset()
 
     def follow(self) -> Any:
         """VLLM's request, with all tokens that are known by now, and their hashes."""
@@ -137,13 +142,15 @@ class BridgedScheduler(KVConnectorScheduler):
             for group, table in zip(self._groups, blocks, strict=True)
         )
         self._inner.update_state_after_alloc(mirrored.follow(), KVCacheBlocks(tables), num_external_tokens)
-        if num_external_tokens and mirrored.is_async:
-            mirrored.vllm.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        if num_external_tokens:
+            mirrored.num_loaded = max(mirrored.num_loaded, num_external_tokens)
+            mirrored.loaded = self._between(blocks, mirrored.num_local, mirrored.num_local + num_external_tokens)
+            if mirrored.is_async:
+                mirrored.vllm.status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Tell that a request has ended."""
-        mirrored = self._requests.pop(request.request_id)
-        vllm = mirrored.follow()
+        vllm = self._requests[request.request_id].follow()
         vllm.status = _ENDS.get(request.turn_end, RequestStatus.FINISHED_STOPPED)
         tables = tuple(list(table) for table in block_ids)
         if supports_hma(self._inner):
@@ -151,6 +158,11 @@ class BridgedScheduler(KVConnectorScheduler):
         else:
             is_kept, params = self._inner.request_finished(vllm, tables[0])
         return bool(is_kept), params
+
+    def explain(self, request_id: str) -> CacheReport:
+        """What was loaded for a request, by the engine's own count: the class explains nothing. It is forgotten."""
+        num_loaded = self._requests.pop(request_id).num_loaded
+        return CacheReport({self.name: num_loaded} if num_loaded else {})
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -160,7 +172,12 @@ class BridgedScheduler(KVConnectorScheduler):
             if request_id in self._requests:
                 self._requests[request_id].lose_blocks()
         output = self._scheduler_output(step)
-        self._in_step = {share.request_id: self._written(share) for share in step.scheduled}
+        self._in_step = {
+            share.request_id: self._between(
+                share.block_ids, share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens
+            )
+            for share in step.scheduled
+        }
         meta = self._inner.build_connector_meta(output)
         message = Message(pickle.dumps(meta), self._loads_first)
         self._loads_first = False
@@ -176,6 +193,9 @@ class BridgedScheduler(KVConnectorScheduler):
         if connector_output.step_failed:
             spoiled = connector_output.spoiled_requests or self._in_step
         invalid = connector_output.invalid_block_ids.union(*(self._in_step.get(name, ()) for name in spoiled))
+        for request_id, mirrored in self._requests.items():
+            if request_id in connector_output.failed_recving or not mirrored.loaded.isdisjoint(invalid):
+                mirrored.num_loaded = 0
         report = self._merged(connector_output.kv_connector_worker_meta)
         report.finished_sending = set(connector_output.finished_sending)
         report.finished_recving = set(connector_output.finished_recving)
@@ -243,13 +263,12 @@ class BridgedScheduler(KVConnectorScheduler):
             cached.resumed_req_ids.add(share.request_id)
             cached.all_token_ids[share.request_id] = list(request.all_token_ids)
 
-    def _written(self, share: ScheduledRequest) -> frozenset[int]:
-        """The blocks that a share of a step writes."""
-        end = share.num_computed_tokens + share.num_scheduled_tokens
+    def _between(self, tables: BlockIds, start: int, end: int) -> frozenset[int]:
+        """The blocks of a request's tables that hold these of its tokens."""
         return frozenset(
             block_id
-            for group, table in zip(self._groups, share.block_ids, strict=True)
-            for block_id in table[share.num_computed_tokens // group.block_tokens : -(-end // group.block_tokens)]
+            for group, table in zip(self._groups, tables, strict=True)
+            for block_id in table[start // group.block_tokens : -(-end // group.block_tokens)]
             if block_id != NULL_BLOCK_ID
         )
 
