@@ -32,7 +32,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 # Versions without a build for CPUs. Their scheduler runs anywhere.
 VLLM_CUDA := 0.33.%
 
-.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-sglang test-routers \
+.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-vllm-own test-sglang test-routers \
 	demo-vllm bench-vllm bench-sglang gpu-packages .gpu-python test-gpu bench-gpu
 
 help: ## Show this list
@@ -112,6 +112,14 @@ bench: $(VENV)/.dev $(VENV)/.demo ## Run benchmarks: all of them, or NAME=...
 test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside vLLM, on the CPU, in an environment of its own; in another version: VLLM=0.28.0; the long ones: ARGS="-m long"
 	OMP_NUM_THREADS=1 $(if $(filter $(VLLM_CUDA),$(VLLM)),VLLM_TARGET_DEVICE=cpu) $(VLLM_VENV)$(VLLM_SUFFIX)/bin/python -m pytest -o filterwarnings=default --timeout 600 \
 		$(PARALLEL) tests/vllm $(ARGS)
+
+# In their directory and without our settings, so that their helpers are found. Their conftest.py imports what this environment has not.
+test-vllm-own: $(VLLM_VENV)/.installed ## Run vLLM's own tests with our connector attached; they are fetched from the package index
+	tests=$$($(VLLM_VENV)/bin/python tools/vllm_tests.py $(VLLM_VENV)/own-tests) && cd $$tests && \
+		HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 \
+		PYTHONPATH=$(CURDIR)/tests/vllm_own $(CURDIR)/$(VLLM_VENV)/bin/python -m pytest -p plugin --noconftest \
+		-c /dev/null --rootdir . -p no:cacheprovider --disable-warnings --tb native -rfE --timeout 120 \
+		@$(CURDIR)/tests/vllm_own/files.txt $(ARGS)
 
 test-sglang: $(SGLANG_VENV)/.installed ## Test the storage for SGLang's HiCache in SGLang itself, on CPU tensors, in an environment of its own
 	$(SGLANG_VENV)/bin/python -m pytest -o filterwarnings=default tests/sglang $(ARGS)
