@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,10 @@ def replay_page() -> str:
     return page(Report(("trace.jsonl",), workload, COSTS, tuple(results), ("A remark.",)))
 
 
-def a_plan_page() -> str:
+def a_plan_page(disk_writes_per_day: float = 1.0) -> str:
     workload = load_workload(read_trace([TRACE]))
-    planner = Planner(workload, COSTS, "arc", Budget(host_bytes=1 << 30, disk_bytes=4 << 30))
+    budget = Budget(host_bytes=1 << 30, disk_bytes=4 << 30, disk_writes_per_day=disk_writes_per_day)
+    planner = Planner(workload, COSTS, "arc", budget)
     results = [one for name in ("arc", "lru", "optimum", "infinite") for one in replay(workload, name, planner.curve())]
     results += replay(workload, "arc", planner.further(results))
     plan = planner.plan(results)
@@ -70,7 +72,8 @@ def a_plan_page() -> str:
 
 PAGES: dict[str, tuple[Callable[[], str], list[int]]] = {
     "replay": (replay_page, [5, 4, 4]),
-    "plan": (a_plan_page, [2, 3, 2]),
+    "plan": (a_plan_page, [2, 3]),
+    "plan_with_disk": (partial(a_plan_page, 1000.0), [2, 3, 2]),
 }
 """Per kind of page, what makes it, and how many lines its charts have."""
 

@@ -31,7 +31,7 @@ from cargohold.option_values import format_bytes
 # Small, so that text can still be read where a phone shrinks it.
 _WIDTH: Final = 520
 _HEIGHT: Final = 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 104, 14, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 104, 20, 46
 _LABEL_GAP: Final = 16
 _MAX_X_TICKS: Final = 5
 _NUM_Y_TICKS: Final = 5
