@@ -161,7 +161,7 @@ def unsure(**options: Any) -> tuple[Kept, CacheResets]:
     kept, pool, resets = make_resets(policy=CHECK, num_workers=2, **options)
     for rank in range(2):
         resets.note_weights(rank, {0: f"first {rank}"})
-    assert not resets.is_due() and not resets.is_unsure() and not resets.take_look(1)
+    assert not resets.is_due() and not resets.is_unsure() and not resets.take_look(computes=True)
     pool.cached_block_hash_to_block = object()
     assert resets.is_due()
     return kept, resets
@@ -169,8 +169,8 @@ def unsure(**options: Any) -> tuple[Kept, CacheResets]:
 
 def test_what_is_kept_stays_if_all_workers_hold_what_they_held() -> None:
     kept, resets = unsure()
-    look = resets.take_look(1)
-    assert look and not resets.take_look(1), "they are asked once"
+    look = resets.take_look(computes=True)
+    assert look and not resets.take_look(computes=True), "they are asked once"
     resets.note_weights(0, {look: "first 0"})
     assert resets.is_due() and resets.is_unsure(), "one has not answered"
     resets.note_weights(1, {look: "first 1"})
@@ -180,7 +180,7 @@ def test_what_is_kept_stays_if_all_workers_hold_what_they_held() -> None:
 @pytest.mark.parametrize("seen", [("first 0", "other"), ("other", "first 1"), ("first 0", ""), ("first 1", "first 0")])
 def test_what_is_kept_is_dropped_if_one_holds_something_else_or_cannot_tell(seen: tuple[str, str]) -> None:
     kept, resets = unsure()
-    look = resets.take_look(1)
+    look = resets.take_look(computes=True)
     for rank, fingerprint in enumerate(seen):
         resets.note_weights(rank, {look: fingerprint})
     assert not resets.is_due() and kept.count() == 1
@@ -189,11 +189,11 @@ def test_what_is_kept_is_dropped_if_one_holds_something_else_or_cannot_tell(seen
 def test_workers_look_when_requests_are_served_again_and_not_while_weights_may_come() -> None:
     paused = [True]
     _, resets = unsure(is_paused=lambda: paused[0])
-    assert not resets.take_look(1), "paused, and some requests are served to their end"
+    assert not resets.take_look(computes=True), "paused, and some requests are served to their end"
     paused[0] = False
-    assert not resets.take_look(0), "an empty step may be one of a pause that cannot be seen"
+    assert not resets.take_look(computes=False), "an empty step may be one of a pause that cannot be seen"
     assert resets.is_unsure(), "vLLM admits requests"
-    assert resets.take_look(0)
+    assert resets.take_look(computes=False)
 
 
 def test_a_look_before_the_last_reset_tells_nothing() -> None:
@@ -201,12 +201,12 @@ def test_a_look_before_the_last_reset_tells_nothing() -> None:
     resets.note_weights(0, {0: "first"})
     pool.cached_block_hash_to_block = object()
     assert resets.is_due()
-    early = resets.take_look(1)
+    early = resets.take_look(computes=True)
     pool.cached_block_hash_to_block = object()
     assert resets.is_due()
     resets.note_weights(0, {early: "first"})
     assert resets.is_due(), "weights may have come since"
-    resets.note_weights(0, {resets.take_look(1): "second"})
+    resets.note_weights(0, {resets.take_look(computes=True): "second"})
     assert not resets.is_due() and kept.count() == 1
 
 
@@ -216,3 +216,16 @@ def test_a_reset_while_vllm_is_paused_is_no_wish_to_drop() -> None:
     assert resets.reset() and resets.is_due() and kept.count() == 0
     paused[0] = False
     assert resets.reset() and kept.count() == 1, "an operator has asked for it by name"
+
+
+def test_after_a_drop_on_demand_the_weights_of_now_are_those_to_compare_with() -> None:
+    """Found by reading: weights that came back after it were taken for those of what had been kept meanwhile."""
+    kept, pool, resets = make_resets(policy=CHECK)
+    resets.note_weights(0, {0: "first"})
+    assert resets.reset() and kept.count() == 1
+    assert not resets.is_unsure() and not resets.is_due(), "nothing is kept that could be untrue"
+    resets.note_weights(0, {resets.take_look(computes=True): "second"})
+    pool.cached_block_hash_to_block = object()
+    assert resets.is_due()
+    resets.note_weights(0, {resets.take_look(computes=True): "first"})
+    assert not resets.is_due() and kept.count() == 2, "what was kept is of the second"

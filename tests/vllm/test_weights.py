@@ -135,6 +135,23 @@ def test_other_weights_are_noticed_whenever_they_come(
     assert tokens(answers) == expected[before] and restored(answers) == 0
 
 
+@pytest.mark.usefixtures("readable")
+def test_weights_that_come_back_after_a_drop_on_demand_find_nothing_of_others(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    first, second = vllm_model("llama"), vllm_model("llama-retrained")
+    prompts = make_prompts(2, 330)
+    engine = start(first, EAGER)
+    expected = tokens(engine.ask(prompts))
+    reload(engine, second)
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    assert restored(ask_twice(engine, prompts)) == 640
+    reload(engine, first)
+    assert engine.llm.reset_prefix_cache()
+    answers = engine.ask(prompts)
+    assert tokens(answers) == expected and restored(answers) == 0
+
+
 def test_where_weights_cannot_be_read_a_reset_drops_what_is_kept(
     vllm_model: Callable[[str], str], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,10 @@ class CacheResets:
             self._close()
         else:
             self._is_due = not self._guard.reset_cache()
+            if self._policy == CHECK:
+                # What is kept from now on is of the weights of now: the next reset compares with these.
+                self._begin_look()
+                self._is_looking, self._held = False, {}
         return True
 
     def is_unsure(self) -> bool:
@@ -98,12 +102,12 @@ class CacheResets:
         self._is_wanted = self._is_looking
         return self._is_looking
 
-    def take_look(self, num_scheduled_tokens: int) -> int:
-        """Return the number of the look that workers are to take in this step; 0 for none.
+    def take_look(self, *, computes: bool) -> int:
+        """Return the number of the look that workers are to take in a step that computes something or not; 0 for none.
 
         They look when vLLM computes or admits requests again: then the weights are there that it had reset its cache for.
         """
-        if not self._is_looking or self._asked == self._look or not (num_scheduled_tokens or self._is_wanted):
+        if self._asked == self._look or not (computes or self._is_wanted):
             return 0
         if self._is_paused():
             return 0
@@ -120,20 +124,26 @@ class CacheResets:
                 self._held[rank] = fingerprint
             elif look == self._look:
                 self._seen[rank] = fingerprint
-        if self._is_looking and len(self._seen) == self._num_workers:
-            self._decide()
+        if len(self._seen) == self._num_workers:
+            if self._is_looking:
+                self._decide()
+            self._held, self._seen = self._seen, {}
 
     def _close(self) -> None:
         """Let nothing be found until it is known what the model holds."""
         if self._policy == CHECK:
-            self._look += 1
-            self._is_looking, self._is_wanted, self._seen = True, False, {}
+            self._begin_look()
+            self._is_looking = True
         elif self._policy == DROP:
             logger.warning(
                 "vLLM's prefix cache was reset: what Cargohold keeps is dropped, too, for the weights may have changed; with "
                 "follow_weights=check, workers look whether they have"
             )
             self._is_due = True
+
+    def _begin_look(self) -> None:
+        self._look += 1
+        self._is_wanted, self._seen = False, {}
 
     def _decide(self) -> None:
         self._is_looking = False
@@ -143,7 +153,6 @@ class CacheResets:
         blind = sorted(rank for rank, fingerprint in self._seen.items() if not fingerprint)
         why = f"worker {blind[0]} cannot tell which weights it holds" if blind else "the weights are others"
         logger.warning("vLLM's prefix cache was reset, and %s: what Cargohold keeps is dropped", why)
-        self._held = self._seen
         self._is_due = True
 
     def _reset_pool_now(self) -> bool:

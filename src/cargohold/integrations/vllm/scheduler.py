@@ -363,7 +363,7 @@ class SchedulerSide:
         new_sends, self._new_sends = tuple(self._new_sends), []
         synchronous, self._new_synchronous = tuple(self._new_synchronous), []
         stop = self.guard.stop_workers() or self.guard.is_stopping
-        look = self._resets.take_look(len(output.num_scheduled_tokens))
+        look = self._resets.take_look(computes=bool(output.num_scheduled_tokens))
         return StepMessage(inner, new_loads, new_sends, synchronous, stop, look)
 
     def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
