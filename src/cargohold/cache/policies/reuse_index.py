@@ -14,7 +14,7 @@ import numpy as np
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.policies.base import Newcomers, RunsPolicy
-from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, age_bucket
+from cargohold.cache.policies.reuse_model import NUM_AGES, Index, ReuseModel, age_bucket
 from cargohold.cache.policies.runs import Order, Run, Runs
 from cargohold.protocol import TurnEnd
 
@@ -333,12 +333,25 @@ class ReuseIndexPolicy(RunsPolicy):
 
     def _use_index(self) -> None:
         """Use a new table of worth. Mutates the cells and their queue."""
-        self._index: list[list[float]] = self._model.index.tolist()
+        self._index = _Rows(self._model.index)
         self._cells = {number: cell for number, cell in self._cells.items() if cell.oldest is not None}
         self._queue = [(self._index[number // NUM_AGES][number % NUM_AGES], number) for number in self._cells]
         heapify(self._queue)
         for cell in self._cells.values():
             cell.is_queued = True
+
+
+class _Rows(dict[int, list[float]]):
+    """The rows of a table as lists, which are read faster; made when needed, because most classes have no chunks."""
+
+    def __init__(self, table: Index) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, number: int) -> list[float]:
+        row: list[float] = self._table[number].tolist()
+        self[number] = row
+        return row
 
 
 class Cell(Order[int]):

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 Index = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.intp]
 
 NUM_AGES: Final = 40
 """Number of age buckets; their limits are powers of two."""
@@ -151,18 +153,18 @@ class ReuseModel:
         if now < self._next_fit:
             return False
         self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
-        hazards = self._hazards(now)
+        ages = self._ages(now)
+        hazards = self._hazards(*ages)
         index = _reuse_index(hazards)
         self.index = np.tile(index, (self._num_ends, 1))
-        for turn_end, factors in self._factors(now, hazards).items() if self._num_turns else ():
+        for turn_end, factors in self._factors(*ages, hazards).items() if self._num_turns else ():
             rows = slice(turn_end * self._num_classes, (turn_end + 1) * self._num_classes)
             self.index[rows] = _reuse_index(hazards * factors[self._groups])
         return True
 
-    def _factors(self, now: int, hazards: Index) -> dict[int, Index]:
+    def _factors(self, is_open: Flags, ages: Numbers, hazards: Index) -> dict[int, Index]:
         """Return how many times as likely a reuse is as the class alone tells, by the end of the turn, for groups of ages."""
         used = slice(self._num_records)
-        is_open, ages = self._ages(now)
         risks = hazards * _WIDTHS
         # By group, how many reuses a class lets expect up to an age: of the last bucket a half.
         parts = [np.where(self._groups == group, risks, 0.0) for group in range(_NUM_GROUPS)]
@@ -177,7 +179,7 @@ class ReuseModel:
         factors: Index = (reused.reshape(-1, _NUM_GROUPS) + weight) / (hoped + weight)
         return {turn_end: factors[turn_end] for turn_end in np.unique(turn_ends).tolist() if turn_end}
 
-    def _ages(self, now: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+    def _ages(self, now: int) -> tuple[Flags, Numbers]:
         """Return, per record, whether its chunk was not used again, and the bucket of the age that it has reached."""
         used = slice(self._num_records)
         is_open = self._ends[used] == _OPEN
@@ -185,10 +187,9 @@ class ReuseModel:
         # ``age_bucket`` of each: frexp gives the number of bits of an integer.
         return is_open, np.clip(np.frexp(intervals)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
 
-    def _hazards(self, now: int) -> Index:
+    def _hazards(self, is_open: Flags, ages: Numbers) -> Index:
         """Return reuses per chunk and time, by class and age. Where little is known, that of the family or of all chunks."""
         num_classes = self._num_classes
-        is_open, ages = self._ages(now)
         cells = self._classes[: self._num_records] * np.intp(NUM_AGES) + ages
         size = num_classes * NUM_AGES
         ended = np.bincount(cells, minlength=size).reshape(num_classes, NUM_AGES)
