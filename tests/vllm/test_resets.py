@@ -115,6 +115,8 @@ def test_stores_in_flight_do_not_forbid_a_reset(vllm_model: Callable[[str], str]
         engine.add(str(number), prompt, 6)
     while not (stores := list(inner.jobs.stores())):
         engine.step()
+    assert not engine.scheduler.reset_prefix_cache(), "requests are running"
+    assert stores[0].block_ids and not stores[0].is_spoiled, "what is refused has no effects"
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert stores[0].is_spoiled and not stores[0].block_ids
     answers: dict[str, Any] = {}

@@ -156,8 +156,11 @@ class CacheResets:
         self._is_due = True
 
     def _reset_pool_now(self) -> bool:
-        """Reset vLLM's pool, which refuses while blocks are in use: stores let go of theirs first, and are void."""
-        self._guard.give_up_stores()
+        """Reset vLLM's pool, which refuses while blocks are in use: if only stores use any, they let go first, and are void."""
+        held, pool = self._guard.held_references(), self._pool
+        num_held = sum(pool.blocks[block_id].ref_cnt == count for block_id, count in held.items())
+        if num_held and num_held == pool.num_gpu_blocks - pool.get_num_free_blocks() - 1:  # one is the null block
+            self._guard.give_up_stores()
         is_reset: bool = self._reset_pool()
         return is_reset
 
