@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from math import inf
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -120,9 +121,9 @@ class Series(NamedTuple):
     def note(self, seconds: float, tally: Tally) -> None:
         """Count a time in a histogram."""
         bounds = self.family.bounds_s
-        bound_s = bounds[bisect_left(bounds, seconds)]
-        tally[self._replace(bucket=Bucket(bound_s, False))] += 1
-        tally[self._replace(bucket=Bucket(bound_s, True))] += seconds
+        number, total = _parts(self, bounds[bisect_left(bounds, seconds)])
+        tally[number] += 1
+        tally[total] += seconds
 
     def __repr__(self) -> str:
         labels = [f'{name}="{value}"' for name, value in zip(self.family.labels, self.labels, strict=True)]
@@ -137,6 +138,12 @@ Stats: TypeAlias = Mapping[Series, float]
 
 A gauge's values sum up to what there is now. They come from scheduler sides; a guard sets them back to 0 when it turns one off.
 """
+
+
+@cache  # as many as there are series and buckets, which are limited
+def _parts(series: Series, bound_s: float) -> tuple[Series, Series]:
+    """Return the two parts of a histogram that a time counts in: how many there are in its bucket, and their sum."""
+    return series._replace(bucket=Bucket(bound_s, False)), series._replace(bucket=Bucket(bound_s, True))
 
 
 class Tally(dict[Series, float]):
