@@ -38,12 +38,15 @@ def test_a_message_is_what_the_other_interface_answers(client: clients.anthropic
 
 
 def test_a_stream_adds_up_to_the_message(client: clients.anthropic.Anthropic) -> None:
-    whole = client.messages.create(**OF_OURS, messages=HELLO)
-    with client.messages.stream(**OF_OURS, messages=HELLO) as stream:
+    # Untrained weights say other words on every kind of processor, often with halves of characters, which wait for
+    # the other half: of many tokens some come by themselves.
+    long: Any = {**OF_OURS, "max_tokens": 40}
+    whole = client.messages.create(**long, messages=HELLO)
+    with client.messages.stream(**long, messages=HELLO) as stream:
         pieces = list(stream.text_stream)
         message = stream.get_final_message()
-    assert len(pieces) > 3 and "".join(pieces) == text_of(message) == text_of(whole)
-    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 8)
+    assert len(pieces) > 1 and "".join(pieces) == text_of(message) == text_of(whole)
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 40)
 
 
 def test_blocks_and_marks_for_caching_are_read(client: clients.anthropic.Anthropic) -> None:
