@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,17 @@ def test_the_log_says_at_start_if_rows_have_room_that_nobody_needs(name: str, ex
     if said:
         held, possible = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) tokens", said[0]))
         assert held / possible == pytest.approx(0.81, abs=0.01)
+
+
+@pytest.mark.parametrize("stride", ["layer_stride", "block_stride"])
+def test_a_layout_with_a_stride_of_0_starts(stride: str) -> None:
+    """Found by vLLM's own tests: a layer that is alone needs no stride between layers, and the report divided by it."""
+    config = MODELS["Llama 3.1 8B"].kv_cache_config()
+    config = replace(config, kv_cache_tensors=[replace(each, **{stride: 0}) for each in config.kv_cache_tensors])
+    layout = KVCacheLayout(served("Llama 3.1 8B").served, NUM_BLOCKS, block_bytes(config), 4)
+    asked = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=SimpleNamespace())
+    said = list(remarks(asked, config, layout, Settings.parse({"host_bytes": "1GiB"})))
+    assert [line for line in said if line.startswith("a GiB of host memory keeps")] == []
 
 
 @pytest.mark.parametrize("name", SERVED)

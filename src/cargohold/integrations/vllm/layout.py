@@ -339,8 +339,11 @@ def _group_bytes(kv_cache_config: Any, group: KVCacheGroup) -> int:
     says_so = getattr(kv_cache_config, "kv_cache_layout", None) not in _HEADS_FIRST
     tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if says_so and hasattr(tensor, "layers")]
     own = [tensor for tensor in tensors if not frozenset(tensor.layers).isdisjoint(group.layer_names)]
-    pages = sum(len(tensor.layers) * min(tensor.layer_stride, tensor.block_stride) for tensor in own)
-    return min(pages, block_bytes(kv_cache_config)) if own else block_bytes(kv_cache_config)
+    # A stride is 0 where it is between things of which there is one.
+    num_bytes = sum(
+        len(each.layers) * min(filter(None, (each.layer_stride, each.block_stride)), default=0) for each in own
+    )
+    return min(num_bytes or block_bytes(kv_cache_config), block_bytes(kv_cache_config))
 
 
 def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:
