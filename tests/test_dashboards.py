@@ -29,6 +29,7 @@ from tests.serve.running import call, running, settle, wait_until
 
 DASHBOARDS = Path(__file__).parents[1] / "dashboards"
 MANUAL = (DASHBOARDS.parent / "docs" / "operating.md").read_text(encoding="utf-8")
+METRICS = (DASHBOARDS.parent / "docs" / "api" / "metrics.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((DASHBOARDS / "grafana.json").read_text(encoding="utf-8"))
 RULES = [
     rule
@@ -48,7 +49,7 @@ EMPTY_WHERE_ALL_IS_WELL = {"What is out of use, and why, A"}
 def listed() -> dict[str, set[str]]:
     """The labels of each sample in the manual's table."""
     found: dict[str, set[str]] = {}
-    for names, labels, what in re.findall(r"(?m)^\| (`cargohold_.*?) \|(.*?)\|.*?\| \w+ \|(.*)\|$", MANUAL):
+    for names, labels, what in re.findall(r"(?m)^\| (`cargohold_.*?) \|(.*?)\|.*?\| \w+ \|(.*)\|$", METRICS):
         for name in re.findall(r"`(\w+)`", names):
             own = set(re.findall(r"`(\w+)`", labels))
             ends = ("_bucket", "_sum", "_count") if "histogram" in what else ("",)

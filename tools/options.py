@@ -31,7 +31,7 @@ HELP = re.compile(r"(?ms)^    (\w+): (.*?)(?=^    \w|\Z|^\w)")
 def main() -> int:
     """Write the tables, or check them; returns the exit status."""
     status = 0
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         made = TABLE.sub(renewed, text)
         made = DEADLINES.sub(lambda found: found[1] + "".join(deadlines()), made)

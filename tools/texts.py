@@ -145,7 +145,7 @@ def all_metrics() -> Iterator[Text]:
         rows.append(
             (f"`{family.sample}`", labels, family.unit, where if family.is_exported else "stats", kind + family.help)
         )
-    yield table("docs/operating.md", "| name | labels | unit | where | what |", rows)
+    yield table("docs/api/metrics.md", "| name | labels | unit | where | what |", rows)
 
 
 PARTS: tuple[Callable[[], Iterator[Text]], ...] = (restores, headlines, in_vllm, under_load, hits, steps, all_metrics)

@@ -22,7 +22,7 @@ from tests.serve.running import call, running, settle, wait_until
 KEY = "for metrics"
 Labelled = tuple[str, frozenset[tuple[str, str]]]
 PROMPT = "The ship sails on. " * 40
-MANUAL = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+MANUAL = (Path(__file__).parents[2] / "docs" / "api" / "metrics.md").read_text(encoding="utf-8")
 
 
 def listed() -> dict[str, tuple[set[str], str]]:

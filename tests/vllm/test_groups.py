@@ -50,7 +50,7 @@ from tests.vllm.layouts import NUM_BLOCKS, Published, planner_config, published
 
 MODELS = {model.name: model for model in published()}
 SERVED = [name for name in MODELS if "R-SWA" not in name]
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm-reference.md"
 
 
 def served(name: str) -> Groups:
@@ -101,7 +101,7 @@ def _kind(spec: Any) -> str:
 def test_the_page_says_of_each_published_model_what_is_kept() -> None:
     page = PAGE.read_text()
     rows = [summary(model) for model in MODELS.values()]
-    assert all(row in page for row in rows), "in docs/vllm.md must stand:\n" + "\n".join(rows)
+    assert all(row in page for row in rows), "in docs/vllm-reference.md must stand:\n" + "\n".join(rows)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("DeepSeek V4", True), ("Llama 3.1 8B", False)])

@@ -1,6 +1,6 @@
 """What is counted: families of time series, each declared once, and their values on the way to who shows them.
 
-Prometheus, vLLM's log, the page, ``cargohold top``, ``LLM.stats`` and the table in ``docs/operating.md`` are made from these
+Prometheus, vLLM's log, the page, ``cargohold top``, ``LLM.stats`` and the table in ``docs/api/metrics.md`` are made from these
 declarations. A connector or guest of one's own declares its families where it counts them::
 
     SWAPS = counter("swaps", "swaps", "Times that two chunks changed places.", "tier", start=["host"])
