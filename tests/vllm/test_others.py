@@ -23,6 +23,7 @@ pytest.importorskip(
 
 from cargohold.integrations.vllm import compat
 from cargohold.lab.vllm.others.recipe import StrangerRecipe, kind_of
+from tests.vllm.test_simulation_found import shared_block
 
 OURS = "vllm:cargohold.integrations.vllm.connector:CargoholdConnector"
 OFFLOADING, SIMPLE = "vllm:OffloadingConnector", "vllm:SimpleCPUOffloadConnector"
@@ -124,6 +125,20 @@ def test_a_failure_becomes_small_and_a_script_that_shows_it(tmp_path: Path, caps
     table = capsys.readouterr().out
     assert "step | computes | waits | copies | free" in table
     assert WRONG_TOKEN in table
+
+
+def test_a_failure_of_vllm_s_own_is_not_put_down_to_the_connector() -> None:
+    played = recipe(SIMPLE)
+    scenario = shared_block(played.scenario(0).connector)
+    error = played.run(scenario).play().error
+    assert kind_of(error) == WRONG_TOKEN
+    assert error is not None
+    assert "Without a connector it ends in the same way" in str(played.remark(scenario, error))
+    windows = recipe(OFFLOADING, "windows")
+    failing = windows.scenario(10011)
+    error = windows.run(failing).play().error
+    assert error is not None
+    assert windows.remark(failing, error) is None
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:

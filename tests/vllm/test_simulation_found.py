@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ import pytest
 pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
+
+from vllm.v1.core import single_type_kv_cache_manager
 
 from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
 from cargohold.integrations.vllm.deferrals import LoadRoom
@@ -19,14 +22,14 @@ from cargohold.lab.simulation.fingerprints import GroupPlan
 from cargohold.lab.simulation.transfers import LinkProfile
 from cargohold.lab.simulation.workloads import Ask
 from cargohold.lab.simulation.world import Scenario, Shape
-from cargohold.lab.vllm.configuration import ASYNC, CAN_RETAIN_LESS, MAX_MODEL_LEN, RETAINED
+from cargohold.lab.vllm.configuration import ASYNC, CAN_RETAIN_LESS, MATCH_UNIT, MAX_MODEL_LEN, RETAINED
 from cargohold.lab.vllm.engine import VllmRecipe
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from tests.vllm.test_simulation import play
 
 
-def play_scene(group: GroupPlan, connector: ConnectorPlan, *asks: Ask) -> None:
-    """Play a scene that is written out; what a seed plays changes with the code that draws scenarios."""
+def scene(groups: tuple[GroupPlan, ...], connector: ConnectorPlan, *asks: Ask, **options: Any) -> Scenario:
+    """A scene that is written out; what a seed plays changes with the code that draws scenarios."""
     scheduler = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
@@ -38,10 +41,15 @@ def play_scene(group: GroupPlan, connector: ConnectorPlan, *asks: Ask) -> None:
         MAX_MODEL_LEN: 64,
         ASYNC: False,
         **({RETAINED: 0} if CAN_RETAIN_LESS else {}),
+        **options,
     }
-    shape = Shape((group,), 24, 1, scheduler, LinkProfile(latency_s=0.2))
-    result = VllmRecipe("any", "any").run(Scenario(1, "by hand", shape, connector, {}, 0.0, asks)).play()
-    assert result.error is None, repr(result.error)
+    shape = Shape(groups, 24, 1, scheduler, LinkProfile(latency_s=0.2))
+    return Scenario(1, "by hand", shape, connector, {}, 0.0, asks)
+
+
+def end_of(scenario: Scenario) -> str | None:
+    error = VllmRecipe("any", "any").run(scenario).play().error
+    return None if error is None else str(error)
 
 
 def test_what_was_served_without_offloading_is_not_kept_beside_the_index() -> None:
@@ -49,14 +57,14 @@ def test_what_was_served_without_offloading_is_not_kept_beside_the_index() -> No
     # was announced of them.
     lazy = ConnectorPlan("lazy", (TierPlan(32, 40, {}),))
     refused = Ask(0.0, "refused", tuple(range(40)), 2, params={"max_load_tokens": "all"})
-    play_scene(GroupPlan(), lazy, refused, Ask(1.0, "other", tuple(range(100, 140)), 2))
+    assert end_of(scene((GroupPlan(),), lazy, refused, Ask(1.0, "other", tuple(range(100, 140)), 2))) is None
 
 
 def test_a_load_of_no_block_at_all_is_no_prefix_that_is_loaded_twice() -> None:
     # A mistake of an oracle: a window of one token needs no block of what is before it.
     eager = ConnectorPlan("eager", (TierPlan(32, None, {}),))
     asks = [Ask(0.0, name, tuple(range(17)), 2) for name in ("first", "second")]
-    play_scene(GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 1), eager, *asks)
+    assert end_of(scene((GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 1),), eager, *asks)) is None
 
 
 def test_a_full_hit_behind_a_window_that_begins_with_a_block() -> None:
@@ -154,3 +162,42 @@ def test_of_recurrent_state_a_few_blocks_are_enough(num_free_blocks: int, expect
     state = KVCacheGroup(1, AttentionKind.RECURRENT, 4, ("other",))
     room = LoadRoom(Pool(num_free_blocks), [WINDOW, state], TwoGroups(), max_in_flight_tokens=8)
     assert room.admits(16, [Parked()]) is expected
+
+
+# --- vLLM's own, without any connector --------------------------------------------------------------------------------
+
+
+def shared_block(connector: ConnectorPlan) -> Scenario:
+    """Two requests arrive together; the second one's prefix ends in a block that the first one is about to fill."""
+    known = tuple(range(100, 136))
+    first = (*known, *range(200, 211))
+    asks = (
+        Ask(0.0, "before", (*known, 1, 2, 3), 1),  # leaves a state inside a block of attention
+        Ask(1.0, "first", first, 1),
+        Ask(1.0, "second", (*first, *range(300, 311)), 1),
+    )
+    groups = (GroupPlan(AttentionKind.FULL, 8), GroupPlan(AttentionKind.RECURRENT, 4))
+    return scene(groups, connector, *asks, **{MATCH_UNIT: 2})
+
+
+def test_vllm_copies_a_block_before_the_same_step_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = ConnectorPlan("none", ())
+    assert "request second, group 0: block 16 does not hold the KV of token 32" in str(end_of(shared_block(none)))
+    # Where such a hit waits for the next step, as hits on recurrent states do (``MambaManager``), it ends well.
+    begun: set[int] = set()
+    manager = single_type_kv_cache_manager.FullAttentionManager
+    cache, needed = manager.cache_blocks, manager.get_num_blocks_to_allocate
+
+    def cache_and_note(self: Any, request: Any, *args: Any, **options: Any) -> None:
+        cache(self, request, *args, **options)
+        begun.update(id(block) for block in self.req_to_blocks[request.request_id])
+
+    def wait_for_the_step(self: Any, request_id: str, num_tokens: int, found: Any, *args: Any, **options: Any) -> int:
+        if found and id(found[-1]) in begun:
+            return int(self.block_pool.num_gpu_blocks) + 1
+        return int(needed(self, request_id, num_tokens, found, *args, **options))
+
+    monkeypatch.setattr(manager, "cache_blocks", cache_and_note)
+    monkeypatch.setattr(manager, "get_num_blocks_to_allocate", wait_for_the_step)
+    monkeypatch.setattr(manager, "new_step_starts", lambda self: begun.clear())
+    assert end_of(shared_block(none)) is None

@@ -264,6 +264,8 @@ def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions, command: st
     assert result.error is not None, "runs of the same scenario differ"
     frames = traceback.format_tb(result.error.__traceback__)
     typer.echo(f"\n{''.join(frames[-2:])}{type(result.error).__name__}: {result.error}")
+    if remark := recipe.remark(scenario, result.error):
+        typer.echo(remark)
     if show.write_script is not None:
         _write_script(show.write_script, recipe.script(scenario, result.error, command))
     return False

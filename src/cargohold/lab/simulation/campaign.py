@@ -56,6 +56,10 @@ class Recipe:
         """Yield scenarios with simpler options, to shorten a run that fails."""
         yield from ()
 
+    def remark(self, scenario: Scenario, error: Exception) -> str | None:
+        """What else there is to say of a failure; ``None`` for nothing."""
+        return None
+
     def script(self, scenario: Scenario, error: Exception, command: str) -> str | None:
         """A file that shows a failure without us; ``None`` if it is our own, which nobody else looks for."""
         return None

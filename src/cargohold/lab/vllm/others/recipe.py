@@ -15,6 +15,7 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, supports_hma
 
 from cargohold.errors import ConfigError
+from cargohold.lab.simulation.connectors import ConnectorPlan
 from cargohold.lab.simulation.faults import Fault, Spells
 from cargohold.lab.simulation.fingerprints import GroupPlan, WrongTokenError
 from cargohold.lab.simulation.oracles import Oracle, OracleError
@@ -24,7 +25,7 @@ from cargohold.lab.simulation.transfers import CopiesInFlight, CopyConflictError
 from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset, without_used_ids
 from cargohold.lab.simulation.world import ANY, Scenario, Shape, World, check_names, draw_scenario
 from cargohold.lab.vllm.configuration import ASYNC
-from cargohold.lab.vllm.engine import VllmEngine, VllmRecipe, VllmRun, fitted
+from cargohold.lab.vllm.engine import VllmEngine, VllmRecipe, VllmRun, VllmWorld, fitted
 from cargohold.lab.vllm.others.copies import ROOM, CopyRoom, simulated_copies
 from cargohold.lab.vllm.others.engine import StrangerEngine
 from cargohold.lab.vllm.others.oracles import LeftoverOracle, StandstillOracle
@@ -210,6 +211,13 @@ class StrangerRecipe(VllmRecipe):
     def fails_like(self, scenario: Scenario, error: Exception) -> bool:
         """Whether a run of ``scenario`` fails in the same way."""
         return kind_of(self.run(scenario).play().error) == kind_of(error)
+
+    def remark(self, scenario: Scenario, error: Exception) -> str | None:
+        """Whether the same goes wrong without any connector."""
+        alone = replace(scenario, connector=ConnectorPlan("none", ()))
+        if kind_of(VllmRun(alone, world=VllmWorld(alone)).play().error) != kind_of(error):
+            return None
+        return "Without a connector it ends in the same way: this is not the connector's fault, but vLLM's."
 
     def simpler(self, scenario: Scenario) -> Iterator[Scenario]:
         """Scenarios with simpler options, and with fewer tokens."""
