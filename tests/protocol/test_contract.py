@@ -20,7 +20,9 @@ from cargohold.protocol import (
     SchedulerContext,
 )
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "contract.md").read_text(encoding="utf-8")
+DOCUMENT = (DOCS / "api" / "protocol.md").read_text(encoding="utf-8")
 SIGNATURE = re.compile(r"^\| `(\w+)\(([^)]*)\)` \|", re.MULTILINE)
 
 
@@ -102,7 +104,7 @@ def test_the_document_lists_what_a_connector_is_shown(shown: str) -> None:
 
 
 def test_the_document_names_what_must_be_written() -> None:
-    (sentence,) = re.findall(r"^A connector must implement.*?;", DOCUMENT, re.MULTILINE | re.DOTALL)
+    (sentence,) = re.findall(r"^A connector must implement.*?;", PAGE, re.MULTILINE | re.DOTALL)
     scheduler, worker = (set(re.findall(r"`(\w+)`", part)) for part in sentence.split("on the scheduler side"))
     assert scheduler == KVConnectorScheduler.__abstractmethods__
     assert worker == KVConnectorWorker.__abstractmethods__

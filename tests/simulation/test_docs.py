@@ -20,19 +20,25 @@ def text() -> str:
     return (ROOT / "docs" / "simulation.md").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def played() -> str:
+    return (ROOT / "docs" / "api" / "testing.md").read_text(encoding="utf-8")
+
+
 def rows(text: str, heading: str) -> list[str]:
     """First cells of the table under a heading."""
     lines = text.split(f"\n| {heading} |", 1)[1].splitlines()[2:]
     return [line.split("`")[1] for line in lines[: lines.index("")]]
 
 
-def test_workloads_and_faults_are_those_of_the_code(text: str) -> None:
-    assert rows(text, "workload") == list(WORKLOADS)
-    assert rows(text, "fault") == [fault.value for fault in Fault]
+def test_workloads_and_faults_are_those_of_the_code(text: str, played: str) -> None:
+    assert rows(played, "workload") == list(WORKLOADS)
+    assert rows(played, "fault") == [fault.value for fault in Fault]
+    assert f"[{len(WORKLOADS)} workloads, our connectors, {len(Fault)} kinds of fault]" in text
 
 
-def test_every_connector_is_named(text: str) -> None:
-    assert all(f"`{name}`" in text for name in CONNECTORS)
+def test_every_connector_is_named(played: str) -> None:
+    assert all(f"`{name}`" in played for name in CONNECTORS)
 
 
 def test_mutants_are_counted_and_each_example_is_one(text: str) -> None:
