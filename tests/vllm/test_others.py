@@ -21,6 +21,8 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
+from vllm.v1.kv_offload.tiering.fs import manager as fs
+
 from cargohold.integrations.vllm import compat
 from cargohold.lab.vllm.others.recipe import StrangerRecipe, kind_of
 from tests.vllm.test_simulation_found import shared_block
@@ -87,6 +89,30 @@ def test_delays_are_borne(connector: str) -> None:
     assert [result.error for result in results if kind_of(result.error) not in (None, "unrest")] == []
 
 
+FILES = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "{scratch}"}]}
+
+
+def test_tiers_on_files_give_back_what_host_memory_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def count(*args: Any) -> None:
+        nonlocal num_read
+        num_read += 1
+        load(*args)
+
+    load = fs.batch_load_block
+    monkeypatch.setattr(fs, "batch_load_block", count)
+    for faults in ("none", "full,gone,late,slow"):
+        assert [play(seed, OFFLOADING, "returning", faults, FILES).error for seed in range(4)] == [None] * 4
+    assert num_read > 0, "nothing was read: this proves little"
+
+
+def test_a_file_that_is_not_read_is_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs, "batch_load_block", lambda *args: None)
+    found = {kind_of(play(seed, OFFLOADING, "returning", "none", FILES).error) for seed in range(4)}
+    assert WRONG_TOKEN in found
+
+
 def test_a_failed_copy_is_an_assertion_of_vllms_and_is_told_with_its_place() -> None:
     errors = [play(seed, OFFLOADING, "shared-prefix", "failed").error for seed in range(8)]
     told = next(str(error) for error in errors if error is not None)
@@ -108,6 +134,11 @@ def test_a_failed_copy_is_an_assertion_of_vllms_and_is_told_with_its_place() -> 
 def test_what_cannot_be_played_is_refused_by_name(connector: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         recipe(connector)
+
+
+def test_tiers_that_cannot_be_played_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="needs another engine"):
+        recipe(OFFLOADING, config={**FILES, "secondary_tiers": [{"type": "p2p"}]})
 
 
 def test_a_failure_becomes_small_and_a_script_that_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ Scheduler side, managers, policies and reports are the connector's own code. Onl
 
     plan     which connector, with which options; and which cannot be played, and why
     copies   simulated copies in the place of those with CUDA
+    files    simulated threads for tiers on files
     engine   vLLM's scheduler with the connector
     oracles  what must hold with any connector
     recipe   scenarios and runs

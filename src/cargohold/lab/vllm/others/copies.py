@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Final
@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -45,6 +46,7 @@ class CopyRoom:
         scratch: a folder for connectors' files.
         rank: the worker that is being made.
         num_made: connectors made so far, by rank.
+        regions: host memory that several parts of a connector share, by the id of its engine.
     """
 
     seed: int
@@ -55,13 +57,17 @@ class CopyRoom:
     scratch: str = ""
     rank: int = 0
     num_made: int = 0
+    regions: dict[str, ByteRows] = field(default_factory=dict)
+
+    def new_random(self, what: str) -> Random:
+        """Random numbers for a part of the worker that is being made."""
+        return Random(f"{self.seed}/{what} {self.rank}")  # noqa: S311  # repeatable, on purpose
 
     def new_stream(self) -> CopyStream:
         """The copies of one more connector on the worker that is being made."""
         self.num_made += 1
         name = "copies" if self.num_made <= len(self.copies) else f"copies of {self.num_made}"
-        random = Random(f"{self.seed}/{name} {self.rank}")  # noqa: S311  # repeatable, on purpose
-        return CopyStream(self, self.copies[self.rank], random)
+        return CopyStream(self, self.copies[self.rank], self.new_random(name))
 
 
 ROOM: ContextVar[CopyRoom] = ContextVar("room")
@@ -81,8 +87,8 @@ class _Copy:
     """
 
     job: CopyJob
-    source: ByteRows
-    destination: ByteRows
+    source: Any
+    destination: Any
     pairs: Sequence[tuple[int, int]]
     polls_left: int
     has_failed: bool
@@ -103,9 +109,7 @@ class CopyStream:
         self._random = random
         self._queues: dict[Direction, deque[_Copy]] = {Direction.STORE: deque(), Direction.LOAD: deque()}
 
-    def begin(
-        self, ident: int, direction: Direction, pairs: Sequence[tuple[int, int]], device: ByteRows, host: ByteRows
-    ) -> None:
+    def begin(self, ident: int, direction: Direction, pairs: Sequence[tuple[int, int]], device: Any, host: Any) -> None:
         """Begin to copy.
 
         Args:
@@ -151,20 +155,42 @@ class CopyStream:
 # --- OffloadingConnector ----------------------------------------------------------------------------------------------
 
 
+class _Rows:
+    """Rows of host memory that lie in chunks, whose bytes may be shared with other ranks, and with files.
+
+    Args:
+        chunks: of one rank; shape ``(chunks, blocks per chunk, bytes per block)``.
+    """
+
+    def __init__(self, chunks: ByteRows) -> None:
+        self._chunks = chunks
+
+    def __getitem__(self, rows: Sequence[int]) -> ByteRows:
+        return self._chunks[np.divmod(rows, self._chunks.shape[1])]
+
+    def __setitem__(self, rows: Sequence[int], contents: Any) -> None:
+        self._chunks[np.divmod(rows, self._chunks.shape[1])] = contents
+
+
 class SimulatedOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM ships no types
     """Copies between the paged KV and rows of host memory.
 
     Args:
         caches: the paged KV as vLLM describes it to workers of offloading.
-        num_chunks: chunks that host memory holds.
-        blocks_per_chunk: blocks in each of them.
+        spec: vLLM's sizes of host memory.
     """
 
-    def __init__(self, caches: Any, num_chunks: int, blocks_per_chunk: int) -> None:
+    def __init__(self, caches: Any, spec: Any) -> None:
         assert len(caches.tensors) == 1, "all simulated layers are over the same bytes"
         self._device = caches.tensors[0].tensor.numpy().view(np.uint8)
-        self._host = np.zeros((num_chunks * blocks_per_chunk, self._device.shape[1]), np.uint8)
-        self._blocks_per_chunk = blocks_per_chunk
+        self._blocks_per_chunk = spec.blocks_per_chunk
+        room, width = ROOM.get(), self._device.shape[1]
+        memory = room.regions.get(spec.config.engine_id)
+        if memory is None:
+            memory = np.zeros((spec.num_chunks, spec.kv_bytes_per_chunk), np.uint8)
+        begin = spec.config.parallel.rank * spec.cpu_page_size_per_worker
+        own = memory[:, begin : begin + spec.blocks_per_chunk * width]
+        self._host = _Rows(as_strided(own, (len(own), spec.blocks_per_chunk, width), (own.strides[0], width, 1)))
         self._stream = ROOM.get().new_stream()
         self._waited_for: list[tuple[int, bool]] = []
 
@@ -222,7 +248,7 @@ class SimulatedOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM
 
 def _simulated_worker(spec: Any, caches: Any) -> Any:
     """In the place of ``CPUOffloadingSpec.get_worker``, which refuses to work without CUDA."""
-    return SimulatedOffloadingWorker(caches, spec.num_chunks, spec.blocks_per_chunk)
+    return SimulatedOffloadingWorker(caches, spec)
 
 
 # --- SimpleCPUOffloadConnector ----------------------------------------------------------------------------------------

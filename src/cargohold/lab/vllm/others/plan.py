@@ -27,6 +27,8 @@ MULTI: Final = "MultiConnector"
 OFFLOADING: Final = "OffloadingConnector"
 SIMPLE: Final = "SimpleCPUOffloadConnector"
 EXAMPLE: Final = "ExampleConnector"
+TIERS: Final = "secondary_tiers"
+"""Key in options of ``OffloadingConnector``: tiers below host memory."""
 
 NEEDS: Final[Mapping[str, str]] = {
     "DecodeBenchConnector": "fills the cache with made-up KV, so that all answers are wrong on purpose",
@@ -44,6 +46,13 @@ NEEDS: Final[Mapping[str, str]] = {
     "NixlPushConnector": "needs another engine and NIXL's agent",
 }
 """What connectors of vLLM need that the simulation cannot give."""
+_TIERS_NEED: Final[Mapping[str, str]] = {
+    "example": "keeps names and no KV, so that all answers are wrong on purpose",
+    "kvcr": "needs a server",
+    "obj": "needs an object store and NIXL's agent",
+    "p2p": "needs another engine and NIXL's agent",
+}
+"""The same of tiers below host memory."""
 
 
 def connector_class(name: str) -> Any:
@@ -62,6 +71,13 @@ def connector_class(name: str) -> Any:
     if not (isinstance(found, type) and issubclass(found, KVConnectorBase_V1)):
         raise ConfigError("connector", PREFIX + name, "it must be a class of vLLM's KVConnectorBase_V1")
     return found
+
+
+def check_tiers(config: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` if one of the tiers below host memory cannot be played."""
+    for tier in config.get(TIERS, ()):
+        if need := _TIERS_NEED.get(tier.get("type")):
+            raise ConfigError("connector-config", tier, f"this tier {need}; the simulation has none of that")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +129,8 @@ def _filled(option: Any, scratch: str) -> Any:
     return [_filled(value, scratch) for value in option] if isinstance(option, list) else option
 
 
-def drawn_config(name: str, random: Random, shape: Shape) -> dict[str, Any]:
-    """Options of a connector of vLLM's. Host memory mostly holds less than what is asked for."""
+def drawn_config(name: str, random: Random, shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a connector of vLLM's, beside those given. Host memory mostly holds less than what is asked for."""
     block_bytes = max(plan.block_tokens for plan in shape.groups) * FINGERPRINT_BYTES * shape.world_size
     num_chunks, policy = random.choice((4, 16, 64, 256)), random.choice(("lru", "arc"))
     threshold, blocks_per_chunk = random.choice((0, 0, 0, 2)), random.choice((1, 1, 1, 2, 3))
@@ -125,7 +141,7 @@ def drawn_config(name: str, random: Random, shape: Shape) -> dict[str, Any]:
         return {
             "cpu_bytes_to_use": num_chunks * chunk_bytes,
             "eviction_policy": policy,
-            "store_threshold": threshold,
+            "store_threshold": 0 if TIERS in given else threshold,  # vLLM refuses it beside lower tiers
             "blocks_per_chunk": blocks_per_chunk,
             "offload_prompt_only": flag,
         }

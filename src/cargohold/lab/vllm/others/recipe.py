@@ -28,11 +28,12 @@ from cargohold.lab.vllm.configuration import ASYNC
 from cargohold.lab.vllm.engine import VllmEngine, VllmRecipe, VllmRun, VllmWorld, fitted
 from cargohold.lab.vllm.others.copies import ROOM, CopyRoom, simulated_copies
 from cargohold.lab.vllm.others.engine import StrangerEngine
+from cargohold.lab.vllm.others.files import simulated_files
 from cargohold.lab.vllm.others.oracles import LeftoverOracle, StandstillOracle
-from cargohold.lab.vllm.others.plan import MULTI, PREFIX, StrangerPlan, connector_class, drawn_config
+from cargohold.lab.vllm.others.plan import MULTI, PREFIX, StrangerPlan, check_tiers, connector_class, drawn_config
 from cargohold.lab.vllm.others.report import StepTable, script
 
-FAULTS: Final = frozenset({Fault.LATE, Fault.LATE_WORKER, Fault.SLOW})
+FAULTS: Final = frozenset({Fault.LATE, Fault.LATE_WORKER, Fault.SLOW, Fault.FULL, Fault.GONE})
 """Faults that every connector must bear. For a failed copy, vLLM's own have no word but an assertion."""
 
 
@@ -80,7 +81,11 @@ class StrangerRun(VllmRun):
 
     def play(self) -> RunResult:
         """Play to the end, or to the first failure; what others' code raises is told with the place where it did."""
-        with simulated_copies(), TemporaryDirectory(prefix="cargohold-simulation-") as self._world.scratch:
+        with (
+            simulated_copies(),
+            simulated_files(),
+            TemporaryDirectory(prefix="cargohold-simulation-") as self._world.scratch,
+        ):
             result = super().play()
         if result.error is not None and not isinstance(result.error, (ConfigError, *EXPECTED)):
             told = StrangerError(_told(result.error))
@@ -161,6 +166,7 @@ class StrangerRecipe(VllmRecipe):
 
     def __post_init__(self) -> None:
         check_names(self.workload, ANY)
+        check_tiers(self.config)
         for name in self._names():
             connector_class(name)
         if len(self._names()) > 1 and self.config:
@@ -188,7 +194,9 @@ class StrangerRecipe(VllmRecipe):
         scenario = replace(scenario, shape=replace(scenario.shape, scheduler=scheduler))
         scenario = fitted(scenario, Random(f"{seed}/vllm scenario"))  # noqa: S311  # repeatable, on purpose
         random = Random(f"{seed}/native")  # noqa: S311  # repeatable, on purpose
-        parts = tuple((name, {**drawn_config(name, random, scenario.shape), **self.config}) for name in self._names())
+        parts = tuple(
+            (name, {**drawn_config(name, random, scenario.shape, self.config), **self.config}) for name in self._names()
+        )
         polls = random.choice(((1,), (1, 2), (1, 3, 8), (2, 20)))
         plan = StrangerPlan(self.connector, parts=parts, polls=polls)
         may_reset = all(kind.reset_cache is not KVConnectorBase_V1.reset_cache for kind in classes)
