@@ -92,6 +92,8 @@ def shown(default: Any, is_json: bool) -> str:
         return f"{default:g}"
     if default in ((), {}):
         return "none"
+    if default == "":
+        return '`""`'
     return f"`{json.dumps(default).strip(chr(34)) if is_json else default}`"
 
 
