@@ -38,9 +38,10 @@ def test_answers_see_the_whole_conversation(cargohold: Command, chat_model: str,
 
 
 def test_each_answer_tells_what_was_reused(cargohold: Command, chat_model: str) -> None:
-    _, (first, second) = talk(cargohold, chat_model, *QUESTIONS)
+    # The first question fills two blocks without its answer, which may be short.
+    _, (first, second) = talk(cargohold, chat_model, QUESTIONS[0] * 5, QUESTIONS[1])
     assert ": 0 on the device" in first
-    assert ": 32 on the device" in second or ": 16 on the device" in second
+    assert " on the device" in second and ": 0 on the device" not in second
 
 
 def test_what_was_evicted_comes_back_from_the_host(cargohold: Command, chat_model: str) -> None:
