@@ -29,6 +29,14 @@ METHODS = [
     if method not in {"shutdown", "may_store"} and getattr(guest, method) is not getattr(Guest, method)
 ]
 """All that this scene comes by: whether a free block may be stored, only lazy offloading asks."""
+METHODS += [
+    (Meters, "take_stats"),
+    (Hints, "take_stats"),
+    (Hints, "take_events"),
+    (Hints, "pins"),
+    (TierEvents, "take"),
+]
+"""And what the connector takes from them for the engine."""
 NUM_SLOTS = 7
 REMOTE = TierOptions(name="shared", locality="REMOTE")
 
@@ -71,6 +79,7 @@ def play(engine: SimulatedEngine, tiering: SimulatedTiering) -> None:
     engine.add("again", prompt(7, 41), 3)
     finish(engine, tiering)
     list(engine.scheduler.take_events())
+    list(engine.connector.take_hint_events())
     engine.connector.get_kv_connector_stats()
     engine.connector.get_contents()
     for name, (tokens, _) in asked.items():

@@ -19,6 +19,7 @@ from cargohold.protocol import (
     KVConnectorOutput,
     RequestView,
     SchedulerEnvironment,
+    Stats,
     StepView,
     TransferOutcome,
 )
@@ -126,6 +127,10 @@ class TiersBelow(Guest):
     def where_is(self, key: OffloadKey) -> str:
         """Whether a tier has a chunk, or it is on its way from there."""
         return self._prefetcher.whereabouts(key)
+
+    def take_stats(self) -> Stats:
+        """Return the tiers' counters since the last call."""
+        return self._lower.take_stats()
 
     # --- chunks come into host memory and are used --------------------------------------------------------------------
 

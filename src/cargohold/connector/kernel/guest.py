@@ -93,13 +93,13 @@ class Part:
     first_chunk: int
 
     def parents(self) -> dict[OffloadKey, OffloadKey | None]:
-        """Return the chunk before each of them in its prefix, or ``None``."""
-        of_group, at = self.state.keys[self.group].keys, self.first_chunk
-        found: dict[OffloadKey, OffloadKey | None] = {}
-        for key in self.keys:
-            at = of_group.index(key, at)
-            found[key] = of_group[at - 1] if at else None
-        return found
+        """Return the chunk before each of them in its prefix, or ``None``; also of those between the first and the last."""
+        if not self.keys:
+            return {}
+        of_group = self.state.keys[self.group].keys
+        first = of_group.index(self.keys[0], self.first_chunk)
+        span = of_group[first : of_group.index(self.keys[-1], first) + 1]
+        return dict(zip(span, [of_group[first - 1] if first else None, *span], strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.cache.retention import NO_RETENTION, Budget
@@ -151,31 +152,38 @@ class OffloadingScheduler(KernelScheduler):
 
     def take_hint_events(self) -> Iterable[HintEvent]:
         """Return how hints have ended since the last call."""
-        return self._hints.take_events()
+        return self._guests.call(self._hints, self._hints.take_events, ()) or ()
 
     def get_contents(self) -> Sequence[TierContents]:
         """Return what is in host memory; of a tier below, nobody keeps a list by tenant or prefix."""
-        shared = self._shared
+        shared, call = self._shared, self._guests.call
         hints, chunk_bytes = self._hints, self._meters.chunk_bytes
         return [
             TierContents(
                 tier=shared.tier,
-                pins=hints.pins(),
+                pins=call(hints, hints.pins, ()) or [],
                 max_pinned_chunks=hints.budgets.limit_of(None, Budget.PINNED),
                 max_pinned_chunks_each=hints.budgets.limit_of("any", Budget.PINNED),
                 tenants=[
                     TenantUse(tenant, num_chunks, num_chunks * chunk_bytes)
                     for tenant, num_chunks in shared.manager.usage().items()
                 ],
-                prefixes=self._meters.prefixes.kept(),
+                prefixes=call(self._meters, self._meters.prefixes.kept, ()) or [],
             )
         ]
 
     def get_kv_connector_stats(self) -> Stats:
         """Return counters since the last call."""
-        lower = {} if self.lower is None else self.lower.take_stats()
-        hints = self._hints.take_stats(self._shared.tier, self._meters.chunk_bytes)
-        return {**super().get_kv_connector_stats(), **self._meters.take_stats(), **hints, **lower}
+        asked: list[tuple[Guest, Callable[..., Stats], tuple[Any, ...]]] = [
+            (self._meters, self._meters.take_stats, ()),
+            (self._hints, self._hints.take_stats, (self._shared.tier, self._meters.chunk_bytes)),
+        ]
+        if self._below is not None:
+            asked.append((self._below, self._below.take_stats, ()))
+        stats = dict(super().get_kv_connector_stats())
+        for guest, take, args in asked:
+            stats.update(self._guests.call(guest, take, args) or {})
+        return stats
 
     def get_outages(self) -> Sequence[Outage]:
         """Return which tiers are out of use, as a whole or in part."""
