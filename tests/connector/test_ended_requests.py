@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cargohold.blocks import ABSENT, READY
+from cargohold.cache.manager import chunk_keys
 from cargohold.connector.kernel.pending_stores import PendingStore
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.engine.core.request_queues import QueuePolicy, WaitingQueue
@@ -92,7 +93,7 @@ def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up()
     engine.step()
     context = EngineContext(engine.scheduler.kv, WaitingQueue(QueuePolicy.FCFS))
     request = engine.requests["r"]
-    state = RequestState.create(request, engine.scheduler.kv.layout, blocks_per_chunk=2)
+    state = RequestState.create(request, chunk_keys(engine.scheduler.kv.layout, 2))
     pending = PendingStore.of(state, engine.scheduler.kv.block_ids(request), 17, context)
     assert pending is not None and pending.unstored(2, context, limit=8)[0].end == 2
     engine.run()
@@ -108,7 +109,7 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     pool = kv.pool
 
     def left() -> PendingStore | None:
-        return PendingStore.of(RequestState.create(request, kv.layout, blocks_per_chunk=2), (table,), 25, context)
+        return PendingStore.of(RequestState.create(request, chunk_keys(kv.layout, 2)), (table,), 25, context)
 
     pending = left()
     assert pending is not None

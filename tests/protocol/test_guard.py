@@ -486,6 +486,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "update_connector_output": (None,),
     "request_finished": (Request(), ()),
     "explain": ("r",),
+    "use_weights": ("others",),
 }
 
 

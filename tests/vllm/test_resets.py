@@ -22,12 +22,18 @@ class Kept(NullConnectorScheduler):
     def __init__(self) -> None:
         self.is_in_use = False
         self._num_resets = 0
+        self.weights: list[str] = []
 
     def count(self) -> int:
         return self._num_resets
 
     def reset_cache(self) -> bool:
         self._num_resets += not self.is_in_use
+        return not self.is_in_use
+
+    def use_weights(self, name: str) -> bool:
+        if not self.is_in_use:
+            self.weights.append(name)
         return not self.is_in_use
 
 
@@ -154,11 +160,18 @@ def test_what_could_not_be_dropped_on_demand_is_dropped_later(policy: str) -> No
     assert resets.reset(), "nothing is found from now on: whoever changes weights does not ask twice"
     assert resets.is_due()
     kept.is_in_use = False
-    assert not resets.is_due()
+    assert resets.is_due() == (policy == CHECK), "then workers look what they hold, as nobody knows it"
     assert kept.count() == 1
 
 
-def unsure(**options: Any) -> tuple[Kept, CacheResets]:
+def _look(resets: CacheResets, seen: tuple[str, ...]) -> None:
+    """Let workers say what they hold, by rank."""
+    look = resets.take_look(computes=True)
+    for rank, fingerprint in enumerate(seen):
+        resets.note_weights(rank, {look: fingerprint})
+
+
+def unsure(**options: Any) -> tuple[Kept, SimpleNamespace, CacheResets]:
     """Resets of a cache that was reset, with two workers that have told what they hold."""
     kept, pool, resets = make_resets(policy=CHECK, num_workers=2, **options)
     for rank in range(2):
@@ -166,31 +179,44 @@ def unsure(**options: Any) -> tuple[Kept, CacheResets]:
     assert not resets.is_due() and not resets.is_unsure() and not resets.take_look(computes=True)
     pool.cached_block_hash_to_block = object()
     assert resets.is_due()
-    return kept, resets
+    return kept, pool, resets
 
 
 def test_what_is_kept_stays_if_all_workers_hold_what_they_held() -> None:
-    kept, resets = unsure()
+    kept, _, resets = unsure()
     look = resets.take_look(computes=True)
     assert look and not resets.take_look(computes=True), "they are asked once"
     resets.note_weights(0, {look: "first 0"})
     assert resets.is_due() and resets.is_unsure(), "one has not answered"
     resets.note_weights(1, {look: "first 1"})
-    assert not resets.is_due() and not resets.is_unsure() and kept.count() == 0
+    assert not resets.is_due() and not resets.is_unsure() and kept.count() == 0 and kept.weights == []
 
 
-@pytest.mark.parametrize("seen", [("first 0", "other"), ("other", "first 1"), ("first 0", ""), ("first 1", "first 0")])
-def test_what_is_kept_is_dropped_if_one_holds_something_else_or_cannot_tell(seen: tuple[str, str]) -> None:
-    kept, resets = unsure()
-    look = resets.take_look(computes=True)
-    for rank, fingerprint in enumerate(seen):
-        resets.note_weights(rank, {look: fingerprint})
-    assert not resets.is_due() and kept.count() == 1
+@pytest.mark.parametrize("seen", [("first 0", "other"), ("other", "first 1"), ("first 1", "first 0")])
+def test_if_one_holds_something_else_what_is_kept_stays_apart_until_its_weights_return(seen: tuple[str, str]) -> None:
+    kept, pool, resets = unsure()
+    _look(resets, seen)
+    kept.is_in_use = True
+    assert resets.is_due() and not resets.is_unsure(), "the connector has not moved yet"
+    kept.is_in_use = False
+    assert not resets.is_due() and kept.count() == 0
+    for again in (("first 0", "first 1"), seen):
+        pool.cached_block_hash_to_block = object()
+        assert resets.is_due()
+        _look(resets, again)
+        assert not resets.is_due()
+    assert kept.weights[0] == kept.weights[2] != "" and kept.weights[1] == ""
+
+
+def test_what_is_kept_is_dropped_if_one_cannot_tell() -> None:
+    kept, _, resets = unsure()
+    _look(resets, ("first 0", ""))
+    assert not resets.is_due() and kept.count() == 1 and kept.weights == []
 
 
 def test_workers_look_when_requests_are_served_again_and_not_while_weights_may_come() -> None:
     paused = [True]
-    _, resets = unsure(is_paused=lambda: paused[0])
+    _, _, resets = unsure(is_paused=lambda: paused[0])
     assert not resets.take_look(computes=True), "paused, and some requests are served to their end"
     paused[0] = False
     assert not resets.take_look(computes=False), "an empty step may be one of a pause that cannot be seen"
@@ -209,7 +235,7 @@ def test_a_look_before_the_last_reset_tells_nothing() -> None:
     resets.note_weights(0, {early: "first"})
     assert resets.is_due(), "weights may have come since"
     resets.note_weights(0, {resets.take_look(computes=True): "second"})
-    assert not resets.is_due() and kept.count() == 1
+    assert not resets.is_due() and len(kept.weights) == 1
 
 
 def test_a_reset_while_vllm_is_paused_is_no_wish_to_drop() -> None:
@@ -224,10 +250,10 @@ def test_after_a_drop_on_demand_the_weights_of_now_are_those_to_compare_with() -
     """Found by reading: weights that came back after it were taken for those of what had been kept meanwhile."""
     kept, pool, resets = make_resets(policy=CHECK)
     resets.note_weights(0, {0: "first"})
-    assert resets.reset() and kept.count() == 1
-    assert not resets.is_unsure() and not resets.is_due(), "nothing is kept that could be untrue"
-    resets.note_weights(0, {resets.take_look(computes=True): "second"})
-    pool.cached_block_hash_to_block = object()
-    assert resets.is_due()
-    resets.note_weights(0, {resets.take_look(computes=True): "first"})
-    assert not resets.is_due() and kept.count() == 2, "what was kept is of the second"
+    assert resets.reset() and kept.count() == 1 and resets.is_due()
+    for number, seen in enumerate(("second", "first"), 1):
+        resets.note_weights(0, {resets.take_look(computes=True): seen})
+        assert not resets.is_due() and len(kept.weights) == number
+        pool.cached_block_hash_to_block = object()
+        assert resets.is_due()
+    assert kept.weights == [kept.weights[0], ""] and kept.weights[0] and kept.count() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vllm import _custom_ops
 
 from cargohold.integrations.vllm import weights
 from cargohold.integrations.vllm.weights import UnreadableWeightsError, fingerprint, sums_of
-from tests.vllm.common import EAGER, ask_twice, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, RESTARTED, ask_twice, make_prompts, restored, tokens
 
 
 def make_model() -> nn.Module:
@@ -132,7 +133,22 @@ def test_other_weights_are_noticed_whenever_they_come(
     assert engine.llm.reset_prefix_cache()
     reload(engine, before)
     answers = engine.ask(prompts)
-    assert tokens(answers) == expected[before] and restored(answers) == 0
+    assert tokens(answers) == expected[before] and restored(answers) == 640, "kept, and found again"
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_later_server_finds_what_was_computed_with_the_weights_of_the_files_alone(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    before, after = vllm_model("llama"), vllm_model("llama-retrained")
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    of_files, of_trainer = make_prompts(2, 330)
+    engine = start(before, extra)
+    for prompt, weights_of in ((of_trainer, after), (of_files, before)):
+        reload(engine, weights_of)
+        assert engine.llm.reset_prefix_cache()
+        ask_twice(engine, [prompt])
+    assert [restored(start(before, extra).ask([prompt])) for prompt in (of_trainer, of_files)] == [0, 320]
 
 
 @pytest.mark.usefixtures("readable")

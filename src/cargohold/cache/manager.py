@@ -19,15 +19,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias, final
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias, final
 
 from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
-from cargohold.protocol import KVCacheGroup, TurnEnd
+from cargohold.protocol import KVCacheGroup, KVCacheLayout, TurnEnd
 from cargohold.protocol.hooks import passed_on
 
 OffloadKey: TypeAlias = bytes
-"""Block hash of a chunk's last block, then the KV-cache group's index in four bytes, little-endian: 36 bytes."""
+"""Block hash of a chunk's last block, the KV-cache group's index in a byte, the namespace's number in three: 36 bytes.
+
+Namespace 0 is that of the weights in the model's files. Each of the others is of weights that one process held, and no other
+process knows its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,17 +444,23 @@ class ForwardingManager(OffloadManager):
     check = passed_on(OffloadManager.check)
 
 
-_GROUP_BYTES = 4
+NUM_NAMESPACES: Final = 1 << 24
+_GROUP_AT: Final = -4
 
 
-def offload_key(block_hash: bytes, group: int) -> OffloadKey:
-    """Return the key of the chunk whose last block has ``block_hash``, in KV-cache group ``group``."""
-    return block_hash + group.to_bytes(_GROUP_BYTES, "little")
+def offload_key(block_hash: bytes, group: int, namespace: int = 0) -> OffloadKey:
+    """Return the key of the chunk whose last block has ``block_hash``, in KV-cache group ``group``, in a namespace."""
+    return block_hash + group.to_bytes(1) + namespace.to_bytes(3)
 
 
 def split_key(key: OffloadKey) -> tuple[bytes, int]:
     """Return the block hash and the group of a key."""
-    return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "little")
+    return key[:_GROUP_AT], key[_GROUP_AT]
+
+
+def namespace_of_key(key: OffloadKey) -> int:
+    """Return the number of a key's namespace."""
+    return int.from_bytes(key[_GROUP_AT + 1 :])
 
 
 class ChunkKeys:
@@ -461,15 +470,16 @@ class ChunkKeys:
         group: the group.
         blocks_per_chunk: blocks of the group that make a chunk.
         hash_block_tokens: tokens per block hash.
+        namespace: number of the namespace.
     """
 
-    def __init__(self, group: KVCacheGroup, blocks_per_chunk: int, hash_block_tokens: int) -> None:
+    def __init__(self, group: KVCacheGroup, blocks_per_chunk: int, hash_block_tokens: int, namespace: int = 0) -> None:
         self.group = group
         self.chunk_tokens = group.block_tokens * blocks_per_chunk
         self.keys: list[OffloadKey] = []
         self._hashes_per_chunk = self.chunk_tokens // hash_block_tokens
         self._hashes_per_block = group.block_tokens // hash_block_tokens
-        self._suffix = offload_key(b"", group.index)
+        self._suffix = offload_key(b"", group.index, namespace)
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
         """Add the keys of chunks that became full. ``block_hashes`` are all block hashes of the request."""
@@ -483,6 +493,12 @@ class ChunkKeys:
         """Return the hashes of the engine blocks of chunk number ``at`` but the last, whose hash is in the chunk's key."""
         start, per_block = at * self._hashes_per_chunk, self._hashes_per_block
         return tuple(block_hashes[start + per_block - 1 : start + self._hashes_per_chunk - 1 : per_block])
+
+
+def chunk_keys(layout: KVCacheLayout, blocks_per_chunk: int, namespace: int = 0) -> tuple[ChunkKeys, ...]:
+    """Return keys per group, of no chunks yet."""
+    groups, per_hash = layout.groups, layout.hash_block_tokens
+    return tuple(ChunkKeys(group, blocks_per_chunk, per_hash, namespace) for group in groups)
 
 
 class ChunkStates:

@@ -132,13 +132,16 @@ def check_chunks(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
     Raises:
         ConfigError: no request can ever fill a chunk, so nothing would be kept.
     """
-    match offload:
-        case OffloadConfig():
-            offload.check_chunks_can_be_filled(layout, max_model_len)
-        case Sequence():
-            for at, child in enumerate(offload):
-                with option_path(f"connectors[{at}]."):
-                    check_chunks(child, layout, max_model_len)
+    limits = [layout.num_blocks - 1 for group in layout.groups if group.kind is AttentionKind.FULL]
+    # The KV of the last token is not computed: there is none behind it that would look at it.
+    num_tokens = max_model_len - 1
+    groups = [group for group in layout.groups if group.kind is not AttentionKind.RECURRENT]
+    limits += [num_tokens // group.block_tokens for group in groups]
+    for path, config in own_configs(offload):
+        most = max(1, min(limits, default=config.blocks_per_chunk))
+        if config.blocks_per_chunk > most:
+            expected = f"no request can have so many full blocks, so nothing would ever be kept; use at most {most}"
+            raise ConfigError(f"{path}blocks_per_chunk", config.blocks_per_chunk, expected)
 
 
 def never_found(

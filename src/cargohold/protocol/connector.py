@@ -189,6 +189,19 @@ class KVConnectorScheduler(ABC):
         """Drop all chunks kept. Return ``False`` if a transfer in flight forbids it: some or all may then still be found."""
         return True
 
+    def use_weights(self, name: str) -> bool:
+        """Learn that the model computes with these weights from now on, whose KV must be kept apart from that of all others.
+
+        Called after the engine has forgotten what its blocks hold, before anything is computed. By default, all is dropped.
+
+        Args:
+            name: equal for equal weights; empty for those with which the engine has started, which its model's files have.
+
+        Returns:
+            ``False`` if a transfer in flight forbids it: call it again, and do not look up or store anything until then.
+        """
+        return self.reset_cache()
+
     def get_kv_connector_stats(self) -> Stats:
         """Counters since the last call; see ``Stats``."""
         return {}

@@ -119,6 +119,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
         Hook("num_stuck_references", lambda answer: checked_number(answer, "references") or 0, _always(0), sum),
         Hook("give_up_stores", merge=_none),
         Hook("reset_cache", bool, _always(True), all),  # the answer
+        Hook("use_weights", lambda answer, _: bool(answer), _always(True), all),
         Hook("get_kv_connector_stats", checked_stats, lambda _: {}),
         Hook("get_outages", checked_outages, _always(()), _united),
         Hook("get_contents", checked_contents, _always(()), _united),
@@ -186,6 +187,7 @@ class HookDispatcher(KVConnectorScheduler):
     num_stuck_references = _dispatched(KVConnectorScheduler.num_stuck_references)
     give_up_stores = _dispatched(KVConnectorScheduler.give_up_stores)
     reset_cache = _dispatched(KVConnectorScheduler.reset_cache)
+    use_weights = _dispatched(KVConnectorScheduler.use_weights)
     get_kv_connector_stats = _dispatched(KVConnectorScheduler.get_kv_connector_stats)
     get_outages = _dispatched(KVConnectorScheduler.get_outages)
     get_contents = _dispatched(KVConnectorScheduler.get_contents)

@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, split_key
+from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, namespace_of_key, split_key
 from cargohold.connector.kernel.guest import Guest, Part
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import RequestState
@@ -182,8 +182,9 @@ class Medium:
         self.name = name
         self.locality = locality
         self.max_announced = max_announced
-        # Those heard of last are last.
+        # Those heard of last are last. Hidden are those whose namespace is not the one in use.
         self.announced: OrderedDict[OffloadKey, None] = OrderedDict()
+        self.hidden: OrderedDict[OffloadKey, None] = OrderedDict()
         # By group and hash, in how many of them a block is that is not the last of its chunk: prefixes that part within a
         # chunk have its first blocks in common.
         self.inner: Counter[tuple[int, bytes]] = Counter()
@@ -295,6 +296,7 @@ class TierEvents(Guest):
         self._media = media
         self._is_asked_for = is_asked_for
         self._salted = salted
+        self._namespace = 0
         self._events: list[KVEvent] = []
         # Those noted, or found to be needed, last are last.
         self._contents: OrderedDict[OffloadKey, Contents] = OrderedDict()
@@ -337,6 +339,15 @@ class TierEvents(Guest):
     def may_store(self, key: OffloadKey, block_id: int) -> bool:
         """Whether it is known what a block holds: what could not be announced, an index would never find."""
         return self._blocks is None or self._blocks.knows(key, block_id)
+
+    def use_namespace(self, namespace: int) -> None:
+        """Announce what tiers have of this namespace, and take back the rest: no request finds that now."""
+        self._translate()
+        self._namespace = namespace
+        for medium in self._media:
+            there = (*medium.hidden, *medium.announced)
+            self._take_back(medium, there)
+            self._announce(medium, there)
 
     def shutdown(self) -> None:
         """Take back all that was announced: nobody follows these chunks any more."""
@@ -397,7 +408,7 @@ class TierEvents(Guest):
                 contents[key] = known
 
     def _is_needed(self, key: OffloadKey) -> bool:
-        is_here = key in self._storing or any(key in medium.announced for medium in self._media)
+        is_here = key in self._storing or any(key in there for of in self._media for there in (of.announced, of.hidden))
         return is_here or self._is_asked_for(key)
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -412,18 +423,21 @@ class TierEvents(Guest):
                 elif isinstance(event, ChunksFound):
                     self._announce(medium, [found.key for found in event.found if self._note_found(medium, found)])
                 else:
-                    self._take_back(medium, tuple(medium.announced))
+                    self._take_back(medium, (*medium.announced, *medium.hidden))
 
     def _announce(self, medium: Medium, keys: Sequence[OffloadKey]) -> None:
         announced = medium.announced
         for key in keys:
             if key in announced:
                 announced.move_to_end(key)
-            elif (contents := self._contents.get(key)) is not None:
+            elif (contents := self._contents.get(key)) is not None and namespace_of_key(key) == self._namespace:
                 announced[key] = None
                 self._events.append(self._stored(medium, key, contents))
-        if medium.max_announced is not None and len(announced) > medium.max_announced:
-            self._take_back(medium, tuple(islice(announced, len(announced) - medium.max_announced)))
+            elif contents is not None:
+                medium.hidden[key] = None
+        for known in (announced, medium.hidden):
+            if medium.max_announced is not None and len(known) > medium.max_announced:
+                self._take_back(medium, tuple(islice(known, len(known) - medium.max_announced)))
 
     def _note_found(self, medium: Medium, found: Found) -> bool:
         """Remember the contents of a chunk that a tier has listed; return whether it is to be announced now."""
@@ -459,6 +473,7 @@ class TierEvents(Guest):
         """Announce that chunks are gone, as far as they were announced: one event per group."""
         of_group: dict[int, list[bytes]] = {}
         for key in keys:
+            medium.hidden.pop(key, None)
             if key in medium.announced:
                 del medium.announced[key]
                 block_hash, group = split_key(key)

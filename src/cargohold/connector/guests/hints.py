@@ -34,7 +34,6 @@ from cargohold.protocol import (
     HintKind,
     HintOutcome,
     HintStatus,
-    KVCacheLayout,
     Pin,
     RequestView,
     Stats,
@@ -117,7 +116,7 @@ class Hints(Guest):
     Args:
         config: options.
         manager: the manager of the tier; its chunks' levels are changed.
-        layout: the engine's paged KV.
+        new_keys: makes keys per group, of no chunks yet.
         clock: monotonic time in seconds.
         requests: the connector's requests, by id.
 
@@ -134,14 +133,13 @@ class Hints(Guest):
         self,
         config: OffloadConfig,
         manager: OffloadManager,
-        layout: KVCacheLayout,
+        new_keys: Callable[[], tuple[ChunkKeys, ...]],
         clock: Clock,
         requests: Mapping[str, RequestState],
     ) -> None:
         self._config = config.hints
-        self._blocks_per_chunk = config.blocks_per_chunk
         self._manager = manager
-        self._layout = layout
+        self._new_keys = new_keys
         self._clock = clock
         self._requests = requests
         # Leases leave to tenants what is reserved for them.
@@ -311,7 +309,10 @@ class Hints(Guest):
         if state is not None:
             state.extend_keys()
             return state.keys
-        return _keys_of(request, self._layout, self._blocks_per_chunk)
+        keys = self._new_keys()
+        for of_group in keys:
+            of_group.extend(request.block_hashes)
+        return keys
 
     def _release(self, request: RequestView, hint: Hint) -> HintOutcome:
         """End a lease, or all grants of the tenant on a prefix."""
@@ -615,14 +616,6 @@ def _level_of(hint: Hint) -> int:
     if hint.kind is HintKind.PIN:
         return HELD
     return DEMOTED[hint.to or "lower"] if hint.kind is HintKind.DEMOTE else hint.priority
-
-
-def _keys_of(request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int) -> tuple[ChunkKeys, ...]:
-    """Return the keys of the chunks of a prefix that is no request's."""
-    keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
-    for of_group in keys:
-        of_group.extend(request.block_hashes)
-    return keys
 
 
 def _in_range(keys: Sequence[ChunkKeys], hint: Hint) -> list[OffloadKey]:

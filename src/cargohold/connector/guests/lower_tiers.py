@@ -193,11 +193,19 @@ class TiersBelow(Guest):
         """Forget what the tiers have: from now on, chunks have other names there."""
         self._lower.reset()
 
-    def shutdown(self) -> Guest | None:
-        """End all waits, and use the tiers no more."""
+    def use_namespace(self, namespace: int) -> None:
+        """End all waits: they are for chunks of another namespace than that in which requests have theirs from now on."""
+        self._end_waits()
+        self._lower.use_namespace(namespace)
+
+    def _end_waits(self) -> None:
         for waiting in self._waiting.values():
             waiting.end()
         self._waiting.clear()
+
+    def shutdown(self) -> Guest | None:
+        """End all waits, and use the tiers no more."""
+        self._end_waits()
         self._storing.clear()
         self._lower.retire()
         return _LastJobs(self._lower) if self._lower.is_busy else None

@@ -8,10 +8,8 @@ from typing import Annotated
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.registry import POLICY
 from cargohold.deadlines import DEFAULTS, MAX_SHUTDOWN_S, RESTORE, SHUTDOWN, TRANSFER
-from cargohold.errors import ConfigError
 from cargohold.option_values import is_number, parse_bytes
 from cargohold.options import FACTORY, INT_FROM_0, INT_FROM_1, PART, SHORT_TIME, SIZE, Options, must
-from cargohold.protocol import AttentionKind, KVCacheLayout
 
 _SHUTDOWN = must(
     lambda value: is_number(value) and 0 <= value <= MAX_SHUTDOWN_S, f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}"
@@ -63,23 +61,3 @@ class KernelConfig(Options):
     def num_host_bytes(self) -> int:
         """``host_bytes`` as a number."""
         return parse_bytes("host_bytes", self.host_bytes)
-
-    def check_chunks_can_be_filled(self, layout: KVCacheLayout, max_model_len: int) -> None:
-        """Check that there can be a request long enough for one chunk.
-
-        Args:
-            layout: the paged KV.
-            max_model_len: tokens of the longest sequence.
-
-        Raises:
-            ConfigError: no request can ever fill a chunk, so nothing would be kept.
-        """
-        limits = [layout.num_blocks - 1 for group in layout.groups if group.kind is AttentionKind.FULL]
-        # The KV of the last token is not computed: there is none behind it that would look at it.
-        num_tokens = max_model_len - 1
-        groups = [group for group in layout.groups if group.kind is not AttentionKind.RECURRENT]
-        limits += [num_tokens // group.block_tokens for group in groups]
-        most = max(1, min(limits, default=self.blocks_per_chunk))
-        if self.blocks_per_chunk > most:
-            expected = f"no request can have so many full blocks, so nothing would ever be kept; use at most {most}"
-            raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, expected)

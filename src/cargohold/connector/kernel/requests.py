@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from cargohold.cache.manager import ChunkKeys
 from cargohold.errors import RequestError
-from cargohold.protocol import KVCacheLayout, RequestView
+from cargohold.protocol import RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,9 @@ class RequestState:
     tenant: str | None = field(init=False)
 
     @classmethod
-    def create(
-        cls, request: RequestView, layout: KVCacheLayout, blocks_per_chunk: int, *, store_generated: bool = True
-    ) -> RequestState:
+    def create(cls, request: RequestView, keys: tuple[ChunkKeys, ...], *, store_generated: bool = True) -> RequestState:
         """Make the state of a request that has just arrived. Raises ``RequestError`` if its parameters are invalid."""
         params = TransferParams.parse(request.kv_transfer_params, request.request_id)
-        keys = tuple(ChunkKeys(group, blocks_per_chunk, layout.hash_block_tokens) for group in layout.groups)
         limit = NEVER if params.max_store_tokens is None else params.max_store_tokens
         limit = limit if store_generated else min(limit, request.num_prompt_tokens)
         return cls(request, params, keys, [0] * len(keys), limit)
@@ -149,6 +146,12 @@ class RequestState:
         hashes = self.request.block_hashes
         for keys in self.keys:
             keys.extend(hashes)
+
+    def move_to(self, keys: tuple[ChunkKeys, ...]) -> None:
+        """Go on with keys of another namespace, in which nothing was looked up or offered for it yet."""
+        self.keys, self.lookup, self.is_marked = keys, None, False
+        self.hit_tokens, self.max_computed_tokens = 0, NEVER
+        self.offer_from([0] * len(keys))
 
     def note_once(self, sentence: str) -> None:
         """Tell the request why it is answered so, unless that is what it was told last: the engine may ask in every step."""

@@ -115,10 +115,7 @@ class KernelScheduler(KVConnectorScheduler):
     def on_new_request(self, request: RequestView) -> None:
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
         shared = self._shared
-        config = shared.config
-        state = RequestState.create(
-            request, shared.layout, config.blocks_per_chunk, store_generated=config.store_generated
-        )
+        state = RequestState.create(request, shared.new_keys(), store_generated=shared.config.store_generated)
         self._guests.request_new(state)
         self._requests[request.request_id] = state
 

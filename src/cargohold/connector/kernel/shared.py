@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from cargohold.cache.manager import OffloadManager
+from cargohold.cache.manager import ChunkKeys, OffloadManager, chunk_keys
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import BlockHolder, JobTable
@@ -31,6 +31,7 @@ class Shared:
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
         context: the engine's block pool; ``None`` if the engine gives none.
+        namespace: number of the namespace in which chunks have their keys now.
         stats: counters since they were last taken.
         failures: log of transfers that failed.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
@@ -46,6 +47,7 @@ class Shared:
     keeps_partial_loads: bool = True
     prefix_caching: bool = True
     context: SchedulerContext | None = None
+    namespace: int = 0
     stats: Tally = field(default_factory=Tally)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)
@@ -60,6 +62,10 @@ class Shared:
         """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be told."""
         keeps_blocks = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
         return keeps_blocks and self.prefix_caching and self.context is not None
+
+    def new_keys(self) -> tuple[ChunkKeys, ...]:
+        """Return keys per group, of no chunks yet."""
+        return chunk_keys(self.layout, self.config.blocks_per_chunk, self.namespace)
 
     def count(self, series: Series, amount: float) -> None:
         """Add to a time series."""

@@ -180,7 +180,7 @@ class LazyStores(StorePlanner):
         Ends of prefixes are evicted before their beginnings, on the device and in host memory: what is stored first counts as
         the oldest there. To which prefixes the blocks belong is not known.
         """
-        by_key = {_key(block): block for block in unsafe}
+        by_key = {self._key(block): block for block in unsafe}
         handle = self._shared.manager.prepare_stores([StoreOffer((key,)) for key in by_key])
         self._shared.stats[metrics.DEFERRED_STORES.of()] += bool(handle.deferred)
         if not handle.keys:
@@ -206,18 +206,17 @@ class LazyStores(StorePlanner):
 
     def _needs_no_copy(self, block: KVCacheBlockView) -> bool:
         """Whether a block is kept already, or must not be kept."""
-        key = _key(block)
+        key = self._key(block)
         return self._shared.manager.lookup([key])[0] == READY or not self._shared.guests.may_store(key, block.block_id)
+
+    def _key(self, block: KVCacheBlockView) -> OffloadKey:
+        assert block.block_hash is not None and block.group_id is not None, "an empty block needs no copy"
+        return offload_key(block.block_hash, block.group_id, self._shared.namespace)
 
     def _context(self) -> SchedulerContext:
         if self._shared.context is None:
             raise ContractError("lazy", "the engine gives no view of its block pool, which lazy offloading walks")
         return self._shared.context
-
-
-def _key(block: KVCacheBlockView) -> OffloadKey:
-    assert block.block_hash is not None and block.group_id is not None, "an empty block needs no copy"
-    return offload_key(block.block_hash, block.group_id)
 
 
 # --- makes both sides of the lazy offloading connector ----------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.manager import NUM_NAMESPACES, OffloadKey, OffloadManager
 from cargohold.cache.retention import NO_RETENTION, Budget
 from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.guests.events import tier_events
@@ -36,6 +37,38 @@ from cargohold.protocol import (
 from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.messages import TierReport
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Prefetches
+
+MAX_WEIGHTS: Final = 64
+"""Maximum number of weights of which it is remembered which namespace is theirs."""
+
+
+class NamedWeights:
+    """Which namespace is that of which weights: those of the model's files have number 0, until all chunks are forgotten."""
+
+    def __init__(self) -> None:
+        self._files: int | None = 0
+        self._number = 0
+        # Those used last are last.
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+
+    def number_of(self, name: str) -> int | None:
+        """Return the number of the namespace of these weights; ``None`` if there are no numbers any more."""
+        if not name and self._files is not None:
+            return self._files
+        number = self._numbers.pop(name, None)
+        if number is None:
+            if self._number == NUM_NAMESPACES - 1:
+                return None
+            self._number = number = self._number + 1
+        self._numbers[name] = number
+        if len(self._numbers) > MAX_WEIGHTS:
+            self._numbers.popitem(last=False)
+        return number
+
+    def forget(self) -> None:
+        """Forget all: nothing is kept of any weights, and of which ones the next chunks will be is not known."""
+        self._files = None
+        self._numbers.clear()
 
 
 class OffloadingScheduler(KernelScheduler):
@@ -75,12 +108,13 @@ class OffloadingScheduler(KernelScheduler):
         self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
         self._meters = Meters(self._shared, environment, lower)
         self._handoff = HandingOff(lower)
-        self._hints = Hints(config, manager, environment.layout, environment.clock, self._requests)
+        self._hints = Hints(config, manager, self._shared.new_keys, environment.clock, self._requests)
         self._hints.coming = self._stores.coming
         self._below = None if lower is None else self._make_below(lower, config, environment)
         view = GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
         own = [made_by("guests", guest, Guest, view) for guest in config.guests]
         guests = (self._events, self._meters, self._handoff, self._hints, self._below, *own)
+        self._weights = NamedWeights()
         self._guests.welcome([guest for guest in guests if guest is not None])
 
     def _make_below(self, lower: LowerTiers, config: OffloadConfig, environment: SchedulerEnvironment) -> TiersBelow:
@@ -100,6 +134,41 @@ class OffloadingScheduler(KernelScheduler):
         if self._events is not None:
             below.on_ask = hints.on_ask = through(self._events, self._events.note_wanted, None)
         return below
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def use_weights(self, name: str) -> bool:
+        """Give chunks keys of other weights' namespace, unless a load is in flight. What is kept stays, and ages."""
+        shared = self._shared
+        if any(not shared.jobs.is_stuck(load.job_id) for load in shared.jobs.loads()):
+            return False
+        namespace = self._weights.number_of(name)
+        if namespace is None:
+            return self.reset_cache()
+        self.give_up_stores()
+        shared.namespace = namespace
+        for state in self._requests.values():
+            state.move_to(shared.new_keys())
+        self._meters.reset()
+        through = self._guests.through
+        through(self._hints, self._hints.void_all, None)()
+        if self._below is not None:
+            through(self._below, self._below.use_namespace, None)(namespace)
+        if self._events is not None:
+            through(self._events, self._events.use_namespace, None)(namespace)
+        return True
+
+    def reset_cache(self) -> bool:
+        """Forget every chunk, of all weights, unless a job is in flight or a guest says no."""
+        is_reset = super().reset_cache()
+        if is_reset:
+            self._weights.forget()
+        return is_reset
+
+    @property
+    def namespace(self) -> int:
+        """Number of the namespace in which chunks have their keys now: for inspection."""
+        return self._shared.namespace
 
     @property
     def jobs(self) -> JobTable:

@@ -1,4 +1,4 @@
-"""Follows resets of vLLM's prefix cache: nothing that is kept may be found until it is known to be true, or dropped.
+"""Follows resets of vLLM's prefix cache: nothing that is kept may be found until it is known of which weights it is.
 
 A program that changes a model's weights in place has vLLM reset its prefix cache, because the KV of other weights is worthless.
 It easily forgets that more KV is kept below: vLLM resets connectors only on demand, and does not tell them of other resets.
@@ -7,9 +7,10 @@ begins.
 
 ::
 
-    open ── reset ──> closed ── all workers hold what they held ──────────────────────> open
+    open ── reset ──> closed ── all workers hold what they held ─────────────────────────> open
                         │
-                        └── some hold something else, or cannot tell ──> dropping ──> open
+                        ├── some hold something else ──> moving to these weights' KV ──> open
+                        └── one cannot tell ──> dropping ──────────────────────────────> open
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from typing import Any, Final
 
 from cargohold.protocol import ConnectorGuard
@@ -57,11 +59,14 @@ class CacheResets:
         self._is_paused = is_paused
         self._index = pool.cached_block_hash_to_block
         self._is_due = False
+        # The weights whose KV requests are to find from now on, while the connector has not moved to it.
+        self._moves_to: str | None = None
         # The number of the last look at the weights, whether workers were asked for it, and what they have answered by rank.
         self._look = 0
         self._is_looking = False
         self._asked = 0
         self._is_wanted = False
+        self._first: dict[int, str] = {}
         self._held: dict[int, str] = {}
         self._seen: dict[int, str] = {}
         self._reset_pool = pool.reset_prefix_cache
@@ -78,7 +83,9 @@ class CacheResets:
             self._close()
         if self._is_due:
             self._is_due = not self._guard.reset_cache()
-        return self._is_due or self._is_looking
+        if self._moves_to is not None and not self._is_due and self._guard.use_weights(self._moves_to):
+            self._moves_to = None
+        return self._is_due or self._is_looking or self._moves_to is not None
 
     def reset(self) -> bool:
         """Drop what is kept, or look at the weights if vLLM is paused. It may be in use: then it is dropped later.
@@ -92,9 +99,9 @@ class CacheResets:
         else:
             self._is_due = not self._guard.reset_cache()
             if self._policy == CHECK:
-                # What is kept from now on is of the weights of now: the next reset compares with these.
-                self._begin_look()
-                self._is_looking, self._held = False, {}
+                # What is kept from now on is of the weights of now: these are to be known, too.
+                self._held = {}
+                self._close()
         return True
 
     def is_unsure(self) -> bool:
@@ -121,12 +128,11 @@ class CacheResets:
         """
         for look, fingerprint in seen.items():
             if not look:
-                self._held[rank] = fingerprint
+                self._first[rank] = self._held[rank] = fingerprint
             elif look == self._look:
                 self._seen[rank] = fingerprint
         if len(self._seen) == self._num_workers:
-            if self._is_looking:
-                self._decide()
+            self._decide()
             self._held, self._seen = self._seen, {}
 
     def _close(self) -> None:
@@ -150,10 +156,16 @@ class CacheResets:
         if self._seen == self._held and all(self._seen.values()):
             logger.info("vLLM's prefix cache was reset, and the weights are the same: what Cargohold keeps stays")
             return
-        blind = sorted(rank for rank, fingerprint in self._seen.items() if not fingerprint)
-        why = f"worker {blind[0]} cannot tell which weights it holds" if blind else "the weights are others"
+        blind = next((rank for rank, fingerprint in sorted(self._seen.items()) if not fingerprint), None)
+        if blind is None:
+            logger.info(
+                "vLLM's prefix cache was reset, and the weights are others: what Cargohold keeps is found when its own return"
+            )
+            self._moves_to = "" if self._seen == self._first else _digest(self._seen)
+            return
+        why = f"worker {blind} cannot tell which weights it holds"
         logger.warning("vLLM's prefix cache was reset, and %s: what Cargohold keeps is dropped", why)
-        self._is_due = True
+        self._is_due, self._moves_to = True, None
 
     def _reset_pool_now(self) -> bool:
         """Reset vLLM's pool, which refuses while blocks are in use: if only stores use any, they let go first, and are void."""
@@ -163,6 +175,11 @@ class CacheResets:
             self._guard.give_up_stores()
         is_reset: bool = self._reset_pool()
         return is_reset
+
+
+def _digest(seen: Mapping[int, str]) -> str:
+    """Return a name of what all workers hold."""
+    return sha256(repr(sorted(seen.items())).encode()).hexdigest()
 
 
 def is_paused(pool: Any) -> bool:

@@ -466,7 +466,7 @@ class SchedulerSide:
         elif request_id in self._failed:
             why_not = "its load has failed, and is not tried again"
         elif self._resets.is_due() and not self._resets.is_unsure():
-            why_not = "what is kept is being dropped, because the prefix cache was reset"
+            why_not = "what is kept is being dropped or set aside, because the prefix cache was reset"
         if why_not is not None:
             self._told.note(request_id, f"nothing was looked up: {why_not}")
         return why_not is None

@@ -209,7 +209,7 @@ class Run:
         self._asks: dict[str, Ask] = {}
         self._result = RunResult()
         # Versions of the weights: the one in use, and the one that the process started with.
-        self._weights = self._first_weights = 0
+        self._weights = self._first_weights = self._newest_weights = 0
         self._is_reset_due = False
         self._deadline = self._latest_end()
         self._engine: Replica
@@ -303,7 +303,7 @@ class Run:
         return True
 
     def _try_to_reset(self) -> None:
-        """Reset all caches, and change the weights, as that is what resets are for, but for each third time.
+        """Reset all caches; then go on with new weights, with earlier ones, or with the same.
 
         If that is refused, try again later.
         """
@@ -311,9 +311,12 @@ class Run:
         if self._is_reset_due:
             return
         self._result.tallies["resets"] += 1
-        if self._result.tallies["resets"] % 3:
-            self._weights += 1
-            self._engine.load_weights(self._weights)
+        num_before, which = divmod(self._result.tallies["resets"], 3)
+        if which == 1:
+            self._weights = self._newest_weights = self._newest_weights + 1
+        elif which == 2:
+            self._weights = num_before % (self._newest_weights + 1)
+        self._engine.load_weights(self._weights)
         self._timeline.note(self._clock.now, f"caches were reset; the weights are number {self._weights} now")
         pool = self._engine.scheduler.kv.pool
         if pool.num_cached_prefixes:

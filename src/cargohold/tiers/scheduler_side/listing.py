@@ -100,7 +100,7 @@ class InventoryScan:
         if task.is_cancelled or not is_done:
             self._note_failure(kind)
             return
-        self._tier.hold(task.keys, succeeded)
+        self._tier.hold(self._tasks.keys_of(task.keys), succeeded)
         if kind is JobKind.DESCRIBE:
             there = tuple(map(Found, compress(listing.keys, succeeded), compress(listing.details, succeeded)))
             self._num_found += len(there)

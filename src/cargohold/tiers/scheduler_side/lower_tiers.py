@@ -298,6 +298,12 @@ class LowerTiers:
         self.promises.note_reset()
         self._tasks.rename()
 
+    def use_namespace(self, namespace: int) -> None:
+        """Learn in which namespace requests have their chunks now. In all but 0, no other engine knows their names."""
+        if namespace:
+            self._tasks.use_namespaces()
+        self.promises.are_names_private = self._tasks.is_renamed or namespace > 0
+
     # --- for workers --------------------------------------------------------------------------------------------------
 
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:

@@ -73,7 +73,7 @@ class Promises:
         # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
         self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
         self._check_at = _NEVER
-        self._are_names_private = False
+        self.are_names_private = False
         self._hold_s = hold_s
         self.num_broken = 0
 
@@ -93,7 +93,7 @@ class Promises:
         """Why nothing can be promised, as a clause; empty if something can."""
         if not self._tiers:
             return "no tier is shared with other engines"
-        if self._are_names_private:
+        if self.are_names_private:
             return "after a reset, other engines do not find what this one writes"
         return "; ".join(tier.trouble for tier in self._tiers) if all(tier.is_off for tier in self._tiers) else ""
 
@@ -188,7 +188,7 @@ class Promises:
     def note_reset(self) -> None:
         """Forget all promises: from now on chunks have names that no other engine knows."""
         self.give_up_all()
-        self._are_names_private = True
+        self.are_names_private = True
 
     def states(self, keys: Sequence[OffloadKey]) -> bytes:
         """Return what another engine finds, one byte per chunk, in prefix order.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final, TypeVar
 
-from cargohold.cache.manager import OffloadKey
+from cargohold.cache.manager import OffloadKey, namespace_of_key, offload_key, split_key
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.messages import TierCommand, both
@@ -107,17 +107,20 @@ class TaskTable:
 
     Args:
         clock: time in which the engine steps.
-        new_epoch: makes a new name for ``rename``.
+        new_epoch: makes a new name for ``rename``, and for chunks of weights that only this process has held.
 
     Attributes:
         notes_of: says what else is known of chunks that are written, one note each, or none at all if that is nothing.
+        is_renamed: whether all chunks have other names in the tiers than their keys.
     """
 
     def __init__(self, clock: Clock, new_epoch: Callable[[], bytes]) -> None:
         self._clock = clock
         self._new_epoch = new_epoch
+        # Part of the names of chunks that no other engine is to find: of all, or of all but those in namespace 0.
         self._epoch = b""
-        # By name, after a ``rename``; the oldest first.
+        self.is_renamed = False
+        # By name, where that is not the key; the oldest first.
         self._key_of: OrderedDict[OffloadKey, OffloadKey] = OrderedDict()
         self.notes_of: Callable[[Sequence[OffloadKey]], Sequence[Note]] = lambda _: ()
         self._wanted: deque[TierTask] = deque()
@@ -196,21 +199,24 @@ class TaskTable:
         cancelled, self._cancelled = self._cancelled, []
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
 
-    @property
-    def is_renamed(self) -> bool:
-        """Whether chunks have other names in the tiers than their keys."""
-        return bool(self._epoch)
-
     def rename(self) -> None:
         """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
-        self._epoch = self._new_epoch()
+        self._epoch, self.is_renamed = self._new_epoch(), True
         self._key_of.clear()
+
+    def use_namespaces(self) -> None:
+        """Give chunks of all namespaces but 0 names in the tiers that only this process knows."""
+        self._epoch = self._epoch or self._new_epoch()
+
+    def is_private(self, key: OffloadKey) -> bool:
+        """Whether a chunk has another name in the tiers than its key, so that no other engine finds it."""
+        return self.is_renamed or namespace_of_key(key) > 0
 
     def keys_of(self, names: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys of chunks that have these names in the tiers; those unknown since a ``rename`` are left out."""
         if not self._epoch:
             return names
-        return [key for key in map(self._key_of.get, names) if key is not None]
+        return [key for name in names if (key := self._key_of.get(name, None if self.is_renamed else name)) is not None]
 
     def note_lost(self, tier: int, lost: AbstractSet[OffloadKey] | None) -> None:
         """Note that a worker has lost chunks of a tier, or all for ``None``, for tasks that were answered and have not ended.
@@ -231,19 +237,25 @@ class TaskTable:
     def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
         """Return what else is known of chunks, or nothing if that is nothing."""
         notes = tuple(self.notes_of(keys))
-        if self._epoch:  # no later engine will ask what these chunks are
-            notes = tuple(note if note.details is NO_DETAILS else replace(note, details=NO_DETAILS) for note in notes)
+        if self._epoch:  # no later engine will ask what private chunks are
+            notes = tuple(
+                replace(note, details=NO_DETAILS) if note.details is not NO_DETAILS and self.is_private(key) else note
+                for key, note in zip(keys, notes, strict=False)  # no notes at all where there is nothing to say
+            )
         return notes if any(note is not NO_NOTE for note in notes) else ()
 
     def names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
-        """Return the names of chunks in the tiers: their keys, or digests of epoch and key after a ``rename``."""
+        """Return the names of chunks in the tiers: their keys, or digests of epoch and key if they are private."""
         return tuple(map(self._name, keys) if self._epoch else keys)
 
     def _name(self, key: _SomeKey) -> _SomeKey:
         if key is None:
             return key
-        # As long as the key; the group in its last 4 bytes stays readable.
-        name = blake2b(self._epoch + key, digest_size=len(key) - 4).digest() + key[-4:]
+        if not self.is_private(key):
+            return key
+        # As long as the key, and in the same group.
+        block_hash, group = split_key(key)
+        name = offload_key(blake2b(self._epoch + key, digest_size=len(block_hash)).digest(), group)
         self._key_of[name] = key
         if len(self._key_of) > _MAX_NAMES:
             self._key_of.popitem(last=False)

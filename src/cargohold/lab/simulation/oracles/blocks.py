@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from cargohold.blocks import READY, extend_hashes, root_hash
-from cargohold.cache.manager import offload_key, split_key
+from cargohold.cache.manager import namespace_of_key, offload_key, split_key
+from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.guests.events import contents_in
 from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.engine.core.request import SchedulerStep, StepOutput
@@ -230,13 +231,19 @@ class EventOracle(Oracle):
     def _compare_tiers(self) -> None:
         # A connector that is turned off has taken back what it announced, because nothing can load its chunks any more.
         announced = self._index[MEDIUM_HOST]
-        unpublished = [offload_key(*prefix) for prefix in self._unpublished()]
+        unpublished = self._unpublished()
         num_found = num_ready = 0
         for side in live_sides(self._engine.scheduler.connector):
-            manager = side.manager.inner if isinstance(side.manager, FaultyManager) else side.manager
+            manager, now = (
+                side.manager.inner if isinstance(side.manager, FaultyManager) else side.manager,
+                side.namespace,
+            )
+            hidden = [offload_key(*prefix, now) for prefix in unpublished]
+            if isinstance(manager, TierManager):
+                hidden += [key for key in manager.table.keys if key is not None and namespace_of_key(key) != now]
             # Of a chunk of several blocks, the key has the hash of the last.
-            num_found += manager.lookup([offload_key(*prefix) for prefix in announced]).count(READY)
-            num_ready += manager.num_ready - manager.lookup(unpublished).count(READY)
+            num_found += manager.lookup([offload_key(*prefix, now) for prefix in announced]).count(READY)
+            num_ready += manager.num_ready - manager.lookup(hidden).count(READY)
         self.require(num_found == num_ready, f"{num_found} chunks announced, {num_ready} held")
         if all(side.blocks_per_chunk == 1 for side in live_sides(self._engine.scheduler.connector)):
             self.require(announced.total() == num_ready, f"{announced.total()} blocks announced, {num_ready} held")

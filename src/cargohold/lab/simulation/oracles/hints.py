@@ -172,7 +172,9 @@ class HintOracle(Oracle):
             ends = range(first + size, end + 1, size)
             hashes = request.block_hashes
             numbers = (at // layout.hash_block_tokens - 1 for at in ends)
-            allowed.update(offload_key(hashes[number], group.index) for number in numbers if number < len(hashes))
+            allowed.update(
+                offload_key(hashes[number], group.index, side.namespace) for number in numbers if number < len(hashes)
+            )
         if not grant.keys.keys() <= allowed:
             self._found = f"hint {hint.action_id} covers chunks outside of tokens {hint.start} to {hint.end}"
 

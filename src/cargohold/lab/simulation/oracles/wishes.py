@@ -76,7 +76,7 @@ class WishOracle(Oracle):
         """Remember what may be stored of a request that has ended: some of it may be stored later."""
         if update.request.is_finished:
             for watched in self._sides:
-                watched.allowed[update.request.request_id] |= _storable(update.request, self._engine, watched.plan)
+                watched.allowed[update.request.request_id] |= _storable(update.request, self._engine, watched)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Nothing forbidden was begun in the step, and chunks that a load has found bad cannot be found."""
@@ -139,7 +139,7 @@ class WishOracle(Oracle):
         allowed: set[OffloadKey] = set()
         for request_id in store.request_ids:
             allowed |= watched.allowed[request_id]
-            allowed |= _storable(self._engine.requests[request_id], self._engine, watched.plan)
+            allowed |= _storable(self._engine.requests[request_id], self._engine, watched)
         forbidden = set(store.handle.keys) - allowed
         if forbidden:
             names = " ".join(sorted(key.hex()[:8] for key in forbidden))
@@ -167,8 +167,9 @@ def _limit(request: Request, name: str) -> int | None:
     return limit
 
 
-def _storable(request: Request, engine: Replica, plan: TierPlan) -> set[OffloadKey]:
+def _storable(request: Request, engine: Replica, watched: _WatchedSide) -> set[OffloadKey]:
     """The chunks of a request that may be stored."""
+    plan, namespace = watched.plan, watched.side.namespace
     num_tokens = request.num_tokens
     if not plan.options.get("store_generated", True):
         num_tokens = min(num_tokens, request.num_prompt_tokens)
@@ -180,7 +181,7 @@ def _storable(request: Request, engine: Replica, plan: TierPlan) -> set[OffloadK
     for group in layout.groups:
         chunk_tokens = group.block_tokens * plan.options.get("blocks_per_chunk", 1)
         for end in range(chunk_tokens, num_tokens + 1, chunk_tokens):
-            keys.add(offload_key(hashes[end // layout.hash_block_tokens - 1], group.index))
+            keys.add(offload_key(hashes[end // layout.hash_block_tokens - 1], group.index, namespace))
     return keys
 
 
