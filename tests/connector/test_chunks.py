@@ -8,14 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from cargohold.blocks import ABSENT, READY, GroupUnits, longest_hit
-from cargohold.connector.kernel.loads import (
-    BlocksToLoad,
-    BlocksToStore,
-    blocks_to_load,
-    blocks_to_store,
-    rows_to_load,
-    rows_to_store,
-)
+from cargohold.cache.manager import offload_key
+from cargohold.cache.rows import rows_to_load, rows_to_store
+from cargohold.connector.kernel.loads import BlocksToLoad, BlocksToStore, blocks_to_load, blocks_to_store
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 BLOCK_TOKENS = 2
@@ -143,15 +138,23 @@ class Present:
 
 
 def test_rows_of_a_chunk_are_those_of_its_slot_without_null_blocks() -> None:
-    assert rows_to_store([7, 8, 9, 0, 10, 11], [3, 0], [4, 2], 3) == ((10, 11, 7, 8, 9), (13, 14, 6, 7, 8))
-    assert rows_to_store([7, 8, 9], [2, 0], [4, 2], 1) == ((9, 7), (4, 2))
+    keys = [offload_key(b"a", 0), offload_key(b"b", 0)]
+    assert rows_to_store([7, 8, 9, 0, 10, 11], [3, 0], keys, [4, 2], 3)[:2] == ((10, 11, 7, 8, 9), (13, 14, 6, 7, 8))
+    assert rows_to_store([7, 8, 9], [2, 0], keys, [4, 2], 1) == ((9, 7), (4, 2), ())
+
+
+def test_rows_of_chunks_that_differ_in_size_are_their_own() -> None:
+    """Group 1's blocks have two rows, group 0's one; the first block of the second chunk is null."""
+    keys = [offload_key(b"a", 0), offload_key(b"b", 1)]
+    slots = [(7, 9), (1, 4, 5, 8)]
+    assert rows_to_store([10, 11, 0, 12], [0, 2], keys, slots, 2) == ((10, 11, 12), (7, 9, 5, 8), (0, 0, 1))
+    assert rows_to_load([5, 6], [2, 3], [(1, 4, 5, 8), (3, 2, 0, 6)], 2) == [5, 8, 3, 2]
 
 
 def test_rows_to_load_are_those_of_the_blocks_places_in_their_chunks() -> None:
     """The first block lies inside chunk 2, and one of chunk 3's is not needed."""
-    blocks = BlocksToLoad(numbers=[7, 8, 9, 11], block_ids=[70, 80, 90, 110], chunks=[2, 3])
-    assert list(rows_to_load(blocks, slots=[5, 1], blocks_per_chunk=3)) == [16, 17, 3, 5]
-    assert list(rows_to_load(BlocksToLoad([7, 9], [70, 90], [7, 9]), slots=[5, 1], blocks_per_chunk=1)) == [5, 1]
+    assert list(rows_to_load([7, 8, 9, 11], [2, 3], [5, 1], 3)) == [16, 17, 3, 5]
+    assert list(rows_to_load([7, 9], [7, 9], [5, 1], 1)) == [5, 1]
 
 
 def test_a_load_of_nothing_has_no_blocks() -> None:

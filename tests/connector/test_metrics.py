@@ -32,7 +32,7 @@ def test_several_connectors_are_added_up_and_levels_told_in_tokens_too() -> None
 
 def test_a_token_that_several_devices_hold_is_one_token() -> None:
     stats: Stats = {metrics.TIER_READY.of("device"): 800.0, metrics.TIER_READY.of("host"): 400.0}
-    told = for_operators(stats, block_bytes=50, token_bytes=20, num_replicas=4)
+    told = for_operators(stats, block_bytes=50, token_bytes=20, device_token_bytes=80)
     in_tokens = metrics.IN_TOKENS[metrics.TIER_READY]
     assert (told[in_tokens.of("device")], told[in_tokens.of("host")]) == (10, 20)
 
@@ -83,6 +83,7 @@ tenant_bytes gauge tier tenant
 tenant_tokens gauge tier tenant
 tenant_quota_bytes gauge tier tenant limit
 tenant_quota_tokens gauge tier tenant limit
+tokens_per_gib gauge what
 hints counter outcome
 moved_bytes counter tier direction
 stored_chunks counter tier

@@ -80,7 +80,7 @@ def test_a_corrupted_tier_is_noticed_by_these_tests() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(40), offloading)
     serve_and_lose(engine, offloading, prompt(0, 30), 1)
-    rows = offloading.rows(0, engine.layout.block_bytes)
+    rows = offloading.rows(0, engine.layout)
     rows += 1
     engine.add("second", prompt(0, 30), 1)
     with pytest.raises(AssertionError, match="does not hold the KV"):

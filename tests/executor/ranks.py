@@ -288,7 +288,9 @@ class WrapsTransfersOnRank:
         layout = environment.layout
         num_rows = self.inner.num_slots(layout) * self.inner.config.blocks_per_chunk
         memory = HostMemory(num_rows, layout.block_bytes, environment.exchange)
-        return OffloadingWorker(lambda regions: self.wrap(make_transfer_worker(regions, memory, environment.clock)))
+        return OffloadingWorker(
+            lambda kv_caches: self.wrap(make_transfer_worker(kv_caches[0], memory, environment.clock))
+        )
 
 
 def stores_nothing(inner: TransferWorker) -> TransferWorker:

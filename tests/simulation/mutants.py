@@ -126,7 +126,7 @@ def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
 def computes_before_a_load_of_the_same_step_has_arrived(patch: Patch) -> None:
     def start_only(self: OffloadingWorker, loads: Sequence[LoadJob]) -> None:
         for load in loads:
-            self._start(load)
+            self._start(load, Direction.LOAD)
 
     patch.setattr(OffloadingWorker, "_load_in_step", start_only)
 
@@ -135,7 +135,7 @@ def computes_before_a_load_of_the_same_step_has_arrived(patch: Patch) -> None:
 def takes_a_load_that_fails_within_a_step_for_a_good_one(patch: Patch) -> None:
     def wait_for_all(self: OffloadingWorker, loads: Sequence[LoadJob]) -> None:
         for load in loads:
-            self._start(load)
+            self._start(load, Direction.LOAD)
         if loads:
             self._running.finish_loads()
 
@@ -185,11 +185,11 @@ def stores_chunks_with_null_blocks(patch: Patch) -> None:
 
 @mutant(workload="chunks")
 def confuses_rows_inside_a_chunk(patch: Patch) -> None:
-    def packed(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: int) -> list[int]:
-        slot_of = dict(zip(blocks.chunks, slots, strict=True))
+    def packed(numbers: Sequence[int], chunks: Sequence[int], slots: Sequence[int], blocks_per_chunk: int) -> list[int]:
+        slot_of = dict(zip(chunks, slots, strict=True))
         counts: Counter[int] = Counter()
         rows = []
-        for number in blocks.numbers:
+        for number in numbers:
             chunk = number // blocks_per_chunk
             rows.append(slot_of[chunk] * blocks_per_chunk + counts[chunk])
             counts[chunk] += 1  # counted from the first that takes part, not from the chunk's start
@@ -467,8 +467,10 @@ def lets_only_its_own_loads_wait_for_what_a_worker_stores(patch: Patch) -> None:
 def leaves_what_another_worker_should_write_to_nobody(patch: Patch) -> None:
     init = SharedStores.__init__
 
-    def careless(self: SharedStores, inner: TransferWorker, is_own: Callable[[int], bool]) -> None:
-        init(self, inner, lambda row: row % 2 == 0 and is_own(row))
+    def careless(
+        self: SharedStores, inner: TransferWorker, is_own: Callable[[int], bool], rows_per_block: Sequence[int] = ()
+    ) -> None:
+        init(self, inner, lambda row: row % 2 == 0 and is_own(row), rows_per_block)
 
     patch.setattr(SharedStores, "__init__", careless)
 
@@ -482,7 +484,7 @@ def forgets_a_pin(patch: Patch) -> None:
 
     def unpinned(self: TierManager, keys: Any) -> Any:
         handle: Any = prepare(self, keys)
-        self._table.unpin(handle.slots)
+        self._table.unpin(handle.places)
         return handle
 
     patch.setattr(TierManager, "prepare_load", unpinned)
@@ -494,7 +496,7 @@ def finds_chunks_that_are_being_written(patch: Patch) -> None:
 
     def visible_at_once(self: TierManager, offers: Any) -> Any:
         handle: Any = prepare(self, offers)
-        for slot in handle.slots:
+        for slot in handle.places:
             self._table.states[slot] = READY
         return handle
 
@@ -576,7 +578,7 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 
             def without_hold(manager: TierManager, keys: Any) -> Any:
                 handle: Any = prepare(manager, keys)
-                manager._table.unpin(handle.slots)
+                manager._table.unpin(handle.places)
                 return handle
 
             inner.setattr(TierManager, "prepare_load", without_hold)

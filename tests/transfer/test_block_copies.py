@@ -62,9 +62,7 @@ def test_every_byte_goes_to_its_place_and_no_other(
     links = (plain, KernelLink(rows, locks, rows, plain), BatchLink(rows, locks, copy_at_once, plain))
     copies: list[tuple[BlockCopies, list[torch.Tensor]]] = []
     for link in links:
-        copies.append(
-            (StagedCopies(regions, link, num_buffer_rows(buffer_rows * row_bytes, row_bytes, NUM_ROWS)), regions)
-        )
+        copies.append((StagedCopies(regions, link, buffer_of(buffer_rows * row_bytes, row_bytes)), regions))
         copies.append((DirectCopies(whole, link), [whole]))
     blocks, places = [block for block, _ in pairs], [row for _, row in pairs]
     started = rows.clone(), whole.clone()
@@ -83,6 +81,10 @@ def test_every_byte_goes_to_its_place_and_no_other(
     locks.close()
 
 
+def buffer_of(num_bytes: int, row_bytes: int) -> torch.Tensor:
+    return torch.empty((num_buffer_rows(num_bytes, row_bytes, NUM_ROWS), row_bytes), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("widths", "element"),
     [((64, 128), torch.int64), ((64, 12), torch.int32), ((64, 2), torch.int16), ((64, 3), torch.uint8)],
@@ -91,7 +93,7 @@ def test_kernels_move_the_widest_elements_that_fit(widths: tuple[int, int], elem
     memory = HostMemory(NUM_ROWS, sum(widths))
     locks = PageLocks(memory.rows, lambda *_: None, lambda _: None)
     regions = [torch.zeros((NUM_BLOCKS, width), dtype=torch.uint8) for width in widths]
-    copies = StagedCopies(regions, RunLink(torch.from_numpy(memory.rows), locks), num_buffer_rows(1, 512, NUM_ROWS))
+    copies = StagedCopies(regions, RunLink(torch.from_numpy(memory.rows), locks), buffer_of(1, sum(widths)))
     assert {tensor.dtype for pair in copies._pairs for tensor in pair} == {element}
     assert len(copies._buffer) == 1, "no less than one row"
     locks.close()

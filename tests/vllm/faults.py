@@ -11,6 +11,7 @@ from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
+from cargohold.transfer.parts import span_of
 
 
 @dataclass
@@ -31,17 +32,23 @@ class Faults:
     hold_polls: int = 0
     counts: dict[tuple[Direction, TransferOutcome], int] = field(default_factory=dict)
 
-    def make_transfers(self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> TransferWorker:
+    def make_transfers(
+        self,
+        regions: Sequence[torch.Tensor],
+        memory: HostMemory,
+        clock: Clock,
+        further: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> TransferWorker:
         """Make a faulty transfer worker; takes the place of ``make_transfer_worker``."""
-        return FaultyTransfers(make_transfer_worker(regions, memory, clock), regions, self)
+        return FaultyTransfers(make_transfer_worker(regions, memory, clock, further), [regions, *further], self)
 
 
 class FaultyTransfers(ForwardingTransfers):
     """Carries out copies, and then changes their outcome, spoils loaded bytes, or reports late."""
 
-    def __init__(self, inner: TransferWorker, regions: Sequence[torch.Tensor], faults: Faults) -> None:
+    def __init__(self, inner: TransferWorker, views: Sequence[Sequence[torch.Tensor]], faults: Faults) -> None:
         super().__init__(inner)
-        self._regions = regions
+        self._views = views
         self._faults = faults
         self._held: list[tuple[int, CopyResult]] = []
 
@@ -59,9 +66,11 @@ class FaultyTransfers(ForwardingTransfers):
         job = result.job
         outcome = max(result.outcome, self._faults.outcome(job))
         if job.direction is Direction.LOAD and (self._faults.scramble_loads or outcome is not TransferOutcome.DONE):
-            for region in self._regions[self._faults.spared_regions :]:
-                # Changes mantissa bits of every number, so that these stay valid numbers.
-                region[list(job.block_ids)] ^= 0x15
+            for number in job.block_ids:
+                view, block_id = divmod(number, span_of(self._views[0]))
+                for region in self._views[view][self._faults.spared_regions :]:
+                    # Changes mantissa bits of every number, so that these stay valid numbers.
+                    region[block_id] ^= 0x15
         key = (job.direction, outcome)
         self._faults.counts[key] = self._faults.counts.get(key, 0) + 1
         return replace(result, outcome=outcome)

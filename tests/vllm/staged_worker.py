@@ -20,9 +20,15 @@ class _Place(Faults):
 
     host_bytes = 0
 
-    def make_transfers(self, regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> TransferWorker:
+    def make_transfers(
+        self,
+        regions: Sequence[torch.Tensor],
+        memory: HostMemory,
+        clock: Clock,
+        further: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> TransferWorker:
         self.host_bytes = memory.rows.nbytes
-        return super().make_transfers(regions, memory, clock)
+        return super().make_transfers(regions, memory, clock, further)
 
 
 _here = _Place()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, final
 
 from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
@@ -31,6 +31,9 @@ OffloadKey: TypeAlias = bytes
 
 Namespace 0 is that of the weights in the model's files. Each of the others is of weights that one process held, and no other
 process knows its number."""
+Slot: TypeAlias = Any
+"""Where a chunk lies in a tier: the number of its slot; or a tuple of its rows, where groups' blocks differ in size (see
+``rows``). Not a union, because most managers only know numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class StoreHandle(Protocol):
         ...
 
     @property
-    def slots(self) -> Sequence[int]:
+    def slots(self) -> Sequence[Slot]:
         """The slot of each chunk, parallel to ``keys``."""
         ...
 
@@ -122,7 +125,7 @@ class LoadHandle(Protocol):
         ...
 
     @property
-    def slots(self) -> Sequence[int]:
+    def slots(self) -> Sequence[Slot]:
         """The slot of each chunk, parallel to ``keys``."""
         ...
 
@@ -139,7 +142,7 @@ class OffloadManager(ABC):
     """Manages the chunks of one tier.
 
     Attributes:
-        capacity: number of slots.
+        capacity: number of slots; where chunks differ in size, of chunks of the largest group, and more fit of others.
     """
 
     capacity: int
@@ -309,6 +312,11 @@ class OffloadManager(ABC):
         return self.capacity - self.num_ready - self.num_writing - self.num_leaving
 
     @property
+    def fill(self) -> tuple[int, int]:
+        """How full the tier is: the part that ready chunks take, and all of it, in units of one size."""
+        return self.num_ready, self.capacity
+
+    @property
     def num_obtainable(self) -> int:
         """Number of slots that are free, or whose chunks nobody uses now; or less."""
         return max(0, self.num_free + self.num_ready - self.num_pins)
@@ -324,12 +332,13 @@ class OffloadManager(ABC):
 class _Handle:
     """Chunks in slots, and the moves of the handle so far, for errors."""
 
-    __slots__ = ("_end", "_history", "keys", "slots")
+    __slots__ = ("_end", "_history", "keys", "places", "slots")
     _begun_with: ClassVar[str]
 
     def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[..., None]) -> None:
         self.keys = keys
-        self.slots = slots
+        self.places: Sequence[int] = slots  # in its manager's own table
+        self.slots: Sequence[Slot] = slots
         self._end = end
         self._history: tuple[str, ...] = (self._begun_with,)
 
@@ -439,6 +448,7 @@ class ForwardingManager(OffloadManager):
     num_removed = passed_on(OffloadManager.num_removed)
     num_leaving = passed_on(OffloadManager.num_leaving)
     num_pins = passed_on(OffloadManager.num_pins)
+    fill = passed_on(OffloadManager.fill)
     num_obtainable = passed_on(OffloadManager.num_obtainable)
     num_free = passed_on(OffloadManager.num_free)
     check = passed_on(OffloadManager.check)

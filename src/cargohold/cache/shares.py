@@ -72,9 +72,10 @@ class Share:
         """Evict up to so many, those of the lowest levels first; return how many."""
         num_left = num_chunks - self.give_up_aside(num_chunks, 0, NORMAL)
         if num_left:
-            num_free = self.policy.table.num_free
+            evicted = self.policy.table.evicted
+            num_before = len(evicted)
             self.policy.give_up(num_left)
-            num_left -= self.policy.table.num_free - num_free
+            num_left -= len(evicted) - num_before
         return num_chunks - num_left + self.give_up_aside(num_left, NORMAL + 1, HELD)
 
     def give_up_aside(self, num_chunks: int, first: int, end: int) -> int:
@@ -187,16 +188,16 @@ class Shares(ReplacementPolicy):
         self._shares[0 if owners is None or slot == NO_SLOT else owners[slot]].policy.end_turn(keys, slot, end)
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
-        own, table = self._shares[self.tenant], self.table
-        goal = table.num_free + num_slots
+        own, evicted = self._shares[self.tenant], self.table.evicted
+        goal = len(evicted) + num_slots
         for share in self._shares:
-            share.give_up_aside(goal - table.num_free, 0, NORMAL)
+            share.give_up_aside(goal - len(evicted), 0, NORMAL)
         spent: set[int] = set()
-        while (num_missing := goal - table.num_free) > 0:
+        while (num_missing := goal - len(evicted)) > 0:
             payer, num_chunks = self._payer(spent)
             if payer is own:
                 is_refused = self._make_own_room(own, keys, parent, num_missing)
-                if is_refused or goal == table.num_free:
+                if is_refused or goal == len(evicted):
                     return is_refused
                 spent.add(own.number)
             elif payer is None:
@@ -249,17 +250,17 @@ class Shares(ReplacementPolicy):
 
     def _make_own_room(self, own: Share, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         """Evict chunks of the newcomer's own share; see ``make_room``."""
-        table = self.table
-        goal = table.num_free + num_slots
+        evicted = self.table.evicted
+        goal = len(evicted) + num_slots
         own.give_up_aside(num_slots, 0, NORMAL)
         is_refused = False
-        if table.num_free < goal:
-            is_refused = own.policy.make_room(keys, self._own_parent(parent), goal - table.num_free)
+        if len(evicted) < goal:
+            is_refused = own.policy.make_room(keys, self._own_parent(parent), goal - len(evicted))
         if is_refused and self.level > NORMAL:
-            own.policy.give_up(goal - table.num_free)
+            own.policy.give_up(goal - len(evicted))
         if self.level > NORMAL:
-            own.give_up_aside(goal - table.num_free, NORMAL + 1, min(self.level + 1, HELD))
-        return table.num_free < goal and (is_refused or any(level > self.level for level in own.aside))
+            own.give_up_aside(goal - len(evicted), NORMAL + 1, min(self.level + 1, HELD))
+        return len(evicted) < goal and (is_refused or any(level > self.level for level in own.aside))
 
     def _own_parent(self, parent: int) -> int:
         """Return the parent if it belongs to the share of the chunks on offer: policies know only chunks of their own."""

@@ -23,6 +23,7 @@ from cargohold.cache.manager import (
 )
 from cargohold.cache.policies import Newcomers, ReplacementPolicy, RunsPolicy, find_policy
 from cargohold.cache.retention import NORMAL
+from cargohold.cache.rows import RowTable
 from cargohold.cache.shares import Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 from cargohold.protocol import TurnEnd
@@ -66,6 +67,7 @@ class TierManager(OffloadManager):
         policy: makes the policy that decides what is evicted, for a table.
         record_events: whether to record events for ``take_events``.
         quotas: limits of tenants that have some, by tenant; ``policy`` must then be the class of a ``RunsPolicy``.
+        chunk_rows: rows that a chunk takes, by group, where groups differ; then ``slots`` of handles are tuples of rows.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class TierManager(OffloadManager):
         *,
         record_events: bool = False,
         quotas: Mapping[str, Limits] | None = None,
+        chunk_rows: Sequence[int] = (),
     ) -> None:
         if capacity < 1:
             raise ConfigError("capacity", capacity, "at least one slot")
         self.capacity = capacity
-        self._table = ChunkTable(capacity)
+        self._rows = RowTable(capacity * max(chunk_rows), chunk_rows) if chunk_rows else None
+        self._table = self._rows or ChunkTable(capacity)
         self.policy: ReplacementPolicy = policy(self._table)
         self._num_spare = min(capacity // _SPARE_PART, _MAX_SPARE)
         # Hints and quotas; ``None`` until there are any.
@@ -138,8 +142,18 @@ class TierManager(OffloadManager):
         return self._num_pins
 
     @property
+    def num_free(self) -> int:  # noqa: D102
+        return self._table.num_free
+
+    @property
     def num_obtainable(self) -> int:  # noqa: D102
-        return self._table.pins.count(0)
+        pins = self._table.pins
+        return max(0, self.capacity - len(pins) + pins.count(0))
+
+    @property
+    def fill(self) -> tuple[int, int]:  # noqa: D102
+        rows = self._rows
+        return (self.num_ready, self.capacity) if rows is None else (rows.num_ready_rows, rows.num_rows)
 
     @property
     def takes_hints(self) -> bool:  # noqa: D102
@@ -239,6 +253,8 @@ class TierManager(OffloadManager):
         if len(slots) < len(keys):
             raise MissingChunkError(keys[len(slots)])
         handle = ChunkPins(keys, slots, self._end_load)
+        if self._rows is not None:
+            handle.slots = [self._rows.rows_at[slot] for slot in slots]
         self._table.pin(slots)
         self._reading.add(handle)
         self._num_pins += len(keys)
@@ -250,6 +266,8 @@ class TierManager(OffloadManager):
         handle = self._fill_free(offers) if are_apart and not is_limited else None
         if handle is None:
             handle = self._make_room_and_place(offers, are_apart=are_apart)
+        if self._rows is not None:
+            handle.slots = [self._rows.rows_at[slot] for slot in handle.places]
         self._writing.add(handle)
         return handle
 
@@ -415,7 +433,7 @@ class TierManager(OffloadManager):
         num_free = table.num_free
         if num_placed > num_free:
             if not placement.is_full:
-                is_refused = policy.make_room(keys, before, num_placed - num_free)
+                is_refused = self._make_room(keys, before, num_placed)
             placement.is_full = not is_refused and table.num_free < num_placed and not table.used
             num_placed = min(num_placed, table.num_free)
         is_refused |= is_limited
@@ -431,13 +449,24 @@ class TierManager(OffloadManager):
             policy.add(told, before, slots)
         return num_placed, is_refused
 
+    def _make_room(self, keys: Sequence[OffloadKey], before: int, num_chunks: int) -> bool:
+        """Let the policy evict until there is room for so many, or it gives no more; return whether it refuses that."""
+        table, is_refused = self._table, False
+        num_missing = num_chunks - table.num_free
+        while num_missing > 0:
+            num_before = len(table.evicted)
+            is_refused = self.policy.make_room(keys, before, num_missing)
+            gave_all = len(table.evicted) - num_before == num_missing  # but they may have been small ones
+            num_missing = num_chunks - table.num_free if gave_all else 0
+        return is_refused
+
     def _end_store(self, handle: SlotReservation, is_stored: bool) -> None:
         self._writing.remove(handle)
         if not is_stored:
-            self.policy.drop(handle.slots)
-            self._table.remove(handle.slots)
+            self.policy.drop(handle.places)
+            self._table.remove(handle.places)
         elif handle.keys:
-            self._table.publish(handle.slots)
+            self._table.publish(handle.places)
             self._generation += 1
             if self._events is not None:
                 self._events.append(ChunksStored(tuple(handle.keys)))
@@ -448,9 +477,9 @@ class TierManager(OffloadManager):
         self._reading.remove(handle)
         self._num_pins -= len(handle.keys)
         # Another reader may have found the same chunks bad, and removed them; then they may even have been stored again.
-        slot_of = dict(zip(handle.keys, handle.slots, strict=True)) if bad_keys else {}
+        slot_of = dict(zip(handle.keys, handle.places, strict=True)) if bad_keys else {}
         self._remove([slot_of[key] for key in bad_keys if self._table.find(key) == slot_of[key]])
-        self._table.unpin(handle.slots)
+        self._table.unpin(handle.places)
 
     def _remove(self, slots: Sequence[int]) -> None:
         """Remove ready chunks. Mutates policy, table, generation and events."""
@@ -489,7 +518,12 @@ def _are_apart(offers: Sequence[StoreOffer]) -> bool:
 
 
 def make_manager(
-    policy: str, capacity: int, *, record_events: bool = False, quotas: Mapping[str, Limits] | None = None
+    policy: str,
+    capacity: int,
+    *,
+    record_events: bool = False,
+    quotas: Mapping[str, Limits] | None = None,
+    chunk_rows: Sequence[int] = (),
 ) -> TierManager:
     """Make the manager of a tier.
 
@@ -498,8 +532,9 @@ def make_manager(
         capacity: number of slots.
         record_events: whether to record events for ``take_events``.
         quotas: limits of tenants that have some, by tenant.
+        chunk_rows: rows that a chunk takes, by group, where groups differ.
 
     Raises:
         ConfigError: there is no such policy, or no slot, or the policy takes no quotas.
     """
-    return TierManager(capacity, find_policy(policy), record_events=record_events, quotas=quotas)
+    return TierManager(capacity, find_policy(policy), record_events=record_events, quotas=quotas, chunk_rows=chunk_rows)

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+from cargohold.cache.rows import plan_rows
 from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
@@ -250,12 +251,13 @@ def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | N
     num_blocks = format_count(layout.num_blocks - 1, "block")
     blocks = f"{num_blocks} of {at_most}{format_bytes(layout.block_bytes)}{workers}"
     lines = [f"device pool: {blocks}, {format_bytes(pool_bytes)} in all"]
-    for group, num_layers in zip(layout.groups, parts.num_layers, strict=True):
+    for group, num_layers, size in zip(layout.groups, parts.num_layers, layout.group_bytes, strict=True):
+        all_bytes = parts.all_block_bytes * size / layout.block_bytes
         window = f" of {format_count(group.window_tokens, 'token')}" if group.window_tokens else ""
         tokens = format_count(group.block_tokens, "token")
         lines.append(
             f"group {group.index}: {format_count(num_layers, 'layer')}, {_KINDS[group.kind]}{window}, "
-            f"{tokens} per block, {format_bytes(parts.all_block_bytes / group.block_tokens)} per token"
+            f"{tokens} per block, {format_bytes(all_bytes / group.block_tokens)} per token"
         )
     connectors = list(_connector_lines(layout, offload, parts))
     return lines + (connectors or ["no connector: KV that leaves the device pool is computed again"])
@@ -282,7 +284,9 @@ def _tier(layout: KVCacheLayout, config: OffloadConfig, parts: Parts) -> str:
     shared = ", an equal share for every worker," if parts.are_unequal(layout.world_size) else ""
     blocks = format_count(config.blocks_per_chunk, "block")
     once = f", kept once for {layout.num_replicas} workers that hold the same" if layout.num_replicas > 1 else ""
+    each = format_bytes(parts.all_block_bytes // layout.num_replicas * config.blocks_per_chunk)
+    least, most = ("", "") if plan_rows(layout).is_even else ("at least ", "at most ")
     return (
-        f"{format_bytes(config.num_host_bytes)} of host memory{shared} for {format_count(num_slots, 'chunk')} of {blocks}, "
-        f"{format_bytes(parts.all_block_bytes // layout.num_replicas * config.blocks_per_chunk)} each{once}"
+        f"{format_bytes(config.num_host_bytes)} of host memory{shared} for {least}{format_count(num_slots, 'chunk')} of "
+        f"{blocks}, {most}{each} each{once}"
     )

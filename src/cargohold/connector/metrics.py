@@ -26,14 +26,16 @@ def cache_label(num_restored_tokens: int, num_device_tokens: int, num_prompt_tok
     return "device" if 2 * (num_restored_tokens + num_device_tokens) >= num_prompt_tokens else "miss"
 
 
-def for_operators(stats: Stats, block_bytes: float, token_bytes: float, num_replicas: int = 1) -> Tally:
+def for_operators(
+    stats: Stats, block_bytes: float, token_bytes: float, device_token_bytes: float | None = None
+) -> Tally:
     """Return connectors' values added up over connectors, in bytes instead of blocks; levels in bytes also in tokens.
 
     Args:
         stats: the values.
-        block_bytes: bytes of one block on one worker. Where workers differ, their mean: all of them copy the same blocks.
+        block_bytes: bytes that are copied of a block on one worker. Where workers or groups differ, their mean.
         token_bytes: bytes of one token's KV in a tier, for all workers.
-        num_replicas: number of times that the workers' devices hold these bytes.
+        device_token_bytes: the same on their devices; ``None`` if it is no other.
     """
     total = over_connectors(stats)
     shown = Tally({moved: total[blocks] * block_bytes for blocks, moved in _MOVED})
@@ -41,8 +43,8 @@ def for_operators(stats: Stats, block_bytes: float, token_bytes: float, num_repl
         if series.family.is_exported:
             shown[series] += value
             if series.family in metrics.IN_TOKENS:
-                times = num_replicas if series.labels[0] == "device" else 1
-                shown[metrics.IN_TOKENS[series.family].of(*series.labels)] += value / token_bytes / times
+                of_token = (device_token_bytes or token_bytes) if series.labels[0] == "device" else token_bytes
+                shown[metrics.IN_TOKENS[series.family].of(*series.labels)] += value / of_token
     return shown
 
 

@@ -62,6 +62,8 @@ class KVCacheGroup:
             kinds.
         hit_tokens: the engine goes on behind a prefix only at a multiple of so many tokens. What no query behind such a place
             reads of a window, or of a state, is worth nothing.
+        block_bytes: bytes of a block that its layers use, on one worker; ``None`` for all of it. What a worker side is given as
+            the group's regions holds these, and may hold more of the block.
     """
 
     index: int
@@ -70,6 +72,7 @@ class KVCacheGroup:
     layer_names: tuple[str, ...]
     window_tokens: int | None = None
     hit_tokens: int = 1
+    block_bytes: int | None = None
 
     def __post_init__(self) -> None:
         windowed = self.kind in (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
@@ -137,7 +140,8 @@ class KVCacheLayout:
     Attributes:
         groups: the KV-cache groups; ``groups[i].index == i``.
         num_blocks: blocks in the device pool, the null block included.
-        block_bytes: bytes of one block on one worker. Every group's blocks have this size, so that all groups share one pool.
+        block_bytes: bytes of one block on one worker. Every group's blocks have this size, so that all groups share one pool;
+            a group's layers may use less of it.
         hash_block_tokens: tokens per entry of a request's ``block_hashes``; divides every group's ``block_tokens``.
         world_size: number of workers; each holds a shard of every block.
         num_replicas: number of neighbouring workers that hold the same shard, byte for byte, on one machine: then a tier keeps
@@ -167,6 +171,8 @@ class KVCacheLayout:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name}={value} is too few: a layout needs at least {least}")
+        if any(not 0 < size <= self.block_bytes for size in self.group_bytes):
+            raise ValueError(f"groups use {self.group_bytes} bytes of blocks of {self.block_bytes}")
         if self.num_replicas < 1 or self.world_size % self.num_replicas:
             raise ValueError(f"num_replicas={self.num_replicas} does not divide world_size={self.world_size}")
 
@@ -177,8 +183,13 @@ class KVCacheLayout:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that the KV of one token takes in a tier, for all workers, in the blocks of all groups."""
-        return self.block_bytes * self.num_shards * sum(1 / group.block_tokens for group in self.groups)
+        """Bytes that the KV of one token takes on the devices of all workers, in the blocks of all groups."""
+        return self.block_bytes * self.world_size * sum(1 / group.block_tokens for group in self.groups)
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block that each group's layers use, on one worker."""
+        return tuple(self.block_bytes if group.block_bytes is None else group.block_bytes for group in self.groups)
 
 
 ExtraKey: TypeAlias = str | bytes | tuple[str, int]

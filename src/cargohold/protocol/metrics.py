@@ -326,6 +326,12 @@ IN_TOKENS: Final[Mapping[Family, Family]] = MappingProxyType(
 )
 """What is told in tokens, too."""
 
+TOKENS_PER_GIB: Final = gauge(
+    "tokens_per_gib",
+    "tokens",
+    "Of long prompts: held per GiB of host memory, and possible by the sizes of their KV.",
+    "what",
+)
 HINTS: Final = counter(
     "hints", "hints", "Outcomes of hints, and how those that were carried out ended.", "outcome", start=_OUTCOMES
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cargohold.cache.manager import OffloadKey
+from cargohold.cache.manager import OffloadKey, Slot
 from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import TierHealth
 from cargohold.tiers.port import NO_LOSSES, JobKind, Listing, Losses
@@ -29,7 +29,7 @@ class TierCommand:
     tier: int
     kind: JobKind
     keys: tuple[OffloadKey, ...]
-    slots: tuple[int, ...]
+    slots: tuple[Slot, ...]
     parents: tuple[OffloadKey | None, ...]
     timeout_s: float
     notes: tuple[Note, ...] = ()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from cargohold.cache.manager import OffloadKey
+from cargohold.cache.manager import OffloadKey, Slot
 from cargohold.protocol import Clock, Stats, Tally, TransferOutcome, metrics
 from cargohold.tiers.chunk_format import NO_DETAILS, Note
 from cargohold.tiers.health import HEALTHY, TierHealth
-from cargohold.tiers.memory import ByteRows
+from cargohold.tiers.memory import Buffer, ByteRows, Pieces
 from cargohold.tiers.messages import TierCommand, TierMessage, TierReport
 from cargohold.tiers.port import (
     LISTED_AT_ONCE,
@@ -164,8 +164,8 @@ class TierWorker:
 
     Args:
         queues: one queue per tier, by the tier's name, the fastest first.
-        rows: this worker's shard of host memory, one row per block.
-        rows_per_slot: number of rows that make a slot.
+        rows: this worker's shard of host memory.
+        rows_per_slot: number of rows that make a slot, where slots are numbered.
         clock: monotonic time in seconds.
         rank: the worker's rank.
         namespace: the outline of what the chunks' bytes depend on in the first shared tier; empty if there is none.
@@ -181,6 +181,7 @@ class TierWorker:
         namespace: Mapping[str, str] | None = None,
     ) -> None:
         self._names, self._queues = tuple(queues), tuple(queues.values())
+        self._rows = rows
         self._chunks = rows.reshape(len(rows) // rows_per_slot, -1)
         self._clock = clock
         self._rank = rank
@@ -209,9 +210,9 @@ class TierWorker:
 
     def start(self, command: TierCommand) -> None:
         """Submit a job to its tier's queue. If the queue refuses it, ``poll`` reports it as abandoned."""
-        buffers: list[memoryview] = []
+        buffers: list[Buffer] = []
         if command.kind in ONE_BY_ONE:
-            buffers = [self._chunks[slot].data for slot in command.slots]
+            buffers = [self._memory_of(slot) for slot in command.slots]
         deadline = self._clock() + command.timeout_s
         queue = self._queues[command.tier]
         notes = command.notes
@@ -295,12 +296,18 @@ class TierWorker:
             before, self._num_bytes[at] = self._num_bytes[at], queue.num_bytes()
             self._stats[metrics.TIER_READY.of(name)] += self._num_bytes[at] - before
 
+    def _memory_of(self, slot: Slot) -> Buffer:
+        return self._chunks[slot].data if isinstance(slot, int) else Pieces([self._rows[row].data for row in slot])
+
     def _count(self, name: str, job: TierJob) -> None:
         self._stats[metrics.TIER_FAILURES.of(name)] += job.status in (JobStatus.FAILED, JobStatus.EXPIRED)
-        for answer, series, amount in (
-            (LoadOutcome.LOADED, metrics.MOVED.of(name, "out"), self._chunks.shape[1]),
-            (LoadOutcome.CORRUPT, metrics.CORRUPT.of(name), 1),
-            (StoreOutcome.STORED, metrics.MOVED.of(name, "in"), self._chunks.shape[1]),
-        ):
-            if job.kind in ONE_BY_ONE and (count := job.answers.count(answer)):
-                self._stats[series] += count * amount
+        if job.kind not in ONE_BY_ONE:
+            return
+        for answer, buffer in zip(job.answers, job.buffers, strict=False):  # a job that has failed may lack answers
+            match answer:
+                case LoadOutcome.LOADED:
+                    self._stats[metrics.MOVED.of(name, "out")] += len(buffer)
+                case LoadOutcome.CORRUPT:
+                    self._stats[metrics.CORRUPT.of(name)] += 1
+                case StoreOutcome.STORED:
+                    self._stats[metrics.MOVED.of(name, "in")] += len(buffer)

@@ -24,7 +24,8 @@ import torch
 from cargohold.protocol import Clock, TransferOutcome
 from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.port import consecutive_runs, have_succeeded
+from cargohold.transfer.parts import parts_of, span_of
+from cargohold.transfer.port import GroupedTransfers, consecutive_runs, have_succeeded
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,14 @@ class CpuTransferWorker(TransferWorker):
             one after the other.
         rows: this worker's shard of host memory; a row is as long as a block.
         clock: monotonic time in seconds.
+        further: further views of the paged KV, whose blocks have other numbers; see ``parts``.
     """
 
-    def __init__(self, regions: Sequence[ByteRows], rows: ByteRows, clock: Clock) -> None:
-        assert sum(region.shape[1] for region in regions) == rows.shape[1], "a row must be as long as a block"
-        ends = np.cumsum([0] + [region.shape[1] for region in regions]).tolist()
-        # Each region with its part of every row.
-        self._pairs = [(region, rows[:, ends[at] : ends[at + 1]]) for at, region in enumerate(regions)]
+    def __init__(
+        self, regions: Sequence[ByteRows], rows: ByteRows, clock: Clock, further: Sequence[Sequence[ByteRows]] = ()
+    ) -> None:
+        self._views = [_with_rows(view, rows) for view in (regions, *further)]
+        self._span = span_of(regions)
         self._max_run = max(1, RUN_BYTES // rows.shape[1])
         self._clock = clock
         self._changed = threading.Condition()
@@ -165,8 +167,9 @@ class CpuTransferWorker(TransferWorker):
         run = next(pending.runs, None)
         if run is None:
             return True
-        block, row, length = run
-        for region, part in self._pairs:
+        part_number, row, length = run
+        view, block = divmod(part_number, self._span)
+        for region, part in self._views[view]:
             device, host = region[block : block + length], part[row : row + length]
             if pending.job.direction is Direction.LOAD:
                 np.copyto(device, host)
@@ -216,19 +219,45 @@ class CpuTransferWorker(TransferWorker):
                 self._end(queue.popleft(), outcome)
 
 
+def _with_rows(regions: Sequence[ByteRows], rows: ByteRows) -> list[tuple[ByteRows, ByteRows]]:
+    """Return each region with its part of every row."""
+    assert sum(region.shape[1] for region in regions) == rows.shape[1], "a row must be as long as a block"
+    ends = np.cumsum([0] + [region.shape[1] for region in regions]).tolist()
+    return [(region, rows[:, ends[at] : ends[at + 1]]) for at, region in enumerate(regions)]
+
+
 # --- makes the transfer worker for the device that the paged KV is on -------------------------------------------------
 
 
-def make_transfer_worker(regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock) -> TransferWorker:
+def make_transfer_worker(
+    regions: Sequence[torch.Tensor], memory: HostMemory, clock: Clock, further: Sequence[Sequence[torch.Tensor]] = ()
+) -> TransferWorker:
     """Make a transfer worker between paged KV and host memory.
 
     Args:
         regions: the paged KV; see ``KVConnectorWorker.register_kv_caches``.
         memory: this worker's shard of host memory.
         clock: monotonic time in seconds.
+        further: further views of the paged KV, whose blocks have other numbers; see ``parts``.
     """
     if regions[0].is_cuda:
         from cargohold.transfer.cuda import CudaTransferWorker  # noqa: PLC0415  # needs a CUDA runtime
 
-        return CudaTransferWorker(regions, memory)
-    return CpuTransferWorker([region.numpy() for region in regions], memory.rows, clock)
+        return CudaTransferWorker(regions, memory, further=further)
+    views = [[region.numpy() for region in view] for view in (regions, *further)]
+    return CpuTransferWorker(views[0], memory.rows, clock, views[1:])
+
+
+def make_grouped_transfers(
+    kv_caches: Sequence[Sequence[torch.Tensor]], rows_per_block: Sequence[int], memory: HostMemory, clock: Clock
+) -> TransferWorker:
+    """Make a transfer worker for a model whose groups' blocks take several rows each.
+
+    Args:
+        kv_caches: the regions of each group.
+        rows_per_block: rows of a block, by group.
+        memory: this worker's shard of host memory.
+        clock: monotonic time in seconds.
+    """
+    views, part_of = parts_of(kv_caches, rows_per_block, memory.row_bytes)
+    return GroupedTransfers(make_transfer_worker(views[0], memory, clock, views[1:]), rows_per_block, part_of)

@@ -42,6 +42,7 @@ from cargohold.protocol import TransferOutcome
 from cargohold.tiers.memory import ByteRows, HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.links import Link, PageLocks, cuda_links, fastest_link, on_device, widest_element
+from cargohold.transfer.parts import span_of
 from cargohold.transfer.port import have_succeeded
 
 BUFFER_BYTES: Final = 64 * 1024**2
@@ -87,13 +88,13 @@ class StagedCopies(BlockCopies):
     Args:
         regions: the paged KV: ``uint8``, shape ``(num_blocks, width)``; the widths add up to a row.
         link: carries rows between the device and host memory.
-        num_rows: number of rows of the buffer on the device.
+        buffer: a buffer of rows on the device. Copies on the same stream may share it.
     """
 
-    def __init__(self, regions: Sequence[torch.Tensor], link: Link, num_rows: int) -> None:
+    def __init__(self, regions: Sequence[torch.Tensor], link: Link, buffer: torch.Tensor) -> None:
         super().__init__(link)
         ends = list(accumulate((region.shape[1] for region in regions), initial=0))
-        self._buffer = torch.empty((num_rows, ends[-1]), dtype=torch.uint8, device=regions[0].device)
+        self._buffer = buffer
         parts = [self._buffer[:, start:end] for start, end in pairwise(ends)]
         element = widest_element(*regions, *parts)
         self._pairs = [(region.view(element), part.view(element)) for region, part in zip(regions, parts, strict=True)]
@@ -111,6 +112,31 @@ class StagedCopies(BlockCopies):
             if direction is Direction.LOAD:
                 for region, buffered in self._pairs:
                     region.index_copy_(0, blocks, buffered[: len(part)])
+
+
+class ViewCopies(BlockCopies):
+    """Copies for several views of the paged KV, whose blocks are numbered one view after the other; see ``parts``.
+
+    Args:
+        copies: the copies of each view.
+        span: how many numbers a view takes.
+    """
+
+    def __init__(self, copies: Sequence[BlockCopies], span: int) -> None:
+        super().__init__(copies[0].link)
+        self._copies = copies
+        self._span = span
+
+    def enqueue(self, direction: Direction, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        """Enqueue the copies of each view."""
+        by_view: dict[int, tuple[list[int], list[int]]] = {}
+        for number, row in zip(block_ids, rows, strict=True):
+            view, block_id = divmod(number, self._span)
+            ids, places = by_view.setdefault(view, ([], []))
+            ids.append(block_id)
+            places.append(row)
+        for view, (ids, places) in by_view.items():
+            self._copies[view].enqueue(direction, ids, places)
 
 
 def num_buffer_rows(buffer_bytes: int, row_bytes: int, num_rows: int) -> int:
@@ -152,9 +178,16 @@ class CudaTransferWorker(TransferWorker):
             all regions, one after the other.
         memory: this worker's shard of host memory; its pages are locked as they come into use.
         buffer_bytes: bytes of device memory that each direction takes for a buffer if blocks lie in several regions.
+        further: further views of the paged KV, whose blocks have other numbers; see ``parts``.
     """
 
-    def __init__(self, regions: Sequence[torch.Tensor], memory: HostMemory, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(
+        self,
+        regions: Sequence[torch.Tensor],
+        memory: HostMemory,
+        buffer_bytes: int = BUFFER_BYTES,
+        further: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> None:
         self._device = regions[0].device
         if not memory.is_shared:  # by devices on several nodes
             place_near(memory.rows, nearest_node(self._device))  # before the first page is committed
@@ -164,7 +197,8 @@ class CudaTransferWorker(TransferWorker):
         chosen = fastest_link(links, min(len(rows), self._locks.piece_rows), memory.row_bytes, self._measure)
         num_rows = num_buffer_rows(buffer_bytes, memory.row_bytes, len(rows))
         self._lanes = {
-            direction: self._lane(regions, chosen[direction], direction, num_rows) for direction in Direction
+            direction: self._lane((regions, *further), chosen[direction], direction, num_rows)
+            for direction in Direction
         }
         self._results: list[CopyResult] = []
 
@@ -213,11 +247,16 @@ class CudaTransferWorker(TransferWorker):
             self._drain(lane)
         self._locks.close()
 
-    def _lane(self, regions: Sequence[torch.Tensor], link: Link, direction: Direction, num_rows: int) -> _Lane:
+    def _lane(self, views: Sequence[Sequence[torch.Tensor]], link: Link, direction: Direction, num_rows: int) -> _Lane:
         stream = torch.cuda.Stream(self._device, priority=_PRIORITIES[direction])
-        if len(regions) == 1:
-            return _Lane(stream, DirectCopies(regions[0], link))
-        return _Lane(stream, StagedCopies(regions, link, num_rows))
+        is_staged = any(len(regions) > 1 for regions in views)
+        shape = (num_rows if is_staged else 0, link.row_bytes)
+        buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        copies = [
+            StagedCopies(regions, link, buffer) if len(regions) > 1 else DirectCopies(regions[0], link)
+            for regions in views
+        ]
+        return _Lane(stream, copies[0] if len(copies) == 1 else ViewCopies(copies, span_of(views[0])))
 
     def _measure(self, link: Link, direction: Direction, rows: Sequence[int]) -> float:
         """Seconds that a link takes to carry rows from or to memory of the device that nobody uses."""

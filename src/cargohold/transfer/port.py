@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain, islice
 
 from cargohold.protocol import TransferOutcome
 from cargohold.protocol.hooks import passed_on
@@ -28,8 +29,10 @@ class CopyJob:
         job_id: unique among the jobs of a connector, never used again.
         direction: which way it copies.
         block_ids: blocks on the device.
-        rows: the tier's block-sized rows, parallel to ``block_ids``.
+        rows: the tier's rows, parallel to ``block_ids``; with ``groups``, as many for each block as its group's take.
         timeout_s: the job is abandoned if it has not started after this time, if the implementation can do that.
+        groups: the KV-cache group of each block; empty where a block is a row, whatever its group. Only ``GroupedTransfers``
+            are given such jobs.
     """
 
     job_id: int
@@ -37,6 +40,7 @@ class CopyJob:
     block_ids: tuple[int, ...]
     rows: tuple[int, ...]
     timeout_s: float
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,47 @@ def consecutive_runs(block_ids: Sequence[int], rows: Sequence[int], max_length: 
             start = at
 
 
+# --- blocks of several rows -------------------------------------------------------------------------------------------
+
+
+class GroupedTransfers(ForwardingTransfers):
+    """Takes jobs whose blocks have several rows each, as many as their groups take, and has them copied row by row.
+
+    Args:
+        inner: carries out copies of as many blocks as rows; what it calls a block is a part of one, as long as a row.
+        rows_per_block: rows of a block, by group.
+        part_of: returns the number of a part: called with a group, a block and which of its rows it is.
+    """
+
+    def __init__(
+        self, inner: TransferWorker, rows_per_block: Sequence[int], part_of: Callable[[int, int, int], int]
+    ) -> None:
+        super().__init__(inner)
+        self._rows_per_block = rows_per_block
+        self._part_of = part_of
+        self._jobs: dict[int, CopyJob] = {}
+
+    def submit(self, job: CopyJob) -> None:
+        """Pass on the job's parts."""
+        self._jobs[job.job_id] = job
+        super().submit(replace(job, block_ids=tuple([part for _, part in self._parts(job)]), groups=()))
+
+    def poll(self) -> list[CopyResult]:
+        """Return how jobs ended. A block has failed if a part of it has."""
+        return [self._whole(result) for result in super().poll()]
+
+    def _whole(self, result: CopyResult) -> CopyResult:
+        job, failed = self._jobs.pop(result.job.job_id), result.failed_block_ids
+        bad = frozenset(block_id for block_id, part in self._parts(job) if part in failed) if failed else failed
+        return replace(result, job=job, failed_block_ids=bad)
+
+    def _parts(self, job: CopyJob) -> Iterator[tuple[int, int]]:
+        """Yield each block with each of its parts."""
+        for group, block_id in zip(job.groups, job.block_ids, strict=True):
+            for at in range(self._rows_per_block[group]):
+                yield block_id, self._part_of(group, block_id, at)
+
+
 # --- stores that several workers with the same bytes share ------------------------------------------------------------
 
 
@@ -155,18 +200,21 @@ class SharedStores(ForwardingTransfers):
     Args:
         inner: copies.
         is_own: whether it is this worker that writes a row.
+        rows_per_block: rows of a block, by group.
     """
 
-    def __init__(self, inner: TransferWorker, is_own: Callable[[int], bool]) -> None:
+    def __init__(
+        self, inner: TransferWorker, is_own: Callable[[int], bool], rows_per_block: Sequence[int] = ()
+    ) -> None:
         super().__init__(inner)
         self._is_own = is_own
+        self._rows_per_block = rows_per_block
         self._ended: list[CopyResult] = []
 
     def submit(self, job: CopyJob) -> None:
         """Pass on what this worker copies. If that is nothing, the job ends at once."""
         if job.direction is Direction.STORE:
-            own = [(block_id, row) for block_id, row in zip(job.block_ids, job.rows, strict=True) if self._is_own(row)]
-            job = replace(job, block_ids=tuple(block_id for block_id, _ in own), rows=tuple(row for _, row in own))
+            job = self._own_part(job)
         if job.rows:
             super().submit(job)
         else:
@@ -177,8 +225,23 @@ class SharedStores(ForwardingTransfers):
         ended, self._ended = self._ended, []
         return ended + super().poll()
 
+    def _own_part(self, job: CopyJob) -> CopyJob:
+        if not job.groups:
+            own = [(block_id, row) for block_id, row in zip(job.block_ids, job.rows, strict=True) if self._is_own(row)]
+            return replace(job, block_ids=tuple(block_id for block_id, _ in own), rows=tuple(row for _, row in own))
+        rows = iter(job.rows)
+        blocks = [
+            (group, block_id, tuple(islice(rows, self._rows_per_block[group])))
+            for group, block_id in zip(job.groups, job.block_ids, strict=True)
+        ]
+        mine = [(group, block_id, whole) for group, block_id, whole in blocks if self._is_own(whole[0])]
+        groups, block_ids, parts = zip(*mine, strict=True) if mine else ((), (), ())
+        return replace(job, block_ids=block_ids, rows=tuple(chain.from_iterable(parts)), groups=groups)
 
-def share_stores(inner: TransferWorker, at: int, num_workers: int, rows_per_slot: int) -> TransferWorker:
+
+def share_stores(
+    inner: TransferWorker, at: int, num_workers: int, rows_per_slot: int, rows_per_block: Sequence[int] = ()
+) -> TransferWorker:
     """Return the transfers of one of ``num_workers`` workers with the same bytes; ``inner`` itself if it is the only one.
 
     Chunks are shared out by their slots, so that every worker's link carries its part of a store.
@@ -188,7 +251,8 @@ def share_stores(inner: TransferWorker, at: int, num_workers: int, rows_per_slot
         at: which of these workers it is, from 0.
         num_workers: number of workers that hold the same bytes.
         rows_per_slot: number of rows that make a slot.
+        rows_per_block: rows of a block, by group, for jobs that say their blocks' groups.
     """
     if num_workers == 1:
         return inner
-    return SharedStores(inner, lambda row: row // rows_per_slot % num_workers == at)
+    return SharedStores(inner, lambda row: row // rows_per_slot % num_workers == at, rows_per_block)

@@ -17,6 +17,7 @@ from typing import Final, Self
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
+from cargohold.cache.rows import plan_rows
 from cargohold.connector.kernel.guest import Admission, Guest
 from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.connector.kernel.requests import RequestState
@@ -57,7 +58,7 @@ class Meters(Guest):
         lower: the tiers below host memory, if there are any.
 
     Attributes:
-        chunk_bytes: size of a chunk, over all shards.
+        chunk_bytes: size of a chunk of the largest group, over all shards.
         prefixes: what the last requests have left in host memory.
     """
 
@@ -78,7 +79,10 @@ class Meters(Guest):
         self._answered_at: dict[str, float] = {}
         self._levels: Stats = {}
         layout = shared.layout
-        self.chunk_bytes = layout.block_bytes * layout.num_shards * shared.config.blocks_per_chunk
+        plan = plan_rows(layout)
+        self.chunk_bytes = plan.row_bytes * plan.most * layout.num_shards * shared.config.blocks_per_chunk
+        # What the manager counts in: chunks, or rows where chunks differ in size.
+        self._unit_bytes = self.chunk_bytes * shared.manager.capacity // shared.manager.fill[1]
         lower_chunks = {} if lower is None else lower.max_chunks
         self._limits = {
             metrics.TIER_CAPACITY.of(name): num_chunks * self.chunk_bytes for name, num_chunks in lower_chunks.items()
@@ -195,20 +199,25 @@ class Meters(Guest):
         """What metrics call a tenant: never the salt, with which one could find out what is cached under it."""
         return self._labels.get(tenant, tenant)
 
+    def num_bytes(self, num_chunks: int) -> int:
+        """Return the bytes of so many chunks of host memory; about, where they differ in size, as if they were like all."""
+        num_ready, (ready, _) = self._shared.manager.num_ready, self._shared.manager.fill
+        return num_chunks * ready * self._unit_bytes // num_ready if num_ready else num_chunks * self.chunk_bytes
+
     def _take_levels(self) -> Stats:
-        manager, chunk_bytes, tier = self._shared.manager, self.chunk_bytes, self._shared.tier
-        num_ready = manager.num_ready
+        manager, tier = self._shared.manager, self._shared.tier
+        num_ready, (ready, capacity) = manager.num_ready, manager.fill
         levels: dict[Series, float] = {
             metrics.REMOVED.of(tier): manager.num_removed - (0 if self._lower is None else self._lower.num_never_there),
             metrics.READY_CHUNKS: num_ready,
             metrics.STUCK_COPIES: self._shared.jobs.num_stuck,
-            metrics.TIER_READY.of(tier): num_ready * chunk_bytes,
-            metrics.TIER_IN_USE.of(tier): manager.num_pins * chunk_bytes,
-            metrics.TIER_CAPACITY.of(tier): manager.capacity * chunk_bytes,
+            metrics.TIER_READY.of(tier): ready * self._unit_bytes,
+            metrics.TIER_IN_USE.of(tier): self.num_bytes(manager.num_pins),
+            metrics.TIER_CAPACITY.of(tier): capacity * self._unit_bytes,
             **self._limits,
         }
         for tenant, num_chunks in manager.usage().items():
-            levels[metrics.OF_TENANT.of(tier, self._label(tenant))] = num_chunks * chunk_bytes
+            levels[metrics.OF_TENANT.of(tier, self._label(tenant))] = self.num_bytes(num_chunks)
         before, self._levels = self._levels, levels
         return level_changes(before, levels) if levels != before else {}
 

@@ -29,9 +29,10 @@ class LoadJob:
         job_id: id of the job.
         request_id: the request that waits for it.
         block_ids: destinations.
-        rows: block-sized rows of the tier, parallel to ``block_ids``.
+        rows: the tier's rows, parallel to ``block_ids``; with ``groups``, as many for each block as its group's take.
         timeout_s: the job is given up if it has not started after this time.
         is_in_step: whether this very step computes the request: it waits for the load, and the load has no end of its own.
+        groups: the group of each block; empty where a block is a row, whatever its group.
     """
 
     job_id: int
@@ -40,6 +41,7 @@ class LoadJob:
     rows: tuple[int, ...]
     timeout_s: float
     is_in_step: bool = False
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class StoreJob:
     Attributes:
         job_id: id of the job.
         block_ids: sources; held until the job has ended on all workers.
-        rows: block-sized rows of the tier, parallel to ``block_ids``.
-        timeout_s: the job is given up if it has not started after this time.
+        rows, timeout_s, groups: as of a load.
     """
 
     job_id: int
     block_ids: tuple[int, ...]
     rows: tuple[int, ...]
     timeout_s: float
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

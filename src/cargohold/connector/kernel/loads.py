@@ -2,8 +2,8 @@
 
 A load is planned when a request gets its blocks, and ended when all workers have reported.
 
-A chunk is ``k = blocks_per_chunk`` consecutive blocks of one group. A tier has a slot per chunk; block ``i`` of the chunk in
-slot ``s`` is the tier's row ``s * k + i``::
+A chunk is ``k = blocks_per_chunk`` consecutive blocks of one group. A tier has a slot per chunk; ``cache/rows.py`` tells which
+of the tier's rows hold which block::
 
     blocks of the request    0   1 | 2   3 | 4   5 | 6          k = 2
     computed on the device   x   x   x |
@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.cache.manager import ChunkKeys, ChunkStates, LoadHandle, OffloadKey, OffloadManager
+from cargohold.cache.rows import lie_in_rows, rows_to_load
 from cargohold.connector.kernel.guest import Guests
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
 from cargohold.connector.kernel.requests import Lookup, RequestState
@@ -264,16 +265,6 @@ def blocks_to_load(
     return BlocksToLoad(numbers, block_ids, list(dict.fromkeys(number // blocks_per_chunk for number in numbers)))
 
 
-def rows_to_load(blocks: BlocksToLoad, slots: Sequence[int], blocks_per_chunk: int) -> Sequence[int]:
-    """Return the tier's row for each of ``blocks``; ``slots`` are those of their chunks, parallel to ``blocks.chunks``."""
-    if blocks_per_chunk == 1:
-        return slots
-    slot_of = dict(zip(blocks.chunks, slots, strict=True))
-    return [
-        slot_of[number // blocks_per_chunk] * blocks_per_chunk + number % blocks_per_chunk for number in blocks.numbers
-    ]
-
-
 def blocks_to_store(
     group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
 ) -> BlocksToStore:
@@ -301,28 +292,6 @@ def blocks_to_store(
             chunks.append(chunk)
             kept += table[start:end]
     return BlocksToStore(chunks, kept)
-
-
-def rows_to_store(
-    block_ids: Sequence[int], starts: Sequence[int], slots: Sequence[int], blocks_per_chunk: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the device blocks to copy for some chunks, and the tier's row for each. Null blocks are left out.
-
-    Args:
-        block_ids: ids of device blocks.
-        starts: for each chunk, where in ``block_ids`` its ``blocks_per_chunk`` blocks begin.
-        slots: the slots of the chunks, parallel to ``starts``.
-        blocks_per_chunk: blocks per chunk.
-    """
-    if blocks_per_chunk == 1:
-        return tuple([block_ids[start] for start in starts]), tuple(slots)
-    copies = [
-        (block_id, slot * blocks_per_chunk + at)
-        for start, slot in zip(starts, slots, strict=True)
-        for at, block_id in enumerate(block_ids[start : start + blocks_per_chunk])
-        if block_id != NULL_BLOCK_ID
-    ]
-    return tuple([block_id for block_id, _ in copies]), tuple([row for _, row in copies])
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------
@@ -362,12 +331,16 @@ class Loads:
         parts = [self._part(keys, blocks[keys.group.index], lookup, num_hit_tokens) for keys in state.keys]
         handle = shared.manager.prepare_load([keys.keys[at] for keys, part in parts for at in part.chunks])
         slots = iter(handle.slots)
-        rows_of = [rows_to_load(part, list(islice(slots, len(part.chunks))), per_chunk) for _, part in parts]
+        rows_of = [
+            rows_to_load(part.numbers, part.chunks, list(islice(slots, len(part.chunks))), per_chunk)
+            for _, part in parts
+        ]
         rows, timeout_s = tuple(chain.from_iterable(rows_of)), START.seconds(shared.config.transfer_timeout_s)
+        groups = [keys.group.index for keys, part in parts for _ in part.numbers] if lie_in_rows(handle.slots) else ()
         load = self._load(state, lookup, num_hit_tokens, handle, parts)
         shared.holder.hold(load.block_ids)
         shared.jobs.add_load(load)
-        job = LoadJob(load.job_id, load.request_id, load.block_ids, rows, timeout_s, load.is_in_step)
+        job = LoadJob(load.job_id, load.request_id, load.block_ids, rows, timeout_s, load.is_in_step, tuple(groups))
         self._planned.append(job)
         shared.stats[metrics.PLANNED.of("load")] += 1
         shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step

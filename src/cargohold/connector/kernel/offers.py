@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager, StoreHandle, StoreOffer
+from cargohold.cache.rows import Places, rows_to_store
 from cargohold.connector.kernel.guest import Part
 from cargohold.connector.kernel.jobs import Store, StoreJob
-from cargohold.connector.kernel.loads import BlocksToStore, blocks_to_store, rows_to_store
+from cargohold.connector.kernel.loads import BlocksToStore, blocks_to_store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.deadlines import START
@@ -223,13 +224,13 @@ class Offering:
         if not handle.keys:
             handle.commit()
             return
-        block_ids, rows = self._places(offered, handle)
-        shared.holder.hold(block_ids)
-        store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
+        places = self._places(offered, handle)
+        shared.holder.hold(places.block_ids)
+        store = Store(shared.jobs.new_id(), frozenset(), handle, places.block_ids)
         parts = self._note_taken(offered, store.keys)
         store.request_ids = frozenset(part.state.request.request_id for part in parts)
         shared.guests.store_begins(store, parts)
-        yield start_store(shared, store, rows)
+        yield start_store(shared, store, places)
 
     def _offered_again(self, offer: Offer, handle: StoreHandle) -> AbstractSet[OffloadKey]:
         """Return the chunks that found no slot, and are offered again because somebody waits for them."""
@@ -249,8 +250,8 @@ class Offering:
             self._shared.stats[DEFERRED_STORES.of()] += next_chunk < offer.of.end
             offer.state.note_offered(offer.group, next_chunk)
 
-    def _places(self, offered: Sequence[Offer], handle: StoreHandle) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the device blocks of the chunks that the manager takes, and the tier's rows for them, in parallel."""
+    def _places(self, offered: Sequence[Offer], handle: StoreHandle) -> Places:
+        """Return the device blocks of the chunks that the manager takes, and the tier's rows for them."""
         per_chunk = self._shared.config.blocks_per_chunk
         block_ids = list(chain.from_iterable([offer.blocks.block_ids for offer in offered]))
         keys = list(chain.from_iterable([offer.keys for offer in offered]))
@@ -258,7 +259,7 @@ class Offering:
         if keys != handle.keys:  # seldom: nearly always the manager takes all
             start_of = dict(zip(keys, starts, strict=True))
             starts = [start_of[key] for key in handle.keys]
-        return rows_to_store(block_ids, starts, handle.slots, per_chunk)
+        return rows_to_store(block_ids, starts, handle.keys, handle.slots, per_chunk)
 
     def _note_taken(self, offered: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> list[Part]:
         """Count the chunks that the manager takes; return of which requests they are."""
@@ -277,12 +278,13 @@ class Offering:
         return parts
 
 
-def start_store(shared: Shared, store: Store, rows: tuple[int, ...]) -> StoreJob:
+def start_store(shared: Shared, store: Store, places: Places) -> StoreJob:
     """Add a store to the jobs in flight, and return the message that starts it. Its blocks must be held already."""
     shared.jobs.add_store(store)
     shared.stats[PLANNED.of("store")] += 1
     shared.stats[PLANNED_BLOCKS.of("store")] += len(store.block_ids)
-    return StoreJob(store.job_id, store.block_ids, rows, START.seconds(shared.config.transfer_timeout_s))
+    timeout_s = START.seconds(shared.config.transfer_timeout_s)
+    return StoreJob(store.job_id, store.block_ids, places.rows, timeout_s, places.groups)
 
 
 def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:

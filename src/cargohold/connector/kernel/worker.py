@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any, Protocol
 
-from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata
+from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata, StoreJob
 from cargohold.protocol import (
     NOTHING_ENDED,
     KVConnectorMetadata,
@@ -50,7 +50,7 @@ class KernelWorker(KVConnectorWorker):
     """Moves blocks between one worker's paged KV and its shard of the tier.
 
     Args:
-        make_transfers: makes the transfer worker; called with the regions, once the paged KV is known.
+        make_transfers: makes the transfer worker; called with the regions of each group, once the paged KV is known.
         part: a guest's part on this worker, if one has any.
     """
 
@@ -58,7 +58,7 @@ class KernelWorker(KVConnectorWorker):
     metadata_type: type = OffloadingMetadata
 
     def __init__(
-        self, make_transfers: Callable[[Sequence[Any]], TransferWorker], part: WorkerPart | None = None
+        self, make_transfers: Callable[[Sequence[Sequence[Any]]], TransferWorker], part: WorkerPart | None = None
     ) -> None:
         self._make_transfers = make_transfers
         self._part = part
@@ -72,10 +72,8 @@ class KernelWorker(KVConnectorWorker):
         self._stats = Tally()
 
     def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
-        """Take the paged KV. All groups must share the same regions, so that a block id alone says where a block is."""
-        regions = kv_caches[0]
-        assert all(_same(other, regions) for other in kv_caches), "groups with memory of their own are not served"
-        self._transfers = self._make_transfers(regions)
+        """Take the paged KV."""
+        self._transfers = self._make_transfers(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take this step's jobs."""
@@ -96,14 +94,14 @@ class KernelWorker(KVConnectorWorker):
         for load in self._metadata.loads:
             if not load.is_in_step:
                 self._waiting[load.job_id] = load.request_id
-                self._start(load)
+                self._start(load, Direction.LOAD)
         if self._part is not None and self._metadata.rider is not None:
             self._part.carry_out(self._metadata.rider)
 
     def wait_for_save(self) -> None:
         """Start the stores, now that the forward pass has written the blocks that they read."""
         for store in self._metadata.stores:
-            self._running.submit(CopyJob(store.job_id, Direction.STORE, store.block_ids, store.rows, store.timeout_s))
+            self._start(store, Direction.STORE)
 
     def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Return the jobs that ended since the last call, and the requests whose loads they were."""
@@ -164,12 +162,12 @@ class KernelWorker(KVConnectorWorker):
     def _load_in_step(self, loads: Sequence[LoadJob]) -> None:
         """Start loads whose requests this step computes, and make it wait for them."""
         for load in loads:
-            self._start(load)
+            self._start(load, Direction.LOAD)
         if loads and not self._running.finish_loads():
             self._invalid_block_ids.update(chain.from_iterable(load.block_ids for load in loads))
 
-    def _start(self, load: LoadJob) -> None:
-        self._running.submit(CopyJob(load.job_id, Direction.LOAD, load.block_ids, load.rows, load.timeout_s))
+    def _start(self, job: LoadJob | StoreJob, direction: Direction) -> None:
+        self._running.submit(CopyJob(job.job_id, direction, job.block_ids, job.rows, job.timeout_s, job.groups))
 
     def _count(self, result: CopyResult) -> None:
         if result.outcome is not TransferOutcome.DONE:
@@ -177,7 +175,3 @@ class KernelWorker(KVConnectorWorker):
         direction = result.job.direction.value
         self._stats[metrics.COPIED_BLOCKS.of(direction)] += len(result.job.block_ids)
         self._stats[metrics.COPY_SECONDS.of(direction)] += result.duration_s
-
-
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

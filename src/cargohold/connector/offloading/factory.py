@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
+from cargohold.cache.rows import RowPlan, plan_rows
 from cargohold.cache.shares import Limits
 from cargohold.connector.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores, StorePlanner
@@ -16,7 +17,7 @@ from cargohold.deadlines import FINISH, WRITE
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, made_by
 from cargohold.process import memory_limit_bytes
-from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
+from cargohold.protocol import Clock, KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier, tier_names
 from cargohold.tiers.chunk_format import room_for_details
 from cargohold.tiers.namespace import digest_model
@@ -73,7 +74,9 @@ def _describe(layout: KVCacheLayout, blocks_per_chunk: int) -> str:
         f"layers {' '.join(group.layer_names)}"
         for group in layout.groups
     )
-    return f"{blocks_per_chunk} blocks of {layout.block_bytes} bytes per chunk; {groups}"
+    plan = plan_rows(layout)
+    rows = "" if plan.is_even else f", in rows of {plan.row_bytes} bytes, {' '.join(map(str, plan.per_block))} by group"
+    return f"{blocks_per_chunk} blocks of {layout.block_bytes} bytes per chunk{rows}; {groups}"
 
 
 # --- makes both sides of the tiers below host memory ------------------------------------------------------------------
@@ -100,7 +103,7 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     """Return how the tiers in ``config`` are to be used. Raises ``ConfigError`` if this engine cannot use tiers at all."""
     if config.tiers:
         served_model(layout)
-    chunk_bytes = layout.block_bytes * layout.num_shards * config.blocks_per_chunk
+    chunk_bytes = _shard_bytes(config, layout) * layout.num_shards
     named = zip(config.tiers, tier_names(config.tiers), strict=True)
     options = [_options(tier, name, chunk_bytes) for tier, name in named]
     return [replace(of_tier, is_read_only=config.read_only) for of_tier in options]
@@ -134,7 +137,9 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
 
 
 def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
-    return layout.block_bytes * config.blocks_per_chunk
+    """Return the bytes of the largest chunks on one worker."""
+    plan = plan_rows(layout)
+    return plan.most * plan.row_bytes * config.blocks_per_chunk
 
 
 def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
@@ -196,13 +201,22 @@ def scheduler_side(
 
 
 def host_manager(
-    config: OffloadConfig, num_slots: int, quotas: Mapping[str, Limits], *, record_events: bool
+    config: OffloadConfig, layout: KVCacheLayout, num_slots: int, quotas: Mapping[str, Limits], *, record_events: bool
 ) -> OffloadManager:
     """Make the manager of host memory: ours, or the one that options name. Raises ``ConfigError`` if that cannot be made."""
+    plan = plan_rows(layout)
     if config.manager is None:
-        return make_manager(config.policy, num_slots, record_events=record_events, quotas=quotas)
+        chunk_rows = () if plan.is_even else [count * config.blocks_per_chunk for count in plan.per_block]
+        return make_manager(config.policy, num_slots, record_events=record_events, quotas=quotas, chunk_rows=chunk_rows)
+    _require_even("manager", config.manager, plan)
     own: OffloadManager = made_by("manager", config.manager, OffloadManager, num_slots, record_events=record_events)
     return own
+
+
+def _require_even(option: str, value: str, plan: RowPlan) -> None:
+    """Raise ``ConfigError`` for a class of the user's own where blocks differ in size: it is not told of that."""
+    if not plan.is_even:
+        raise ConfigError(option, value, "blocks of this layout's groups differ in size, and only ours can keep them")
 
 
 def _stores_nothing(*_: object) -> StorePlanner:
@@ -224,7 +238,7 @@ class OffloadingFactory:
         layout, config = environment.layout, self.config
         num_slots = self.num_slots(layout)
         quotas = limits_in_chunks(config.quotas, num_slots, config.num_host_bytes // num_slots)
-        host = host_manager(config, num_slots, quotas, record_events=environment.emits_events)
+        host = host_manager(config, layout, num_slots, quotas, record_events=environment.emits_events)
         return scheduler_side(self.config, environment, host, tier_options(self.config, environment.layout))
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
@@ -232,21 +246,15 @@ class OffloadingFactory:
         layout, per_chunk = environment.layout, self.config.blocks_per_chunk
         # Workers that each had memory of their own would miss what the others store.
         assert (environment.exchange is None) == (layout.num_replicas == 1), "replicas share memory"
-        num_rows = self.num_slots(layout) * per_chunk
-        require_memory(self.config.host_bytes, num_rows * layout.block_bytes)
-        memory = HostMemory(num_rows, layout.block_bytes, environment.exchange)
+        plan = plan_rows(layout)
+        num_rows = self.num_slots(layout) * per_chunk * plan.most
+        require_memory(self.config.host_bytes, num_rows * plan.row_bytes)
+        memory = HostMemory(num_rows, plan.row_bytes, environment.exchange)
         replica = environment.rank % layout.num_replicas
 
-        def make_transfers(regions: Sequence[Any]) -> TransferWorker:
-            from cargohold.transfer.cpu import make_transfer_worker  # noqa: PLC0415  # imports torch
-
-            if self.config.transfer is None:
-                transfers = make_transfer_worker(regions, memory, environment.clock)
-            else:
-                transfers = made_by(
-                    "transfer", self.config.transfer, TransferWorker, regions, memory, environment.clock
-                )
-            return share_stores(transfers, replica, layout.num_replicas, per_chunk)
+        def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
+            transfers = self._make_transfers(kv_caches, plan, memory, environment.clock)
+            return share_stores(transfers, replica, layout.num_replicas, per_chunk * plan.most, plan.per_block)
 
         if not self.config.tiers:
             return OffloadingWorker(make_transfers)
@@ -263,9 +271,26 @@ class OffloadingFactory:
             make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank, outline)
         )
 
+    def _make_transfers(
+        self, kv_caches: Sequence[Sequence[Any]], plan: RowPlan, memory: HostMemory, clock: Clock
+    ) -> TransferWorker:
+        from cargohold.transfer.cpu import make_grouped_transfers, make_transfer_worker  # noqa: PLC0415  # imports torch
+
+        if self.config.transfer is not None:
+            _require_even("transfer", self.config.transfer, plan)
+            own: TransferWorker = made_by("transfer", self.config.transfer, TransferWorker, kv_caches[0], memory, clock)
+            return own
+        if plan.is_even:
+            return make_transfer_worker(kv_caches[0], memory, clock)
+        return make_grouped_transfers(kv_caches, plan.per_block, memory, clock)
+
     def num_slots(self, layout: KVCacheLayout) -> int:
-        """Return the number of slots in host memory. Raises ``ConfigError`` if it cannot hold a single chunk."""
-        chunk_bytes = layout.block_bytes * layout.num_shards * self.config.blocks_per_chunk
+        """Return the number of slots in host memory, for chunks of the largest group.
+
+        Raises:
+            ConfigError: it cannot hold a single one.
+        """
+        chunk_bytes = _shard_bytes(self.config, layout) * layout.num_shards
         num_slots = self.config.num_host_bytes // chunk_bytes
         if num_slots < 1:
             raise ConfigError("host_bytes", self.config.host_bytes, f"one chunk takes {format_bytes(chunk_bytes)}")

@@ -12,6 +12,7 @@ from typing import Final
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
+from cargohold.cache.rows import rows_to_store
 from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.kernel.jobs import Store, StoreJob
 from cargohold.connector.kernel.offers import end_store, start_store
@@ -192,7 +193,8 @@ class LazyStores(StorePlanner):
         # No request holds these blocks, so the store has no request ids.
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
         self._shared.guests.store_begins(store, ())
-        yield start_store(self._shared, store, tuple(handle.slots))
+        places = rows_to_store(block_ids, range(len(block_ids)), handle.keys, handle.slots, 1)
+        yield start_store(self._shared, store, places)
 
     def _num_needed_next(self, step: StepView) -> int:
         """Return how many blocks the requests of this step may need in the next one: for a next token, or more of a prompt."""
@@ -245,14 +247,14 @@ class LazyOffloadingFactory:
                 "prefix_caching", value=False, expected="lazy offloading keeps what the prefix cache evicts"
             )
         config = self.config
-        host = host_manager(
-            config, OffloadingFactory(config).num_slots(environment.layout), {}, record_events=environment.emits_events
-        )
+        layout = environment.layout
+        num_slots = OffloadingFactory(config).num_slots(layout)
+        host = host_manager(config, layout, num_slots, {}, record_events=environment.emits_events)
         scheduler = scheduler_side(
             config,
             environment,
             host,
-            tier_options(config, environment.layout),
+            tier_options(config, layout),
             make_stores=partial(LazyStores, lookahead=lookahead(config, environment)),
         )
         scheduler.name = _NAME

@@ -226,7 +226,7 @@ class OffloadingScheduler(KernelScheduler):
     def get_contents(self) -> Sequence[TierContents]:
         """Return what is in host memory; of a tier below, nobody keeps a list by tenant or prefix."""
         shared, call = self._shared, self._guests.call
-        hints, chunk_bytes = self._hints, self._meters.chunk_bytes
+        hints = self._hints
         return [
             TierContents(
                 tier=shared.tier,
@@ -234,7 +234,7 @@ class OffloadingScheduler(KernelScheduler):
                 max_pinned_chunks=hints.budgets.limit_of(None, Budget.PINNED),
                 max_pinned_chunks_each=hints.budgets.limit_of("any", Budget.PINNED),
                 tenants=[
-                    TenantUse(tenant, num_chunks, num_chunks * chunk_bytes)
+                    TenantUse(tenant, num_chunks, self._meters.num_bytes(num_chunks))
                     for tenant, num_chunks in shared.manager.usage().items()
                 ],
                 prefixes=call(self._meters, self._meters.prefixes.kept, ()) or [],
@@ -245,7 +245,7 @@ class OffloadingScheduler(KernelScheduler):
         """Return counters since the last call."""
         asked: list[tuple[Guest, Callable[..., Stats], tuple[Any, ...]]] = [
             (self._meters, self._meters.take_stats, ()),
-            (self._hints, self._hints.take_stats, (self._shared.tier, self._meters.chunk_bytes)),
+            (self._hints, self._hints.take_stats, (self._shared.tier, self._meters.num_bytes(1))),
         ]
         if self._below is not None:
             asked.append((self._below, self._below.take_stats, ()))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, Self
 from weakref import WeakSet
 
+from cargohold.cache.rows import plan_rows
 from cargohold.connector.factory import (
     Parts,
     check_chunks,
@@ -19,6 +20,7 @@ from cargohold.connector.factory import (
     lower_tiers,
     start_report,
 )
+from cargohold.connector.held import held_levels
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat, start
 from cargohold.integrations.vllm.compat import waived_demands
@@ -29,6 +31,7 @@ from cargohold.integrations.vllm.layout import (
     Translation,
     block_bytes,
     dropped_tokens,
+    group_sizes,
     make_layout,
     marks_shared_prefixes,
     may_load,
@@ -397,7 +400,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return Translation(NO_GROUPS, (*translation.obstacles, *obstacles)) if obstacles else translation
 
     def _layout(self, hash_block_tokens: int) -> KVCacheLayout:
-        return make_layout(self._groups.served, self._vllm_config, self._kv_cache_config, hash_block_tokens)
+        config, caches = self._vllm_config, self._kv_cache_config
+        # Stages differ in what they have of each group. Managers and transfers of the user's own know no rows.
+        may_differ = not has_stages(config) and not self._settings.has_own_parts
+        return make_layout(self._groups.served, config, caches, hash_block_tokens, may_differ=may_differ)
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
         """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have told their parts."""
@@ -412,7 +418,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def _make_scheduler(self, pool: Any, tables: BlockTables, layout: KVCacheLayout, parts: Parts) -> None:
         layout = replace(layout, block_bytes=parts.largest_block_bytes)
-        self._mean_block_bytes = parts.all_block_bytes / layout.world_size
+        plan = plan_rows(layout)
+        mean = parts.all_block_bytes / layout.world_size
+        self._mean_block_bytes = mean if plan.is_even else plan.mean_block_bytes(layout)
         self._events = EventTranslator(self._kv_cache_config.kv_cache_groups, self._groups.numbers)
         events = getattr(self._vllm_config, "kv_events_config", None)
         environment = SchedulerEnvironment(
@@ -444,6 +452,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             tool_tokens=start.tool_tokens(self._vllm_config.model_config),
             marks_shared_prefixes=marks_shared_prefixes(layout.groups),
             groups=self._groups,
+            levels=held_levels(layout, group_sizes(self._kv_cache_config, layout.groups)),
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)

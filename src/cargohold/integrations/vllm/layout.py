@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Final
 
 import torch
 
-from cargohold.connector.kernel.loads import blocks_to_store
 from cargohold.integrations.vllm import compat, plugin
 from cargohold.integrations.vllm.groups import Groups, groups_of, is_latent, layer_specs
 from cargohold.process import can_share_memory
@@ -260,11 +259,20 @@ def may_load(vllm_config: Any) -> bool:
 
 
 def make_layout(
-    groups: Sequence[KVCacheGroup], vllm_config: Any, kv_cache_config: Any, hash_block_tokens: int
+    groups: Sequence[KVCacheGroup],
+    vllm_config: Any,
+    kv_cache_config: Any,
+    hash_block_tokens: int,
+    *,
+    may_differ: bool = True,
 ) -> KVCacheLayout:
-    """The layout that scheduler and workers agree on; raises ``ValueError`` if it contradicts itself."""
+    """The layout that scheduler and workers agree on; raises ``ValueError`` if it contradicts itself.
+
+    It says how much of a block each group uses if they ``may_differ`` in that.
+    """
+    sized = [replace(group, block_bytes=_group_bytes(kv_cache_config, group)) for group in groups]
     return KVCacheLayout(
-        groups=tuple(groups),
+        groups=tuple(sized if may_differ else groups),
         num_blocks=int(kv_cache_config.num_blocks),
         block_bytes=block_bytes(kv_cache_config),
         hash_block_tokens=hash_block_tokens,
@@ -317,21 +325,9 @@ def block_bytes(kv_cache_config: Any) -> int:
     return int(-(-total // num_blocks))
 
 
-def kept_bytes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> tuple[float, float]:
-    """Bytes that a token of a long prompt takes in host memory on one worker, and how many of these are KV.
-
-    A row there is as large as a block, of whatever group, while the layers of a group may need less of it.
-    """
-    taken = needed = 0.0
-    for group in groups:
-        num_blocks = group.hit_tokens // group.block_tokens or 1
-        table = range(1, 2 * num_blocks + 1)
-        kept = len(blocks_to_store(group, table, 1, num_blocks, 2 * num_blocks).chunks) / (
-            num_blocks * group.block_tokens
-        )
-        taken += kept * block_bytes(kv_cache_config)
-        needed += kept * _group_bytes(kv_cache_config, group)
-    return taken, needed
+def group_sizes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> list[int]:
+    """Bytes of a block that each group's layers need, on one worker."""
+    return [_group_bytes(kv_cache_config, group) for group in groups]
 
 
 def _group_bytes(kv_cache_config: Any, group: KVCacheGroup) -> int:

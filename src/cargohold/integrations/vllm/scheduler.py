@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
+from cargohold.cache.rows import plan_rows
 from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
@@ -93,6 +94,7 @@ class SideOptions:
         marks_shared_prefixes: whether to mark where other requests go on, at the end of a load or of what they share: there
             vLLM ends a step, and its prefix cache keeps windows and states.
         groups: the KV-cache groups; ``None`` if none is left out.
+        levels: levels that are told once.
     """
 
     load_timeout_s: float
@@ -104,6 +106,7 @@ class SideOptions:
     tool_tokens: ToolTokens = ToolTokens({})  # noqa: RUF009  # it is never changed
     marks_shared_prefixes: bool = False
     groups: Groups | None = None
+    levels: Stats = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -178,7 +181,7 @@ class SchedulerSide:
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = False
         device_bytes = (layout.num_blocks - 1) * layout.block_bytes * layout.world_size
-        self._stats = Tally({metrics.TIER_CAPACITY.of("device"): device_bytes})
+        self._stats = Tally({metrics.TIER_CAPACITY.of("device"): device_bytes, **options.levels})
         self._levels: Stats = {}
         self._stats_due_at = 0.0
         self._outages = OutageLevels(time.time() - clock())
@@ -435,7 +438,8 @@ class SchedulerSide:
         told, self._stats = self._stats, Tally()
         told.add(self.guard.get_kv_connector_stats())
         told.add(self._take_levels())
-        shown = for_operators(told, block_bytes, self.layout.token_bytes, self.layout.num_replicas)
+        layout = self.layout
+        shown = for_operators(told, block_bytes, plan_rows(layout).token_bytes(layout), layout.token_bytes)
         shown.add(self._outages.take_changes(self.guard.get_outages()))
         return {series: value for series, value in shown.items() if value}
 

@@ -99,6 +99,11 @@ class Settings:
         return bool(self._tiers)
 
     @property
+    def has_own_parts(self) -> bool:
+        """Whether somebody's own connector, manager or transfers are used."""
+        return any(not _is_ours(child) or child.manager or child.transfer for child in self._children)
+
+    @property
     def needs_prefix_caching(self) -> bool:
         """Whether a connector keeps only what the prefix cache evicts."""
         return any(_is_ours(child) and child.mode == LAZY for child in self._children)

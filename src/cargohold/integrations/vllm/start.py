@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from cargohold.connector.factory import never_found
+from cargohold.connector.held import held_per_gib, tokens_per_gib
 from cargohold.errors import ConfigError, one_line
-from cargohold.integrations.vllm.layout import finds_shared_prefixes, kept_bytes, may_load, replicas, shares_loads
+from cargohold.integrations.vllm.layout import finds_shared_prefixes, group_sizes, may_load, replicas, shares_loads
 from cargohold.integrations.vllm.settings import Settings
 from cargohold.option_values import format_count
 from cargohold.protocol import KVCacheLayout, ToolTokens, added_tokens
@@ -49,13 +50,10 @@ def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, sett
 
 def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: Settings) -> Iterator[str]:
     """Yield what is worth knowing, as sentences."""
-    taken, needed = kept_bytes(kv_cache_config, layout.groups)
-    if needed < taken:
-        held, possible = (format_count(int(1024**3 / (each * layout.num_shards)), "token") for each in (taken, needed))
-        yield (
-            f"a GiB of host memory keeps {held} of long prompts, and would keep {possible} if rows were as large as the blocks "
-            "of their own groups"
-        )
+    held, possible = held_per_gib(layout), tokens_per_gib(layout, group_sizes(kv_cache_config, layout.groups))
+    yield (
+        f"a GiB of host memory holds {format_count(held, 'token')} of long prompts, of {possible:,} by the sizes of their KV"
+    )
     policy = settings.adapter.load_failure_policy
     yield (
         f"if a load fails, vLLM's policy is to {policy} its request (load_failure_policy; inside MultiConnector, the outer "

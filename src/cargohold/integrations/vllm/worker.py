@@ -20,8 +20,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import distributed
 
+from cargohold.cache.rows import plan_rows
 from cargohold.connector.factory import Parts
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat
@@ -238,10 +240,7 @@ class WorkerSide:
             exchange: with which the workers that hold the same KV talk.
         """
         try:
-            regions = regions_of(kv_caches, layout.num_blocks)
-            # Padding between regions is left out, so a row may be shorter here than the scheduler side assumes: then there
-            # are more of them than it will use.
-            own = replace(layout, block_bytes=_checked(sum(region.shape[1] for region in regions), layout))
+            own, by_group = as_regions(kv_caches, layout)
             with option_path("kv_connector_extra_config."):
                 inner = factory.make_worker_side(WorkerEnvironment(own, self._rank, clock, exchange))
             self._guard = WorkerConnectorGuard(inner)
@@ -253,8 +252,7 @@ class WorkerSide:
             self._untold_error = f"rank {self._rank} could not register the KV cache: {error!r}"
             return
         self._look(0)
-        # A block id belongs to one group at a time, so all groups share the same bytes.
-        self._guard.register_kv_caches([regions] * len(layout.groups))
+        self._guard.register_kv_caches(by_group)
 
     def begin(self, message: StepMessage) -> None:
         """Take this step's message. May be called twice in a step; only the first time counts."""
@@ -343,6 +341,26 @@ class WorkerSide:
     def shutdown(self) -> None:
         """Let transfers in flight end."""
         self._guard.stop()
+
+
+def as_regions(kv_caches: Mapping[str, Any], layout: KVCacheLayout) -> tuple[KVCacheLayout, list[list[torch.Tensor]]]:
+    """The layout as it is on this worker, and the regions of each group.
+
+    A block id belongs to one group at a time. So where groups hardly differ in size, all of them share all bytes of a block.
+    """
+    if plan_rows(layout).is_even:
+        regions = regions_of(kv_caches, layout.num_blocks)
+        # Padding between regions is left out, so a row may be shorter here than the scheduler side assumes: then there are
+        # more of them than it will use.
+        size = _checked(sum(region.shape[1] for region in regions), layout)
+        groups = tuple(replace(group, block_bytes=None) for group in layout.groups)
+        own = replace(layout, block_bytes=size, groups=groups)
+        return own, [regions] * len(layout.groups)
+    by_group = []
+    for group in layout.groups:
+        of_group = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+        by_group.append(regions_of(of_group, layout.num_blocks))
+    return layout, by_group
 
 
 def _checked(block_bytes: int, layout: KVCacheLayout) -> int:

@@ -9,11 +9,10 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.retention import NORMAL
+from cargohold.cache.rows import RowPlan, plan_rows
 from cargohold.connector.config import RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
@@ -23,12 +22,13 @@ from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, O
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.options import named_factory
 from cargohold.lab.simulation.tiers import MediumPlan
-from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, as_array, with_share
+from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, by_rows, empty_rows, with_share
 from cargohold.option_values import search_current_directory
 from cargohold.protocol import (
     NULL_CONNECTOR,
     ConnectorGuard,
     ForwardingScheduler,
+    KVCacheLayout,
     KVConnectorFactory,
     KVConnectorScheduler,
     SchedulerEnvironment,
@@ -50,6 +50,7 @@ class SimulatedOffloading:
         num_slots: chunks that the tier holds.
         lookahead: blocks ahead of eviction that a lazy connector copies; ``None`` for an eager one.
         make_transfers: makes the workers' transfers; by default, ``HeldTransfers``.
+        watch: puts a wrapper around a worker's transfers that sees which blocks they copy.
         wrap_manager: puts a wrapper around the manager.
         record_events: whether the manager records events, for engines that emit them.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
@@ -65,6 +66,7 @@ class SimulatedOffloading:
         *,
         lookahead: int | None = None,
         make_transfers: MakeTransfers | None = None,
+        watch: Callable[[TransferWorker, int], TransferWorker] = lambda transfers, _rank: transfers,
         wrap_manager: Callable[[OffloadManager], OffloadManager] = lambda manager: manager,
         record_events: bool = True,
         **options: Any,
@@ -76,13 +78,22 @@ class SimulatedOffloading:
         self._make_stores = EagerStores if lookahead is None else partial(LazyStores, lookahead=lookahead)
         policy = self.config.policy if lookahead is None else "lru"
         quotas = limits_in_chunks(self.config.quotas, num_slots, 1)
-        self.manager = wrap_manager(make_manager(policy, num_slots, record_events=record_events, quotas=quotas))
+        self._make_manager: Callable[[Sequence[int]], OffloadManager] = lambda chunk_rows: wrap_manager(
+            make_manager(policy, num_slots, record_events=record_events, quotas=quotas, chunk_rows=chunk_rows)
+        )
+        self.manager = self._make_manager(())
+        self._plan: RowPlan | None = None
         self.transfers: list[Any] = []
         self._make_transfers = make_transfers or held_transfers
+        self._watch = watch
         self._rows: dict[int, ByteRows] = {}
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
-        """A scheduler side over the shared manager."""
+        """A scheduler side over the shared manager, which is made anew if chunks turn out to differ in size."""
+        plan = plan_rows(environment.layout)
+        if self._plan is None and not plan.is_even:
+            self.manager = self._make_manager([count * self.config.blocks_per_chunk for count in plan.per_block])
+        self._plan = plan
         side = OffloadingScheduler(self.config, environment, self.manager, make_stores=self._make_stores)
         if self.lookahead is not None:
             side.name = "lazy"
@@ -90,12 +101,12 @@ class SimulatedOffloading:
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side over the shared memory."""
+        layout = environment.layout
 
-        def make_transfers(regions: Sequence[Any]) -> TransferWorker:
-            rows = self.rows(environment.rank // environment.layout.num_replicas, environment.layout.block_bytes)
-            transfers: TransferWorker = self._make_transfers(as_array(regions[0]), rows, environment)
-            self.transfers.append(transfers)
-            return with_share(transfers, environment, self.config.blocks_per_chunk)
+        def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
+            rows = self.rows(environment.rank // layout.num_replicas, layout)
+            transfers = by_rows(kv_caches, layout, lambda parts: self._made(parts, rows, environment))
+            return with_share(self._watch(transfers, environment.rank), environment, self.config.blocks_per_chunk)
 
         return OffloadingWorker(make_transfers)
 
@@ -104,11 +115,16 @@ class SimulatedOffloading:
         if not self.manager.reset():
             raise RuntimeError("somebody still writes to the tier")
 
-    def rows(self, shard: int, row_bytes: int) -> ByteRows:
+    def rows(self, shard: int, layout: KVCacheLayout) -> ByteRows:
         """One shard of the tier: a worker's, or that of several that hold the same."""
         if shard not in self._rows:
-            self._rows[shard] = np.zeros((self.num_slots * self.config.blocks_per_chunk, row_bytes), dtype=np.uint8)
+            self._rows[shard] = empty_rows(self.num_slots, self.config.blocks_per_chunk, layout)
         return self._rows[shard]
+
+    def _made(self, parts: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+        self.transfers.append(self._make_transfers(parts, rows, environment))
+        transfers: TransferWorker = self.transfers[-1]
+        return transfers
 
 
 def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from cargohold.cache.rows import plan_rows
 from cargohold.engine.core.kv_cache_manager import max_held_blocks
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep
 from cargohold.engine.executor import LayerHooks
@@ -270,14 +271,19 @@ class FingerprintRunner:
         self.before_forward: Callable[[], None] = lambda: None
         self.guards_appends = True
 
+    @property
+    def groups(self) -> Sequence[KVCacheGroup]:
+        """The KV-cache groups."""
+        return self._groups
+
     def kv_regions(self) -> Sequence[Sequence[Any]]:
-        """One region for all groups, as bytes."""
+        """One region for all groups, as bytes; of groups that say how much of a block they use, that much."""
         region: Any = self.memory.view(np.uint8)
         if self._as_tensors:
             import torch  # noqa: PLC0415  # most simulations do without it
 
             region = torch.from_numpy(region)
-        return [[region] for _ in self._groups]
+        return [[region[:, : group.block_bytes]] for group in self._groups]
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
         """Check the fingerprints that the step reads, and write its own."""
@@ -420,13 +426,13 @@ class GroupPlan:
 
 
 def layout_of(plans: Sequence[GroupPlan], num_blocks: int, world_size: int = 1, num_replicas: int = 1) -> KVCacheLayout:
-    """A paged KV cache with these groups."""
+    """A paged KV cache with these groups. They say how much of a block they use if rows then have no padding."""
     groups = tuple(
         KVCacheGroup(index, plan.kind, plan.block_tokens, (f"layers.{index}",), plan.window_tokens)
         for index, plan in enumerate(plans)
     )
     widest = max(plan.block_tokens for plan in plans)
-    return KVCacheLayout(
+    layout = KVCacheLayout(
         groups,
         num_blocks,
         widest * FINGERPRINT_BYTES,
@@ -434,6 +440,13 @@ def layout_of(plans: Sequence[GroupPlan], num_blocks: int, world_size: int = 1, 
         world_size,
         num_replicas=num_replicas,
     )
+    sized = replace(
+        layout,
+        groups=tuple(replace(group, block_bytes=group.block_tokens * FINGERPRINT_BYTES) for group in groups),
+    )
+    rows = plan_rows(sized)
+    is_exact = [count * rows.row_bytes for count in rows.per_block] == list(sized.group_bytes)
+    return sized if is_exact and not rows.is_even else layout
 
 
 def simulated_layout(

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
-
-from cargohold.cache import OffloadKey, OffloadManager, make_manager
+from cargohold.cache import OffloadKey, OffloadManager
 from cargohold.cache.retention import Retention
 from cargohold.connector.config import limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
-from cargohold.connector.offloading.factory import scheduler_side
+from cargohold.connector.offloading.factory import host_manager, scheduler_side
 from cargohold.lab.simulation.faults import Fault, FaultSource, Spells
 from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
-from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, as_array, with_share
+from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, by_rows, empty_rows, with_share
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
@@ -285,7 +283,7 @@ class SimulatedTiering:
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
         quotas = limits_in_chunks(self.config.quotas, self.num_slots, 1)
-        host = make_manager(self.config.policy, self.num_slots, record_events=True, quotas=quotas)
+        host = host_manager(self.config, environment.layout, self.num_slots, quotas, record_events=True)
         self.transfers, self.queues = [], []
         side = scheduler_side(self.config, environment, host, self.options, make_stores=self._make_stores)
         assert side.lower is not None
@@ -294,8 +292,8 @@ class SimulatedTiering:
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side with an empty host memory, and the rank's shards of the media."""
-        num_rows = self.num_slots * self.config.blocks_per_chunk
-        rows = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+        layout = environment.layout
+        rows = empty_rows(self.num_slots, self.config.blocks_per_chunk, layout)
         queues = {
             tier.name: HeldQueue(
                 media[environment.rank], environment.clock, has_index=tier.has_index, is_listed=tier.is_listed
@@ -304,9 +302,12 @@ class SimulatedTiering:
         }
         self.queues.append(list(queues.values()))
 
-        def make_transfers(regions: Sequence[Any]) -> HeldTransfers:
-            self.transfers.append(HeldTransfers(regions[0], rows, environment.clock))
+        def made(parts: ByteRows) -> HeldTransfers:
+            self.transfers.append(HeldTransfers(parts, rows, environment.clock))
             return self.transfers[-1]
+
+        def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
+            return by_rows(kv_caches, layout, made)
 
         per_chunk, clock, rank = self.config.blocks_per_chunk, environment.clock, environment.rank
         tiers = TierWorker(queues, rows, per_chunk, clock, rank, self.namespace)
@@ -537,6 +538,7 @@ class TieredOffloading:
         num_slots: chunks that host memory holds.
         media: the tiers below, the fastest first.
         make_transfers: makes a worker's transfers between device and host memory.
+        watch: puts a wrapper around them that sees which blocks they copy.
         make_queue: makes a worker's queue to its shard of a medium.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
@@ -550,6 +552,7 @@ class TieredOffloading:
         num_slots: int,
         media: Sequence[MediumPlan],
         make_transfers: MakeHostTransfers,
+        watch: Callable[[TransferWorker, int], TransferWorker],
         make_queue: Callable[[SimulatedMedium, MediumPlan], LinkedQueue],
         **options: Any,
     ) -> None:
@@ -557,6 +560,7 @@ class TieredOffloading:
         self._num_slots = num_slots
         self._plans = media
         self._make_transfers = make_transfers
+        self._watch = watch
         self._make_queue = make_queue
         self._num_epochs = 0
         self._rows: dict[int, ByteRows] = {}
@@ -567,7 +571,8 @@ class TieredOffloading:
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
         quotas = limits_in_chunks(self.config.quotas, self._num_slots, 1)
-        host = make_manager(self.config.policy, self._num_slots, record_events=environment.emits_events, quotas=quotas)
+        emits_events = environment.emits_events
+        host = host_manager(self.config, environment.layout, self._num_slots, quotas, record_events=emits_events)
         options = [plan.options for plan in self._plans]
         side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
         assert side.lower is not None
@@ -576,19 +581,19 @@ class TieredOffloading:
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side with an empty host memory, and the rank's shards of the media."""
-        num_rows = self._num_slots * self.config.blocks_per_chunk
-        shard, replica = divmod(environment.rank, environment.layout.num_replicas)
+        layout = environment.layout
+        shard, replica = divmod(environment.rank, layout.num_replicas)
         if shard not in self._rows:
-            self._rows[shard] = np.zeros((num_rows, environment.layout.block_bytes), dtype=np.uint8)
+            self._rows[shard] = empty_rows(self._num_slots, self.config.blocks_per_chunk, layout)
         rows, per_chunk = self._rows[shard], self.config.blocks_per_chunk
         queues: dict[str, JobQueue] = {plan.options.name: NoOpQueue() for plan in self._plans}
         for at, plan in enumerate(() if replica else self._plans):
             queue = queues[plan.options.name] = self._make_queue(self._shard(at, shard), plan)
             self.queues[at].append(queue)
 
-        def make_transfers(regions: Sequence[Any]) -> TransferWorker:
-            transfers = self._make_transfers(as_array(regions[0]), rows, environment)
-            return with_share(transfers, environment, per_chunk)
+        def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
+            transfers = by_rows(kv_caches, layout, lambda parts: self._make_transfers(parts, rows, environment))
+            return with_share(self._watch(transfers, environment.rank), environment, per_chunk)
 
         return OffloadingWorker(
             make_transfers, TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)

@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.protocol import Clock, TransferOutcome, WorkerEnvironment
+from cargohold.cache.rows import plan_rows
+from cargohold.protocol import Clock, KVCacheLayout, TransferOutcome, WorkerEnvironment
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.port import have_succeeded, share_stores
+from cargohold.transfer.port import ForwardingTransfers, GroupedTransfers, have_succeeded, share_stores
 
 ByteRows = npt.NDArray[np.uint8]
 
@@ -25,10 +26,34 @@ def as_array(region: Any) -> ByteRows:
     return array
 
 
-def with_share(transfers: TransferWorker, environment: WorkerEnvironment, rows_per_slot: int) -> TransferWorker:
+def with_share(transfers: TransferWorker, environment: WorkerEnvironment, blocks_per_chunk: int) -> TransferWorker:
     """A worker's transfers, which copy its share of stores alone where others hold the same bytes."""
-    num_replicas = environment.layout.num_replicas
-    return share_stores(transfers, environment.rank % num_replicas, num_replicas, rows_per_slot)
+    num_replicas, plan = environment.layout.num_replicas, plan_rows(environment.layout)
+    replica = environment.rank % num_replicas
+    return share_stores(transfers, replica, num_replicas, blocks_per_chunk * plan.most, plan.per_block)
+
+
+def empty_rows(num_slots: int, blocks_per_chunk: int, layout: KVCacheLayout) -> ByteRows:
+    """Host memory for so many chunks of the largest group."""
+    plan = plan_rows(layout)
+    return np.zeros((num_slots * blocks_per_chunk * plan.most, plan.row_bytes), dtype=np.uint8)
+
+
+def by_rows(
+    kv_caches: Sequence[Sequence[Any]], layout: KVCacheLayout, make_transfers: Callable[[ByteRows], TransferWorker]
+) -> TransferWorker:
+    """Transfers between paged KV and rows, which may be parts of its blocks; ``make_transfers`` makes those of rows."""
+    widest = as_array(max((regions[0] for regions in kv_caches), key=lambda region: int(region.shape[1])))
+    plan = plan_rows(layout)
+    if plan.is_even:
+        return make_transfers(widest)
+    # Blocks have no padding and rows divide them, so all parts are rows of one array.
+    parts = widest.reshape(-1, plan.row_bytes)
+    assert np.shares_memory(parts, widest), "blocks have padding"
+    in_block = widest.shape[1] // plan.row_bytes
+    return GroupedTransfers(
+        make_transfers(parts), plan.per_block, lambda _group, block_id, at: block_id * in_block + at
+    )
 
 
 class HeldTransfers(TransferWorker):
@@ -207,7 +232,7 @@ class CopiesInFlight:
                     raise CopyConflictError(f"worker {self._rank}: {who} block {block_id}, which {by}")
 
 
-class WatchedTransfers(TransferWorker):
+class WatchedTransfers(ForwardingTransfers):
     """Notes which copies of another transfer worker are in flight.
 
     Args:
@@ -216,7 +241,7 @@ class WatchedTransfers(TransferWorker):
     """
 
     def __init__(self, inner: TransferWorker, copies: CopiesInFlight) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._copies = copies
         self._jobs: dict[int, CopyJob] = {}
 
@@ -224,18 +249,18 @@ class WatchedTransfers(TransferWorker):
         """Pass on."""
         self._copies.begin(job)
         self._jobs[job.job_id] = job
-        self._inner.submit(job)
+        self.inner.submit(job)
 
     def poll(self) -> list[CopyResult]:
         """Pass on."""
-        results = self._inner.poll()
+        results = self.inner.poll()
         for result in results:
             self._end(result.job)
         return results
 
     def finish_loads(self) -> bool:
         """Pass on. Loads that have arrived write nothing any more, even if they are reported later."""
-        have_arrived = self._inner.finish_loads()
+        have_arrived = self.inner.finish_loads()
         for job in [job for job in self._jobs.values() if job.direction is Direction.LOAD]:
             if have_arrived:
                 self._end(job)
@@ -245,13 +270,13 @@ class WatchedTransfers(TransferWorker):
 
     def finish_stores(self) -> None:
         """Pass on. Stores read nothing any more, even if they are reported later."""
-        self._inner.finish_stores()
+        self.inner.finish_stores()
         for job in [job for job in self._jobs.values() if job.direction is Direction.STORE]:
             self._end(job)
 
     def shutdown(self) -> None:
         """Pass on. Nothing is copied any more."""
-        self._inner.shutdown()
+        self.inner.shutdown()
         for job in list(self._jobs.values()):
             self._end(job)
 

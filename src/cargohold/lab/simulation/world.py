@@ -321,13 +321,14 @@ class World:
             if self._checksums and self.source.is_possible(DAMAGING):
                 shard = environment.rank // environment.layout.num_replicas
                 transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(shard, {}))
-            return self._faulty_transfers(transfers, region, rows, environment.rank, self.source)
+            return self._faulty_transfers(transfers, region, rows, self.source)
 
         may_change = self.source.is_possible((Fault.GONE, Fault.FULL, Fault.UNDECIDED))
         tier = SimulatedOffloading(
             plan.num_slots,
             lookahead=plan.lookahead,
             make_transfers=make_transfers,
+            watch=self._watch,
             wrap_manager=self._faulty_manager if may_change else _unchanged,
             record_events=self._scenario.shape.scheduler["emit_events"],
             **plan.options,
@@ -342,9 +343,11 @@ class World:
 
         def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
             link = self._make_link(region, rows, environment.rank)
-            return self._faulty_transfers(link, region, rows, environment.rank, source)
+            return self._faulty_transfers(link, region, rows, source)
 
-        tiered = TieredOffloading(plan.num_slots, plan.lower, make_transfers, self._make_queue, **plan.options)
+        tiered = TieredOffloading(
+            plan.num_slots, plan.lower, make_transfers, self._watch, self._make_queue, **plan.options
+        )
         self._tiered.append(tiered)
         return tiered
 
@@ -356,11 +359,14 @@ class World:
         return link
 
     def _faulty_transfers(
-        self, transfers: TransferWorker, region: ByteRows, rows: ByteRows, rank: int, source: FaultSource
+        self, transfers: TransferWorker, region: ByteRows, rows: ByteRows, source: FaultSource
     ) -> TransferWorker:
         if source.rates:
             transfers = faulty = FaultyTransfers(transfers, region, rows, source, self._is_gone)
             self._faulty.append(faulty)
+        return transfers
+
+    def _watch(self, transfers: TransferWorker, rank: int) -> TransferWorker:
         return WatchedTransfers(transfers, self.copies[rank])
 
     def _make_queue(self, medium: SimulatedMedium, plan: MediumPlan) -> LinkedQueue:

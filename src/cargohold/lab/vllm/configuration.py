@@ -123,7 +123,12 @@ def caches_of(layout: KVCacheLayout, **options: Any) -> Any:
     return KVCacheConfig(
         num_blocks=layout.num_blocks,
         kv_cache_tensors=[
-            KVCacheTensor(size=size, layers=list(group.layer_names), layer_stride=size, block_stride=layout.block_bytes)
+            KVCacheTensor(
+                size=size,
+                layers=list(group.layer_names),
+                layer_stride=group.block_bytes or size,
+                block_stride=layout.block_bytes,
+            )
             for group in layout.groups
         ],
         kv_cache_groups=[KVCacheGroupSpec(list(group.layer_names), _spec(group, layout)) for group in layout.groups],

@@ -299,7 +299,9 @@ class SimulatedWorker:
         memory = torch.from_numpy(runner.memory).view(torch.uint8)
         groups = kv_cache_config.kv_cache_groups
         layers = {
-            name: _layer(memory, group) if as_layers else memory for group in groups for name in group.layer_names
+            name: _layer(memory, group) if as_layers else memory[:, : own.block_bytes]
+            for group, own in zip(groups, runner.groups, strict=True)
+            for name in group.layer_names
         }
         self.connector.register_kv_caches(layers)
         self._attention = dict.fromkeys(layers)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final, TypeVar
 
-from cargohold.cache.manager import OffloadKey, namespace_of_key, offload_key, split_key
+from cargohold.cache.manager import OffloadKey, Slot, namespace_of_key, offload_key, split_key
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.messages import TierCommand, both
@@ -69,7 +69,7 @@ class TierTask:
     keys: Sequence[OffloadKey]
     on_end: Callable[[TierTask, Sequence[bool], bool], None]
     parents: Sequence[OffloadKey | None] = ()
-    slots: Sequence[int] = ()
+    slots: Sequence[Slot] = ()
     owner: object = None
     num_before: int = 0
     num_after: int = 0

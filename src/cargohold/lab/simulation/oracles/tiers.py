@@ -137,7 +137,9 @@ class TierOracle(Oracle):
         if is_alone and num_writing != num_storing:
             self.fail(f"{num_writing} slots reserved, {num_storing} being written")
         used, num_free = manager.num_ready + num_writing + manager.num_leaving, manager.num_free
-        if used < 0 or num_free < 0 or used + num_free != manager.capacity:
+        # Where chunks differ in size, what is free counts in those of the largest group, and more fit of others.
+        num_more, has_one_size = used + num_free - manager.capacity, manager.fill[1] == manager.capacity
+        if used < 0 or num_free < 0 or num_more < 0 or (has_one_size and num_more):
             self.fail(f"{used} slots used and {num_free} free of {manager.capacity}")
         if jobs.num_store_blocks > (allowed := watched.side.max_store_blocks + self._num_exempt_blocks(jobs)):
             self.fail(f"stores in flight hold {jobs.num_store_blocks} blocks; {allowed} are allowed")
