@@ -63,7 +63,7 @@ test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, wh
 test-dashboards: $(VENV)/.dev ## Test dashboard and alerts with a real Prometheus, which must be there: apt-get install prometheus
 	$(BIN)/python -m pytest tests/test_dashboards.py $(ARGS)
 
-pictures: $(VENV)/.demo ## Renew the pictures of the page in docs/pictures, in Chromium: apt-get install chromium
+pictures: $(VENV)/.demo ## Renew docs/pictures: page, dashboard, top, and the demo's run; needs Chromium: apt-get install chromium; one kind: ARGS="--only demo"
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python tools/pictures.py $(ARGS)
 

@@ -17,6 +17,9 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SOURCE_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|examples|tools)/[\w./-]+)`")
 MAX_LINES = {"README.md": 120}
 MAX_COLUMNS = 140
+MAX_CODE_COLUMNS = 102
+"""What fits beside the site's menu in a window of 1,280 pixels: ``docs/_static/cargohold.css``."""
+AS_PRINTED = {"CHANGELOG.md"}
 TABLE = "|"
 
 
@@ -42,6 +45,9 @@ def problems_of(file: Path) -> Iterator[str]:
     num_lines = text.count("\n")
     if num_lines >= MAX_LINES.get(str(name), num_lines + 1):
         yield f"{name}: {num_lines} lines; it must stay under {MAX_LINES[str(name)]}"
+    for number, line in code_lines(text):
+        if len(line) > MAX_CODE_COLUMNS and str(name) not in AS_PRINTED:
+            yield f"{name}:{number}: {len(line)} columns of code; a reader's window cuts it behind {MAX_CODE_COLUMNS}"
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > MAX_COLUMNS and not line.startswith(TABLE):
             yield f"{name}:{number}: {len(line)} columns; it must stay within {MAX_COLUMNS}"
@@ -51,6 +57,18 @@ def problems_of(file: Path) -> Iterator[str]:
     for path in SOURCE_PATH.findall(text):
         if not (ROOT / path).exists():
             yield f"{name}: {path} does not exist"
+
+
+def code_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of code, without their indentation in the text, each with its number."""
+    fence = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fence = "" if fence else line.strip()
+        elif fence and fence != "```{raw} html":
+            yield number, line
+        elif not fence and line.startswith("    "):
+            yield number, line[4:]
 
 
 def leads_somewhere(file: Path, target: str) -> bool:

@@ -137,7 +137,7 @@ class LLM(BaseLLM):
         ::
 
             llm.hint(Hint.prefetch(), prompt=next_prompt)       # it comes soon
-            llm.hint(Hint.release("my agent"))                  # the lease of that name is not needed any more
+            llm.hint(Hint.release("my agent"))                  # that lease is not needed any more
 
         Args:
             hints: a ``Hint``, several, or an envelope as routers send it.

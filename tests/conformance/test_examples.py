@@ -37,7 +37,14 @@ class TestEvictedUnused(GuestConformance):
         return "examples.own_guest.unused:EvictedUnused"
 
 
-NAMESPACE = Namespace(label="any", weights="w", config="c", dtype="bfloat16", layout="l", split="rank 0 of 1")
+NAMESPACE = Namespace(
+    label="any",
+    weights="w",
+    config="c",
+    dtype="bfloat16",
+    layout="l",
+    split="rank 0 of 1",
+)
 
 
 class TestFolder(TierConformance):
