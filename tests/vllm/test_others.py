@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Mapping
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cargohold.cli import main
+from cargohold.engine.core.request import ScheduledTokens
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.campaign import Shrinker
 from cargohold.lab.simulation.faults import parse_faults
 from cargohold.lab.simulation.run import RunResult
 from cargohold.lab.simulation.workloads import Ask
+from cargohold.lab.simulation.world import Scenario
 
 pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
@@ -24,10 +28,13 @@ pytest.importorskip(
 from vllm.v1.kv_offload.tiering.fs import manager as fs
 
 from cargohold.integrations.vllm import compat
+from cargohold.lab.vllm.configuration import DRAFTED
 from cargohold.lab.vllm.others.recipe import StrangerRecipe, kind_of
+from cargohold.lab.vllm.worker import SimulatedWorker, WriteFirstRunner
 from tests.vllm.test_simulation_found import shared_block
 
 OURS = "vllm:cargohold.integrations.vllm.connector:CargoholdConnector"
+OURS_CONFIG = {"host_bytes": "1MiB", "kv_events_salted": True}
 OFFLOADING, SIMPLE = "vllm:OffloadingConnector", "vllm:SimpleCPUOffloadConnector"
 WRONG_TOKEN, CONFLICT = "WrongTokenError", "CopyConflictError"
 V32, V33 = (0, 32), (0, 33)
@@ -70,8 +77,7 @@ def test_a_budget_of_seeds_finds_nothing_that_is_not_listed() -> None:
 
 
 def test_a_connector_that_is_right_is_not_blamed() -> None:
-    config = {"host_bytes": "1MiB", "kv_events_salted": True}
-    results = [play(seed, OURS, "any", "none", config) for seed in range(6)]
+    results = [play(seed, OURS, "any", "none", OURS_CONFIG) for seed in range(6)]
     assert [result.error for result in results] == [None] * 6
     assert sum(result.tallies["restored tokens"] for result in results) > 0, "this proves little"
 
@@ -87,6 +93,50 @@ def test_delays_are_borne(connector: str) -> None:
     struck = sum(result.struck.total() for result in results)
     assert struck > 0
     assert [result.error for result in results if kind_of(result.error) not in (None, "unrest")] == []
+
+
+def with_drafts(played: StrangerRecipe, num_seeds: int) -> list[Scenario]:
+    scenarios = map(played.scenario, count())
+    return list(islice((each for each in scenarios if DRAFTED in each.shape.scheduler), num_seeds))
+
+
+@pytest.mark.parametrize(("connector", "config"), [(OFFLOADING, {}), (OURS, OURS_CONFIG)])
+def test_speculative_tokens_are_proposed_taken_and_rejected(
+    connector: str, config: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted: Counter[str] = Counter()
+    accepted, reject = SimulatedWorker._accepted, WriteFirstRunner.reject
+
+    def note_accepted(self: SimulatedWorker, share: Any) -> Any:
+        tokens = accepted(self, share)
+        drafted["right"] += len(tokens)
+        return tokens
+
+    def note_rejected(self: WriteFirstRunner, share: Any, num_tokens: int) -> None:
+        drafted["wrong"] += num_tokens
+        reject(self, share, num_tokens)
+
+    monkeypatch.setattr(SimulatedWorker, "_accepted", note_accepted)
+    monkeypatch.setattr(WriteFirstRunner, "reject", note_rejected)
+    played = recipe(connector, "multi-turn", config=config)
+    results = [played.run(scenario).play() for scenario in with_drafts(played, 4)]
+    assert [result.error for result in results] == [None] * 4
+    assert sum(result.tallies["restored tokens"] for result in results) > 0, "this proves little"
+    assert drafted["right"] > 0
+    assert drafted["wrong"] > 0
+
+
+def test_kv_of_rejected_tokens_is_there_and_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reject = WriteFirstRunner.reject
+
+    def one_place_too_early(self: WriteFirstRunner, share: Any, num_tokens: int) -> None:
+        tables, start = share.block_ids, share.num_computed_tokens - 1
+        early = ScheduledTokens(share.request_id, share.token_ids, start, start, tables, None)
+        reject(self, early, num_tokens)
+
+    monkeypatch.setattr(WriteFirstRunner, "reject", one_place_too_early)
+    played = recipe(OFFLOADING, "multi-turn")
+    assert WRONG_TOKEN in {kind_of(played.run(scenario).play().error) for scenario in with_drafts(played, 2)}
 
 
 FILES = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "{scratch}"}]}

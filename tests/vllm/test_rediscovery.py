@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip(
 )
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as module
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from cargohold.integrations.vllm import compat
 from tests.vllm.test_others import OFFLOADING, play
@@ -30,7 +32,7 @@ def undo(monkeypatch: pytest.MonkeyPatch) -> Any:
     def undo(owner: Any, name: str, fixed: str, before: str) -> None:
         source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
         assert source.count(fixed) == 1, "the fix looks different in this version"
-        names = dict(vars(module))
+        names = dict(vars(sys.modules[owner.__module__]))
         exec("from __future__ import annotations\n" + source.replace(fixed, before), names)  # vLLM's own text
         monkeypatch.setattr(owner, name, names[name])
 
@@ -70,3 +72,18 @@ def test_a_sibling_s_load_overwrites_what_is_being_stored_until_it_is_mended(und
     )
     undo(Scheduler, "update_state_after_alloc", early, noted + early)
     assert play(19, both).error is None
+
+
+def test_loaded_requests_leave_no_room_for_speculative_tokens(undo: Any) -> None:
+    # vllm-project/vllm 57104
+    assert failures("returning", range(45, 46)) == []
+    undo(VllmScheduler, "schedule", "+ self._spec_decode_step_blocks", "+ 0")
+    undo(VllmScheduler, "_request_remaining_blocks", "if self.num_spec_tokens:", "if False:")
+    assert "nothing runs and nothing is copied" in failures("returning", range(45, 46))[0]
+
+
+def test_a_preempted_request_comes_back_while_its_store_is_in_flight(undo: Any) -> None:
+    # vllm-project/vllm 46014. It needs steps that overlap, and another request that ends in the step of the preemption.
+    assert failures("preemption", range(576, 577)) == []
+    undo(Scheduler, "get_num_new_matched_tokens", "if req_status.transfer_jobs:", "if False:")
+    assert "assert not req_status.transfer_jobs" in failures("preemption", range(576, 577))[0]

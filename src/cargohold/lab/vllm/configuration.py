@@ -20,6 +20,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.v1.kv_cache_interface import (
@@ -47,6 +48,8 @@ MATCH_UNIT: Final = "prefix_match_unit"
 RETAINED: Final = "prefix_cache_retention_interval"
 """Key in a shape's scheduler options: what vLLM's prefix cache keeps of windows and states; ``None`` for all."""
 CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
+DRAFTED: Final = "num_speculative_tokens"
+"""Key in a shape's scheduler options: tokens that a draft model proposes in each step; left out where there is none."""
 MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
 TRANSFER_TIMEOUT_S: Final = 0.5
@@ -98,9 +101,18 @@ def vllm_config(shape: Shape, transfer: Any = None) -> Any:
         # Set here because vLLM would look at the model's configuration, which has no recurrent layers.
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = shape.num_blocks
+    if DRAFTED in options:
+        config.speculative_config = _speculation(options[DRAFTED])
     # Set here because vLLM turns it off on CPUs; the simulation is about what happens on GPUs.
     config.scheduler_config.async_scheduling = options[ASYNC]
     return config
+
+
+def _speculation(num_tokens: int) -> Any:
+    """Configuration of multi-token prediction. Made as one that needs no files of a draft model."""
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=num_tokens, prompt_lookup_max=1)
+    speculation.method = "mtp"
+    return speculation
 
 
 def config_of_rank(config: Any, rank: int) -> Any:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -37,6 +38,7 @@ from cargohold.lab.simulation.world import ANY, Scenario, Shape, World, draw_sce
 from cargohold.lab.vllm.configuration import (
     ASYNC,
     CAN_RETAIN_LESS,
+    DRAFTED,
     LOAD_TIMEOUT_S,
     MATCH_UNIT,
     MAX_MODEL_LEN,
@@ -175,7 +177,7 @@ class VllmEngine(Replica):
         options = shape.scheduler
         layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
         config = SchedulerConfig(
-            **{name: value for name, value in options.items() if name not in (ASYNC, MATCH_UNIT, RETAINED)}
+            **{name: value for name, value in options.items() if name not in (ASYNC, DRAFTED, MATCH_UNIT, RETAINED)}
             | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own
         )
         super().__init__(layout, config, clock, copies, NO_HASHES)
@@ -184,6 +186,7 @@ class VllmEngine(Replica):
         self._late_aborts: list[str] = []
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if options[ASYNC] else 1
+        self._num_drafted = options.get(DRAFTED, 0)
         self._start(shape)
 
     def _finds_loads(self) -> bool:
@@ -268,6 +271,10 @@ class VllmEngine(Replica):
             for news in outputs.outputs:
                 self._book.take(news)
         self._book.follow_status()
+        if self._num_drafted:
+            names = [name for name, _ in _with_tokens(answer)]
+            # What is proposed does not matter: the workers know which of it is right.
+            self.vllm.update_draft_token_ids(DraftTokenIds(names, [[0] * self._num_drafted for _ in names]))
         return self.last_step
 
     def _abort(self, request_id: str) -> None:

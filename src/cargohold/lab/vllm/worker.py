@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
+from zlib import crc32
 
 import torch
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -33,7 +34,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from cargohold.engine.core.request import GREEDY, ScheduledTokens, SchedulerStep
 from cargohold.engine.executor import LayerHooks
-from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, FingerprintRunner, StateBlocks, end_of
+from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, WRONG_TOKEN, FingerprintRunner, StateBlocks, end_of
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 
@@ -55,16 +56,21 @@ class InputBatch:
 
     Args:
         tokens_of: gives the prompt and answer of a request; the simulated model's answers are known beforehand.
+
+    Attributes:
+        drafted: how many of a request's speculative tokens are right in this step, and how many are not, by its id.
     """
 
     def __init__(self, tokens_of: Callable[[str], Sequence[int]]) -> None:
         self._tokens_of = tokens_of
         self._rows: dict[str, _Row] = {}
+        self.drafted: dict[str, tuple[int, int]] = {}
 
     def follow(self, output: Any) -> SchedulerStep:
         """The step that a scheduler output describes."""
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
+        self.drafted.clear()
         shares = [self._start(new, output) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
@@ -92,6 +98,10 @@ class InputBatch:
 
     def _share(self, request_id: str, num_computed_tokens: int, num_known: int, output: Any) -> ScheduledTokens:
         end = num_computed_tokens + output.num_scheduled_tokens[request_id]
+        if num_drafted := len(output.scheduled_spec_decode_tokens.get(request_id, ())):
+            num_right = crc32(f"{request_id} {end}".encode()) % (num_drafted + 1)  # at random, alike on all ranks
+            self.drafted[request_id] = num_right, num_drafted - num_right
+            end -= num_drafted - num_right
         return ScheduledTokens(
             request_id=request_id,
             token_ids=tuple(self._tokens_of(request_id)[num_computed_tokens:end]),
@@ -209,6 +219,14 @@ class WriteFirstRunner(FingerprintRunner):
     def lose_states(self, request_ids: Iterable[str]) -> None:
         """Note requests that will have other blocks at the next step, or none."""
         self._lost_states = request_ids
+
+    def reject(self, share: ScheduledTokens, num_tokens: int) -> None:
+        """Write the KV of speculative tokens that are wrong, behind what a request computes in a step."""
+        for group in self._groups:
+            for at in range(end_of(share), end_of(share) + num_tokens):
+                block_id = share.block_ids[group.index][at // group.block_tokens]
+                self._copies.check_write([block_id], share.request_id)
+                self.memory[block_id, at % group.block_tokens] = WRONG_TOKEN
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks before anything else in a step, as vLLM does with blocks that a prefix ends in.
@@ -348,13 +366,23 @@ class SimulatedWorker:
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as report,
         ):
             sampled = self.runner.execute(step, self.hooks)
+            for share in step.scheduled:
+                self.runner.reject(share, self._batch.drafted.get(share.request_id, (0, 0))[1])
         ids = [share.request_id for share in step.scheduled]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: at for at, request_id in enumerate(ids)},
-            sampled_token_ids=[[sampled[request_id]] if request_id in sampled else [] for request_id in ids],
+            sampled_token_ids=[
+                [*self._accepted(share), sampled[share.request_id]] if share.request_id in sampled else []
+                for share in step.scheduled
+            ],
             kv_connector_output=report,
         )
+
+    def _accepted(self, share: ScheduledTokens) -> Sequence[int]:
+        """The request's speculative tokens that are right."""
+        num_right, _ = self._batch.drafted.get(share.request_id, (0, 0))
+        return share.token_ids[len(share.token_ids) - num_right :]
 
     def _no_forward(self, output: Any) -> Any:
         self.runner.wrong.clear()

@@ -24,7 +24,7 @@ from cargohold.lab.simulation.run import NO_TIMELINE, Run, RunResult, Timeline
 from cargohold.lab.simulation.transfers import CopiesInFlight, CopyConflictError
 from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset, without_used_ids
 from cargohold.lab.simulation.world import ANY, Scenario, Shape, World, check_names, draw_scenario
-from cargohold.lab.vllm.configuration import ASYNC
+from cargohold.lab.vllm.configuration import ASYNC, DRAFTED
 from cargohold.lab.vllm.engine import VllmEngine, VllmRecipe, VllmRun, VllmWorld, fitted
 from cargohold.lab.vllm.others.copies import ROOM, CopyRoom, simulated_copies
 from cargohold.lab.vllm.others.engine import StrangerEngine
@@ -32,6 +32,7 @@ from cargohold.lab.vllm.others.files import simulated_files
 from cargohold.lab.vllm.others.oracles import LeftoverOracle, StandstillOracle
 from cargohold.lab.vllm.others.plan import MULTI, PREFIX, StrangerPlan, check_tiers, connector_class, drawn_config
 from cargohold.lab.vllm.others.report import StepTable, script
+from cargohold.protocol import AttentionKind
 
 FAULTS: Final = frozenset({Fault.LATE, Fault.LATE_WORKER, Fault.SLOW, Fault.FULL, Fault.GONE})
 """Faults that every connector must bear. For a failed copy, vLLM's own have no word but an assertion."""
@@ -193,6 +194,7 @@ class StrangerRecipe(VllmRecipe):
         scheduler = {**scenario.shape.scheduler, "prefix_caching": True}
         scenario = replace(scenario, shape=replace(scenario.shape, scheduler=scheduler))
         scenario = fitted(scenario, Random(f"{seed}/vllm scenario"))  # noqa: S311  # repeatable, on purpose
+        scenario = replace(scenario, shape=_with_drafts(scenario.shape, Random(f"{seed}/speculative tokens")))  # noqa: S311  # so, too
         random = Random(f"{seed}/native")  # noqa: S311  # repeatable, on purpose
         parts = tuple(
             (name, {**drawn_config(name, random, scenario.shape, self.config), **self.config}) for name in self._names()
@@ -260,6 +262,19 @@ def _shorter(ask: Ask) -> Iterator[Ask]:
             yield replace(ask, prompt=ask.prompt[:-num_less])
     if ask.salt is not None or ask.priority or ask.stop is not None:
         yield replace(ask, salt=None, priority=0, stop=None)
+
+
+def _with_drafts(shape: Shape, random: Random) -> Shape:
+    """Let one engine in six propose tokens by multi-token prediction, and give it room for them.
+
+    Not where there are recurrent states, of which vLLM's workers keep more then, and not while steps overlap.
+    """
+    if random.random() >= 1 / 6 or any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
+        return shape
+    num_tokens = random.choice((1, 1, 3))
+    options = {**shape.scheduler, ASYNC: False, DRAFTED: num_tokens}
+    num_more = sum(-(-(1 + 2 * num_tokens) // plan.block_tokens) for plan in shape.groups)
+    return replace(shape, scheduler=options, num_blocks=shape.num_blocks + num_more)
 
 
 def _of_one_group(shape: Shape) -> Shape:
