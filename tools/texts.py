@@ -8,6 +8,7 @@ A figure stands in a line of its own or in a table, which is known by how it beg
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import plots
-from plots import TRACES, measured_on, restored, result, sooner
+from plots import TRACES, measured_on, result
 
 from cargohold.protocol import Kind, metrics
 from cargohold.serve.families import OWN_FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
+SHOWN_SIZES = (1, 5)
 CELLS = r"\n\|[-:| ]+\|\n(?:\|.*\n)+"
 
 
@@ -44,21 +46,27 @@ def table(file: str, titles: str, rows: Sequence[Sequence[object]]) -> Text:
     return Text(file, re.escape(titles) + CELLS, "\n".join(lines) + "\n")
 
 
-def restores() -> Iterator[Text]:
-    """A context that comes back, in our own engine."""
-    row = restored()
-    seconds = f"{row['restored_s']:.2f} s instead of {row['recomputed_s']:.2f} s, {sooner(row)} times sooner"
+def headlines() -> Iterator[Text]:
+    """The three figures of README and the landing page, of one file: a context that comes back, here and in vLLM; a step."""
+    found = plots.landing()
+    row, over, percent = found["restore"], found["vllm"]["over_device_hit"], found["step"]["percent_of_theirs"]
+    yield Text("benchmarks/results/landing.json", r"(?s)\A.*\Z", json.dumps(found, indent=2) + "\n")
+    seconds = (
+        f"{row['restored_s']:.2f} s instead of {row['recomputed_s']:.2f} s, {row['times_sooner']:.0f} times sooner"
+    )
     text = f" about {row['context_tokens']:,} tokens that come back takes {seconds} ({measured_on('restore')})."
     yield line("README.md", "The first token of an answer", text)
-
-
-def headlines() -> Iterator[Text]:
-    """The other two figures of the landing page."""
-    beyond, over = plots.step_cost_beyond(), plots.in_vllm()[0][1]
-    step = f"a step pays {100 * beyond['cargohold'] / beyond['vllm']:.0f} % of what vLLM's own offloading adds"
+    step = f"a step pays {percent:.0f} % of what vLLM's own offloading adds"
     yield line(
         "README.md", "Inside vLLM, a restore takes", f" {over:.2f} times as long as a hit on the device, and {step}."
     )
+    for name, words in (
+        ("restore", f"The first token of a context that comes back: {row['times_sooner']:.0f} times sooner"),
+        ("vllm", f"A restore inside vLLM: {over:.2f} times the time of a hit on the device"),
+        ("step", f"A step: {percent:.0f} % of what vLLM's own offloading adds"),
+    ):
+        shown = f"](figures/headline-{name}.svg)"
+        yield Text("docs/index.md", rf"(?m)^!\[.*{re.escape(shown)}$", f"![{words}{shown}")
 
 
 def span(of: dict[str, float]) -> str:
@@ -105,9 +113,11 @@ def under_load() -> Iterator[Text]:
 
 
 def hits() -> Iterator[Text]:
-    """What policies find on traces."""
+    """What policies find on traces, at two of the sizes; the plot has all."""
     rows, last = [], ""
     for row in result("policies")["rows"]:
+        if row["size_percent"] not in SHOWN_SIZES:
+            continue
         name = TRACES.get(row["trace"], row["trace"]).replace(", ", " ")
         found = [f"{row['hits'][policy]:.1f}" for policy in ("fifo", "arc", "lru", "reuse-index", "optimum")]
         size, slots = f"{row['size_percent']:g}", f"{row['slots']:,}"
@@ -148,7 +158,7 @@ def all_metrics() -> Iterator[Text]:
     yield table("docs/api/metrics.md", "| name | labels | unit | where | what |", rows)
 
 
-PARTS: tuple[Callable[[], Iterator[Text]], ...] = (restores, headlines, in_vllm, under_load, hits, steps, all_metrics)
+PARTS: tuple[Callable[[], Iterator[Text]], ...] = (headlines, in_vllm, under_load, hits, steps, all_metrics)
 
 
 def main() -> int:
