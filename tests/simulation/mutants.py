@@ -183,6 +183,25 @@ def stores_chunks_with_null_blocks(patch: Patch) -> None:
     patch.setattr(offers_module, "blocks_to_store", all_chunks)
 
 
+@mutant(workload="shared-beginnings")
+def keeps_of_windows_and_states_only_the_last_block(patch: Patch) -> None:
+    def last(group: KVCacheGroup, table: Sequence[int], per_chunk: int, first: int, end: int) -> BlocksToStore:
+        is_full = group.kind is AttentionKind.FULL
+        return blocks_to_store(group, table, per_chunk, first if is_full else max(first, end - 1), end)
+
+    patch.setattr(offers_module, "blocks_to_store", last)
+
+
+@mutant(workload="forks")
+def stores_nothing_behind_a_hit(patch: Patch) -> None:
+    plan_for = EagerStores.plan_for
+
+    def without_hits(self: EagerStores, shares: Any) -> Any:
+        return plan_for(self, [share for share in shares if not self._requests[share.request_id].hit_tokens])
+
+    patch.setattr(EagerStores, "plan_for", without_hits)
+
+
 @mutant(workload="chunks")
 def confuses_rows_inside_a_chunk(patch: Patch) -> None:
     def packed(numbers: Sequence[int], chunks: Sequence[int], slots: Sequence[int], blocks_per_chunk: int) -> list[int]:

@@ -18,6 +18,7 @@ import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.kernel.jobs import JobTable
+from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.integrations.vllm.engine_view import PoolContext, Share
 from cargohold.integrations.vllm.groups import bears_full_hits
 from cargohold.integrations.vllm.resets import CacheResets
@@ -112,6 +113,11 @@ def takes_the_last_token_into_a_state_twice(patch: Patch) -> None:
         "bears_full_hits",
         lambda group: group.kind is AttentionKind.RECURRENT or bears_full_hits(group),
     )
+
+
+@mutant(workload="shared-beginnings")
+def does_not_mark_what_prompts_share(patch: Patch) -> None:
+    patch.setattr(OffloadingScheduler, "get_shared_prefix_end", lambda self, request: 0)
 
 
 @mutant(workload="windows", connector="eager", faults="late,slow")

@@ -141,12 +141,14 @@ class TierPlan:
         lookahead: blocks ahead of eviction that a lazy connector copies; ``None`` for an eager one.
         options: fields of ``OffloadConfig``.
         lower: tiers below host memory. If there are none, the tier itself outlives engines.
+        keeps_all: whether it is so large, and stores for so long, that what was computed once is found again.
     """
 
     num_slots: int
     lookahead: int | None
     options: Mapping[str, Any]
     lower: tuple[MediumPlan, ...] = ()
+    keeps_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,11 @@ class ConnectorPlan:
     def has_lower_tiers(self) -> bool:
         """Whether there are tiers below host memory."""
         return any(tier.lower for tier in self.tiers)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the connector that is asked first keeps whatever it can."""
+        return not self.custom and bool(self.tiers) and self.tiers[0].keeps_all
 
     @property
     def restores_if_faster(self) -> bool:
@@ -213,6 +220,11 @@ class ConnectorPlan:
             lines.append(f"  {kind}: {tier.num_slots} slots{options}")
             lines += [f"    above {medium.describe()}" for medium in tier.lower]
         return "\n".join(lines)
+
+
+MAX_TIGHT: Final = 4
+"""Most spare blocks of a device that has no room for the blocks of one request beside those of another."""
+NO_CONNECTOR: Final = ConnectorPlan("none", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +268,8 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     Args:
         random: source of random numbers.
         name: a key of ``CONNECTORS``, ``MODULE:FACTORY``, or ``any``.
-        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``, ``eviction``, ``restore``.
+        options: values that must not be drawn: ``tier_slots``, ``blocks_per_chunk``, ``eviction``, ``restore``; and
+            ``keeps_all``, for tiers that keep whatever they can.
         prefix_caching: whether the engine has a prefix cache. If not, lazy connectors are left out of ``any``.
     """
     if ":" in name:
@@ -269,6 +282,8 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     if kind.has_lower:
         tiers = (_with_lower(random, tiers[0], options), *tiers[1:])
     tiers = tuple(tier if tier.lookahead is not None else _with_waits(tier) for tier in tiers)
+    if "keeps_all" in options:
+        tiers = tuple(_keeping_all(tier, has_room=options["num_spare_blocks"] > MAX_TIGHT) for tier in tiers)
     return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
 
 
@@ -297,6 +312,15 @@ def _draw_tier(random: Random, is_lazy: bool, options: Mapping[str, Any]) -> Tie
         "store_generated": random.random() < 0.8,
     }
     return TierPlan(slots, None, {**common, **eager})
+
+
+def _keeping_all(tier: TierPlan, *, has_room: bool) -> TierPlan:
+    # Where a step takes all blocks that an ended request has left, a lazy connector comes too late.
+    options = {**tier.options, "max_inflight_fraction": 0.5, "transfer_timeout_s": 30.0}
+    if tier.lookahead is not None:
+        return replace(tier, lookahead=10**6, options=options, keeps_all=has_room)
+    options |= {"store_generated": True, "store_within_steps": 40}
+    return replace(tier, options=options, keeps_all=not tier.lower)
 
 
 def _with_waits(tier: TierPlan) -> TierPlan:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import lcm
 
 from cargohold.engine.core.request import FinishReason, RequestStatus, SchedulerStep, StepOutput
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.errors import RequestError
 from cargohold.lab.simulation.connectors import (
+    NO_CONNECTOR,
     forget_engine,
     innermost_guards,
     live_sides,
@@ -33,10 +35,11 @@ from cargohold.lab.simulation.oracles import (
     PatienceOracle,
     PoolOracle,
     RequestOracle,
+    ReuseOracle,
     TierOracle,
 )
 from cargohold.lab.simulation.replica import STEP_S, Replica
-from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset, Restart, Tell
+from cargohold.lab.simulation.workloads import REUSING, Abort, Action, Ask, Reset, Restart, Tell
 from cargohold.lab.simulation.world import Scenario, World
 from cargohold.protocol import ConnectorGuard, KVConnectorOutput
 
@@ -168,6 +171,7 @@ class RunResult:
         error: the exception that ended the run; ``None`` if nothing failed.
         struck: how often each fault has struck.
         tallies: further counters: requests, preemptions, restored tokens, ...
+        found: tokens of each request that it found on the device or restored.
     """
 
     num_steps: int = 0
@@ -175,6 +179,7 @@ class RunResult:
     error: Exception | None = None
     struck: Counter[Fault] = field(default_factory=Counter)
     tallies: Counter[str] = field(default_factory=Counter)
+    found: dict[str, int] = field(default_factory=dict)
 
 
 class Run:
@@ -399,12 +404,15 @@ class Run:
             CopyOracle(engine, holds=scenario.connector.holds_copies),
             TierOracle(engine, self._is_excused),
             LimitOracle(engine),
-            LookUpOracle(engine),
             HintOracle(engine, known_tiers, world.listed_media, lambda: struck.total() > 0),
             ContainmentOracle(engine, self._is_excused),
             FoundOracle(engine, world.listed_media, lambda: struck.total() > 0),
             *world.oracles(engine),
         ]
+        if scenario.workload not in REUSING:
+            self._oracles.append(LookUpOracle(engine))
+        elif scenario.connector.keeps_all:  # the other writes everything down, and here thousands of chunks are kept
+            self._oracles.append(self._reuse_oracle())
         if engine.config.emit_events:
             self._oracles.append(
                 EventOracle(
@@ -422,6 +430,29 @@ class Run:
         self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]
         self._each_update = [oracle for oracle in self._oracles if type(oracle).on_update is not Oracle.on_update]
         engine.on_update = self._on_update
+
+    def _reuse_oracle(self) -> Oracle:
+        scenario, result = self._scenario, self._result
+        blocks_per_chunk = int(scenario.connector.tiers[0].options.get("blocks_per_chunk", 1))
+        return ReuseOracle(
+            [action for action in scenario.actions if isinstance(action, Ask)],
+            lcm(*[plan.block_tokens for plan in scenario.shape.groups]) * blocks_per_chunk,
+            result.found,
+            self._found_alone,
+            lambda: self._world.source.struck.total() + result.tallies["restarts"] > 0,
+        )
+
+    def _found_alone(self) -> Mapping[str, int]:
+        """Tokens that each request finds on a device that forgets nothing, without a connector."""
+        scenario = self._scenario
+        num_tokens = sum(len(ask.prompt) + ask.max_tokens for ask in scenario.actions if isinstance(ask, Ask))
+        num_blocks = scenario.shape.num_blocks + len(scenario.shape.groups) * num_tokens
+        shape = replace(scenario.shape, num_blocks=num_blocks)
+        alone = replace(scenario, shape=shape, connector=NO_CONNECTOR, rates={})
+        result = type(self)(alone, world=type(self._world)(alone)).play()
+        if result.error is not None:
+            raise result.error
+        return result.found
 
     def _is_excused(self) -> bool:
         """Whether a fault has struck that breaks a rule of the contract."""
@@ -444,6 +475,7 @@ class Run:
             restored = sum(update.cache_report.restored_tokens.values())
             self._result.tallies["restored tokens"] += restored
             self._result.tallies["device tokens"] += update.request.num_first_device_tokens
+            self._result.found[update.request.request_id] = restored + update.request.num_first_device_tokens
             self._result.tallies["preemptions"] += update.request.num_preemptions
 
     def _inspect(self) -> None:

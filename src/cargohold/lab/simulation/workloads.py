@@ -532,6 +532,57 @@ def hints(load: Workload) -> None:
             writer.reset()
 
 
+def shared_beginnings(load: Workload) -> None:
+    """One system prompt or two, and behind it questions longer than a block, one by one, on a device that forgets."""
+    writer, random = load.writer, load.random
+    _forget(load)
+    systems = [writer.text(32, 110) for _ in range(random.choice((1, 1, 2)))]
+    for _ in range(random.randint(4, 8)):
+        writer.ask(random.choice(systems) + writer.text(8, 50), random.randint(1, 4))
+        _ask_other_things(writer)
+
+
+def forks(load: Workload) -> None:
+    """Agents that go on from where they were before, several times from the same place, on a device that forgets."""
+    writer, random = load.writer, load.random
+    _forget(load)
+    trunk = writer.text(32, 80)
+    for _ in range(random.randint(2, 4)):
+        told = trunk
+        for _ in range(random.randint(2, 3)):
+            ask = writer.ask(trunk + writer.text(8, 40), random.randint(1, 4))
+            told = ask.prompt + tuple(ask.answer())
+            _ask_other_things(writer)
+        trunk = told[: random.randint(max(len(trunk), len(told) - 20), len(told))]
+
+
+def _forget(load: Workload) -> None:
+    """Choose groups, a device that soon forgets, and tiers that forget nothing: what was computed once is to be found."""
+    random, block_tokens = load.random, load.random.choice((2, 4, 4, 8))
+    full, state = GroupPlan(block_tokens=block_tokens), GroupPlan(AttentionKind.RECURRENT, block_tokens)
+    window = GroupPlan(AttentionKind.SLIDING_WINDOW, block_tokens, random.randint(1, 30))
+    load.groups = random.choice(((full,), (full, window), (full, state), (full, window, state), (window, window, full)))
+    load.options = {
+        "max_num_batched_tokens": random.choice((8, 16, 64)),
+        "num_spare_blocks": random.choice((random.randint(0, 4), 128 // block_tokens * len(load.groups))),
+        "prefix_caching": True,
+        "tier_slots": 4000,
+        "eviction": "lru",  # nothing is evicted
+        "link": LinkProfile(latency_s=random.choice((0.0, 0.005)), block_s=random.choice((0.0, 0.001)), lanes=2),
+        # A state is kept where a step ends with a block; that is rarely where a chunk of several ends.
+        "blocks_per_chunk": 1 if state in load.groups else random.choice((1, 1, 2)),
+        "keeps_all": True,
+    }
+
+
+def _ask_other_things(writer: Writer) -> None:
+    """Write that time passes in which the last request ends, and then another, which shares nothing with it."""
+    for _ in range(2):
+        writer.now += 5.0
+        writer.ask(writer.text(90, 120), 1)
+    writer.now += 5.0
+
+
 def _quotas(random: Random) -> tuple[TenantQuota, ...]:
     """Quotas of no tenant, of one or of several, which together reserve less than there is."""
     possible = (
@@ -563,11 +614,13 @@ WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
         for write in (
             small, shared_prefix, multi_turn, agents, aborts, retries, queues, preemption, tiny_pool, windows,
             mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance,
-            stops, hints,
+            stops, hints, shared_beginnings, forks,
         )
     }
 )  # fmt: skip
 """Workloads by their names on the command line."""
+REUSING: Final = ("shared-beginnings", "forks")
+"""Those of which everything is to be found again."""
 
 
 def _cut(document: Tokens, random: Random) -> Tokens:

@@ -37,7 +37,7 @@ from cargohold.lab.simulation.transfers import (
     LinkTransfers,
     WatchedTransfers,
 )
-from cargohold.lab.simulation.workloads import WORKLOADS, Action, Ask, Restart, Workload, Writer
+from cargohold.lab.simulation.workloads import REUSING, WORKLOADS, Action, Ask, Restart, Workload, Writer
 from cargohold.protocol import AttentionKind, KVConnectorFactory, WorkerEnvironment
 from cargohold.transfer import TransferWorker
 
@@ -126,7 +126,10 @@ def draw_scenario(
     # Each part has its own random numbers, so that a change in one leaves the others alone.
     random = Random(f"{seed}/scenario")  # noqa: S311  # repeatable, on purpose
     if workload == ANY:
-        workload = random.choice([name for name in WORKLOADS if name != "small"])
+        workload = random.choice([name for name in WORKLOADS if name != "small" and name not in REUSING])
+        # From a source of its own, so that seeds which have found something still draw the same otherwise.
+        aside = Random(f"{seed}/reusing")  # noqa: S311  # repeatable, on purpose
+        workload = aside.choice(REUSING) if aside.random() < len(REUSING) / len(WORKLOADS) else workload
     load = Workload(Writer(Random(f"{seed}/traffic")))  # noqa: S311  # repeatable, on purpose
     WORKLOADS[workload](load)
     rates = draw_rates(faults, Random(f"{seed}/faults"))  # noqa: S311  # repeatable, on purpose

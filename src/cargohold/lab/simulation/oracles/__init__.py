@@ -1,7 +1,7 @@
 """Oracles: checks of what must always hold in a simulated engine."""
 
 from cargohold.lab.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
-from cargohold.lab.simulation.oracles.found import FoundOracle
+from cargohold.lab.simulation.oracles.found import FoundOracle, ReuseOracle
 from cargohold.lab.simulation.oracles.hints import HintOracle
 from cargohold.lab.simulation.oracles.requests import (
     ContainmentOracle,
@@ -29,6 +29,7 @@ __all__ = [
     "PatienceOracle",
     "PoolOracle",
     "RequestOracle",
+    "ReuseOracle",
     "StatsOracle",
     "TierOracle",
     "WishOracle",

@@ -1,8 +1,8 @@
-"""The oracle of what is held and not found."""
+"""Oracles of what is held and not found, and of what the device would have found, had it not forgotten it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cargohold.blocks import READY
 from cargohold.cache import OffloadKey
@@ -12,6 +12,7 @@ from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.lab.simulation.replica import Oracle, Replica
 from cargohold.lab.simulation.tiers import ListedMedium
+from cargohold.lab.simulation.workloads import Ask
 from cargohold.protocol import AttentionKind, BlockIds, RequestView
 from cargohold.tiers.scheduler_side.waiting import MAX_AGAIN
 
@@ -99,3 +100,49 @@ class FoundOracle(Oracle):
             self._missed = f"{state.request.request_id} found {num_found} tokens, and chunk {at} is held"
         elif is_held and state.notes and "nothing is kept of it" in state.notes[-1]:
             self._missed = f"{state.request.request_id} is told that nothing is kept, and chunk {at} is held"
+
+
+class ReuseOracle(Oracle):
+    """Checks that requests find as much on the device and in tiers as they find on a device that forgets nothing.
+
+    Less at most one chunk, and not nothing where something is found there. From the third request on that begins with the same
+    three chunks: the first two tell what is shared. Only while no fault has struck, and with tiers that forget nothing.
+
+    Args:
+        asks: the requests.
+        chunk_tokens: tokens at whose multiples all groups have a whole chunk.
+        found: tokens that each request has found.
+        alone: plays the same traffic on a device that forgets nothing; returns what each request finds there.
+        is_excused: whether a fault has struck.
+    """
+
+    name = "reuse"
+
+    def __init__(
+        self,
+        asks: Sequence[Ask],
+        chunk_tokens: int,
+        found: Mapping[str, int],
+        alone: Callable[[], Mapping[str, int]],
+        is_excused: Callable[[], bool],
+    ) -> None:
+        self._asks = asks
+        self._chunk_tokens = chunk_tokens
+        self._found = found
+        self._alone = alone
+        self._is_excused = is_excused
+
+    def at_end(self) -> None:
+        """Check what every request has found."""
+        owed = [] if self._is_excused() else [ask.request_id for at, ask in enumerate(self._asks) if self._is_owed(at)]
+        alone = self._alone() if owed else {}
+        for name in owed:
+            found, expected = self._found[name], alone[name]
+            if found < expected - self._chunk_tokens or found == 0 < expected:
+                self.fail(f"{name} found {found} tokens, and on a device that forgets nothing it finds {expected}")
+
+    def _is_owed(self, at: int) -> bool:
+        """Whether two earlier requests begin with the same three chunks."""
+        beginning = self._asks[at].prompt[: 3 * self._chunk_tokens]
+        num_alike = sum(ask.prompt[: len(beginning)] == beginning for ask in self._asks[:at])
+        return len(beginning) == 3 * self._chunk_tokens and num_alike >= 2
