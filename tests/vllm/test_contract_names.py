@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 if not hasattr(base, "KVConnectorTransferResults"):
     pytest.skip("the table is about vLLM 0.32", allow_module_level=True)
 
-MANUAL = (Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
+MANUAL = (Path(__file__).parents[2] / "docs" / "api" / "protocol.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"(?m)^\| (.*?) \|(.*?)\|.*\|$", MANUAL.split("## Names: ours and vLLM's")[1])[2:]
 OURS = {name for ours, _ in ROWS for name in re.findall(r"`(.*?)`", ours)}
 THEIRS = {name for _, theirs in ROWS for name in re.findall(r"`(.*?)`", theirs)}
