@@ -15,6 +15,8 @@ from cargohold.tiers.namespace import digest_model
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from vllm.config.lora import LoRAConfig
+
 from cargohold.integrations.vllm.layout import make_layout
 from cargohold.protocol import AttentionKind, KVCacheGroup, ServedModel
 
@@ -113,7 +115,10 @@ def test_options_that_change_kv_make_another_model() -> None:
         served(draft={"method": "eagle3", "model": "org/head", "revision": None}),
         served(draft={"method": "eagle3", "model": "org/head", "revision": "v2"}),
         served(draft={"method": "draft_model", "model": "org/small", "revision": None}),
+        served(lora=LoRAConfig(max_loras=2)),
+        served(lora=LoRAConfig(max_loras=2, fully_sharded_loras=True)),
     ]
+    assert not any(model.obstacle for model in models if "load_format dummy" not in model.dtype)
     assert len(set(models)) == len(models)
     assert served(draft={"method": "ngram", "model": "ngram"}) == served(), "guessed without KV"
 
@@ -215,7 +220,6 @@ NO_PROCESSOR_CACHE = SimpleNamespace(mm_processor_cache_gb=0)
     ("options", "reason"),
     [
         ({"multimodal_config": NO_PROCESSOR_CACHE, "cache": NO_PREFIXES}, "vLLM numbers pictures and sounds"),
-        ({"lora": object()}, "LoRA adapters"),
         ({"transfer": object()}, "weight_transfer_config"),
         ({"load_format": "tensorizer"}, "load_format=tensorizer may bring weights from elsewhere"),
         ({"load_format": "dummy"}, "from elsewhere"),

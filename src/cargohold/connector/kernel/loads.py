@@ -432,7 +432,7 @@ class Loads:
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
         num_restored = len(load.origins.tiers)
-        if outcome is not TransferOutcome.DONE or bad_blocks:
+        if outcome is not TransferOutcome.DONE or bad_blocks or load.request_id in output.failed_recving:
             num_restored = self._num_usable_tokens(load, bad_blocks, output)
             self._note_failure(load, outcome, bad_keys, num_restored)
         self._note_restored(load, num_restored)

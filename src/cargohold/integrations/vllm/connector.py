@@ -23,6 +23,7 @@ from cargohold.connector.factory import (
 from cargohold.connector.held import held_levels
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat, start
+from cargohold.integrations.vllm.adapters import HeldAdapters
 from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockTables, ManagerTables, NotedTables
@@ -137,7 +138,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.
             rank = int(vllm_config.parallel_config.rank)
             look = self._look_at_weights() if self._settings.adapter.follow_weights == CHECK else None
-            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look)
+            adapters = None if getattr(vllm_config, "lora_config", None) is None else HeldAdapters(vllm_config)
+            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look, adapters)
             if rank == 0 and not is_off and not may_span_machines(vllm_config.parallel_config):
                 with option_path("kv_connector_extra_config."):
                     check_memory(self._settings.offload)
@@ -453,6 +455,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             marks_shared_prefixes=marks_shared_prefixes(layout.groups),
             groups=self._groups,
             levels=held_levels(layout, group_sizes(self._kv_cache_config, layout.groups)),
+            max_adapters=getattr(getattr(self._vllm_config, "lora_config", None), "max_loras", 1),
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)

@@ -35,17 +35,21 @@ class BlockView:
     Args:
         block: vLLM's block object.
         groups: our group for each of vLLM's; ``None`` for those that are left out.
+        key_of: the hash by which a block is stored, by vLLM's hash; ``None`` if it must not be.
 
     Attributes:
         block_id: index in the KV tensors.
     """
 
-    __slots__ = ("_groups", "block", "block_id")
+    __slots__ = ("_groups", "_key_of", "block", "block_id")
 
-    def __init__(self, block: Any, groups: Sequence[KVCacheGroup | None]) -> None:
+    def __init__(
+        self, block: Any, groups: Sequence[KVCacheGroup | None], key_of: Callable[[bytes], bytes | None] = bytes
+    ) -> None:
         self.block = block
         self.block_id: int = block.block_id
         self._groups = groups
+        self._key_of = key_of
 
     @property
     def ref_cnt(self) -> int:
@@ -69,7 +73,7 @@ class BlockView:
         num_tokens = getattr(self.block, "block_hash_num_tokens", None)
         if num_tokens is not None and num_tokens % group.block_tokens:
             return None
-        return bytes(key[:-_GROUP_BYTES])
+        return self._key_of(key[:-_GROUP_BYTES])
 
     @property
     def group_id(self) -> int | None:
@@ -164,6 +168,7 @@ class PoolContext:
         groups: the KV-cache groups.
         tables: the requests' block tables, of all groups of vLLM's.
         waiting: the requests that wait, in the order in which they will be tried.
+        key_of: see ``BlockView``.
 
     Attributes:
         shows_free_blocks: whether ``iter_free_blocks`` yields the free blocks; while this is ``False``, it yields none.
@@ -175,9 +180,11 @@ class PoolContext:
         groups: Groups,
         tables: BlockTables,
         waiting: Callable[[], Iterable[RequestView]],
+        key_of: Callable[[bytes], bytes | None] = bytes,
     ) -> None:
         self._pool = pool
         self._groups = groups
+        self._key_of = key_of
         self._tables = tables
         self._waiting = waiting
         self.shows_free_blocks = True
@@ -195,7 +202,7 @@ class PoolContext:
             raise IndexError(f"block {block_id} does not exist")
         view = self._views[block_id]
         if view is None:
-            view = self._views[block_id] = BlockView(self._pool.blocks[block_id], self._groups.by_number)
+            view = self._views[block_id] = BlockView(self._pool.blocks[block_id], self._groups.by_number, self._key_of)
         return view
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:
@@ -235,7 +242,7 @@ class PoolContext:
     def get_request_blocks(self, request_id: str) -> tuple[list[BlockView], ...]:
         """The request's block table per group."""
         tables = self._groups.select(self._tables.blocks(request_id))
-        return tuple([BlockView(block, self._groups.by_number) for block in table] for table in tables)
+        return tuple([BlockView(block, self._groups.by_number, self._key_of) for block in table] for table in tables)
 
     def waiting_requests(self) -> Iterable[RequestView]:
         """Requests not running yet, in the order in which they will be tried."""
@@ -244,7 +251,7 @@ class PoolContext:
     def _walk(self, block: Any, tail: Any) -> Iterator[BlockView]:
         while block is not tail:
             following = block.next_free_block
-            yield BlockView(block, self._groups.by_number)
+            yield BlockView(block, self._groups.by_number, self._key_of)
             if following is not tail and not _is_free(following):
                 raise StaleCursorError(following.block_id)
             block = following

@@ -108,6 +108,9 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
         # The draft model's KV lies in the same blocks, and decides how fast answers come.
         said = [getattr(speculation, name, None) for name in ("method", "model", "revision", "quantization")]
         yield "drafts by", " ".join(map(str, said))
+    adapters = getattr(vllm_config, "lora_config", None)
+    if adapters is not None:
+        yield "adapters", adapters.compute_hash()  # of options that change how they are computed
     if _tempers_by_length(model):
         generation = model.try_get_generation_config() | model.override_generation_config
         yield _TEMPERATURE, str(generation.get(_TEMPERATURE))
@@ -119,9 +122,6 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
 def _obstacles(vllm_config: Any) -> Iterator[str]:
     """Reasons, as sentences, why the KV may be another one after a restart without anybody noticing."""
     model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
-    if getattr(vllm_config, "lora_config", None) is not None:
-        # vLLM hashes an adapter's name and path: after a restart other weights may be there, and nobody would notice.
-        yield "vLLM knows LoRA adapters by name and path, which may be given to others"
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         # Whoever sends them before the first request sees no reason to reset the prefix cache.
         yield "weight_transfer_config lets other weights than those in the files be sent at any time"

@@ -15,6 +15,7 @@ from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.adapters import Adapters
 from cargohold.integrations.vllm.deferrals import Deferrals, LoadRoom
 from cargohold.integrations.vllm.engine_view import (
     BlockTables,
@@ -95,6 +96,7 @@ class SideOptions:
             vLLM ends a step, and its prefix cache keeps windows and states.
         groups: the KV-cache groups; ``None`` if none is left out.
         levels: levels that are told once.
+        max_adapters: number of adapters with which one step may compute.
     """
 
     load_timeout_s: float
@@ -107,6 +109,7 @@ class SideOptions:
     marks_shared_prefixes: bool = False
     groups: Groups | None = None
     levels: Stats = field(default_factory=dict)
+    max_adapters: int = 1
 
 
 class SchedulerSide:
@@ -152,7 +155,8 @@ class SchedulerSide:
             is_paused=options.is_paused,
         )
         self._groups = options.groups or Groups.of(layout.groups)
-        self._context = PoolContext(pool, self._groups, tables, self._waiting_requests)
+        self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
+        self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.key_of)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         self._requests: dict[str, SeenRequest] = {}
         self._told = Explanations()
@@ -180,8 +184,12 @@ class SchedulerSide:
         self._new_synchronous: list[str] = []
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = False
-        device_bytes = (layout.num_blocks - 1) * layout.block_bytes * layout.world_size
-        self._stats = Tally({metrics.TIER_CAPACITY.of("device"): device_bytes, **options.levels})
+        self._stats = Tally(
+            {
+                metrics.TIER_CAPACITY.of("device"): (layout.num_blocks - 1) * layout.block_bytes * layout.world_size,
+                **options.levels,
+            }
+        )
         self._levels: Stats = {}
         self._stats_due_at = 0.0
         self._outages = OutageLevels(time.time() - clock())
@@ -214,7 +222,10 @@ class SchedulerSide:
             )
             self._told.bypass(request_id, "kv_transfer_params must be an object")
             return
-        seen = SeenRequest(request)
+        seen = self._adapters.seen(request)
+        if why_not := self._adapters.why_not(seen):
+            self._told.bypass(request_id, why_not)
+            return
         try:
             self.guard.on_new_request(seen)
         except RequestError as error:
@@ -262,6 +273,8 @@ class SchedulerSide:
         if seen is None:
             return False, dict(self._told.take(request, CacheReport(), ())) or None
         seen.turn_end = turn_end_of(request, self._tool_tokens)
+        if self._adapters.was_given_up(request_id):
+            tables = tuple([] for _ in tables)  # nothing of it is stored any more
         keeps_blocks, params = self.guard.request_finished(seen, self._groups.select(tables))
         report = self.guard.explain(request_id)
         if keeps_blocks:
@@ -287,10 +300,10 @@ class SchedulerSide:
         if not self._may_ask_about(request):
             self._deferrals.forget(request_id)
             return 0, False
-        if self._resets.is_unsure():
+        seen = self._requests[request_id]
+        if self._resets.is_unsure() or self._adapters.is_unsure(seen):
             self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(request_id)
             return None, False  # until the workers have looked which weights they hold, in the next step
-        seen = self._requests[request_id]
         num_tokens, is_async = self.guard.get_num_new_matched_tokens(seen, num_computed_tokens)
         if num_tokens is None:
             self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(request_id)
@@ -344,6 +357,7 @@ class SchedulerSide:
                 self._new_synchronous.append(request_id)
             self._parked[request_id] = seen
             self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
+            self._adapters.note_load(seen)
             if self._marks_shared_prefixes and not self.guard.get_shared_prefix_end(seen):
                 setattr(request, compat.SHARED_PREFIX_END, self._num_computed[request_id] + num_external_tokens)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
@@ -360,14 +374,15 @@ class SchedulerSide:
         if self._parked:
             for request_id in output.num_scheduled_tokens:
                 self._parked.pop(request_id, None)
-        requests = {} if is_reset_due else self._requests
+        requests = {} if is_reset_due else self._adapters.without_given_up(self._requests)
         inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables, self._groups))
         new_loads, self._new_loads = self._new_loads, {}
         new_sends, self._new_sends = tuple(self._new_sends), []
         synchronous, self._new_synchronous = tuple(self._new_synchronous), []
         stop = self.guard.stop_workers() or self.guard.is_stopping
         look = self._resets.take_look(computes=bool(output.num_scheduled_tokens))
-        return StepMessage(inner, new_loads, new_sends, synchronous, stop, look)
+        adapters = self._adapters.take_looks()
+        return StepMessage(inner, new_loads, new_sends, synchronous, stop, look, adapters)
 
     def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
         """Take the ranks' reports of a step.
@@ -387,6 +402,9 @@ class SchedulerSide:
             if report.stopped:
                 self._stopped_ranks.add(rank)
             self._resets.note_weights(rank, report.weights)
+            if self._adapters.note(rank, report.adapters):
+                step_failed = True  # its stores copy what was computed with other weights
+                self._adapters.give_up(self._requests.values())
         try:
             output = self._aggregator.aggregate([reports[rank].output if rank in reports else None for rank in ranks])
         except ContractError as error:
@@ -467,6 +485,8 @@ class SchedulerSide:
         why_not = None
         if not self._loads:
             why_not = "with kv_role=kv_producer and overlapping steps, nothing is loaded"
+        elif why := self._adapters.why_not(self._requests[request_id]):
+            why_not = why
         elif request_id in self._failed:
             why_not = "its load has failed, and is not tried again"
         elif self._resets.is_due() and not self._resets.is_unsure():

@@ -27,6 +27,7 @@ from cargohold.cache.rows import plan_rows
 from cargohold.connector.factory import Parts
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.adapters import NO_LOOKS, AdapterLooks, HeldAdapters
 from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import (
     EmptyMetadata,
@@ -52,6 +53,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
         synchronous: those of the new loads that end within this step.
         stop: the connector was turned off: let its transfers end and do without it.
         look: number of a look at what the model holds, to be told before anything is computed; 0 for none.
+        adapters: adapters at which to look, too.
     """
 
     inner: KVConnectorMetadata = field(default_factory=EmptyMetadata)
@@ -60,6 +62,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
     synchronous: tuple[str, ...] = ()
     stop: bool = False
     look: int = 0
+    adapters: AdapterLooks = NO_LOOKS
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class RankReport:
         error: the rule that the connector's worker side broke; it has stopped.
         stopped: whether it stopped in this step as it was told to.
         weights: fingerprints of what the model holds, by the number of the look; 0 is the one at the start.
+        adapters: fingerprints of adapters by vLLM's number: of those asked for, and of those that changed before this step.
     """
 
     output: KVConnectorOutput = field(default_factory=KVConnectorOutput)
@@ -79,6 +83,7 @@ class RankReport:
     error: str | None = None
     stopped: bool = False
     weights: Mapping[int, str] = field(default_factory=dict)
+    adapters: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -201,12 +206,18 @@ class WorkerSide:
         obstacle: why this rank cannot take part, as a sentence; ``None`` if it can. The scheduler side hears of it in the first
             report, if it has not turned the connector off by itself.
         look_at_weights: returns a fingerprint of what the model holds; empty if that cannot be told.
+        adapters: the adapters that vLLM's worker holds; ``None`` if there cannot be any.
     """
 
     def __init__(
-        self, rank: int, obstacle: str | None = None, look_at_weights: Callable[[], str] | None = None
+        self,
+        rank: int,
+        obstacle: str | None = None,
+        look_at_weights: Callable[[], str] | None = None,
+        adapters: HeldAdapters | None = None,
     ) -> None:
         self._rank = rank
+        self._adapters = adapters
         self._look_at_weights = look_at_weights
         self._weights: dict[int, str] = {}
         self._guard = WorkerConnectorGuard(NullConnectorWorker())
@@ -219,6 +230,8 @@ class WorkerSide:
         self._loading: dict[str, tuple[int, ...]] = {}
         self._sending: set[str] = set()
         self._failed: set[str] = set()
+        # Loads of what was computed with other weights than its adapter has by now.
+        self._refused: set[str] = set()
         # What the scheduler side has not heard of yet.
         self._untold_error = None if obstacle is None else f"rank {rank} cannot take part: {obstacle}"
 
@@ -252,6 +265,8 @@ class WorkerSide:
             self._untold_error = f"rank {self._rank} could not register the KV cache: {error!r}"
             return
         self._look(0)
+        if self._adapters is not None:
+            self._adapters.find_worker()
         self._guard.register_kv_caches(by_group)
 
     def begin(self, message: StepMessage) -> None:
@@ -264,6 +279,8 @@ class WorkerSide:
         self._has_saved = False
         if message.look:
             self._look(message.look)
+        if self._adapters is not None:
+            self._refused |= self._adapters.look(message.adapters, self._rank)
         self._loading |= message.new_loads
         self._sending |= set(message.new_sends)
         if message.stop:
@@ -288,7 +305,9 @@ class WorkerSide:
 
     def collect(self, finished_req_ids: AbstractSet[str]) -> Ended:
         """The transfers that ended since the last call. Also prepares this step's report for ``build_meta``."""
-        output = self._with_synchronous(self._guard.collect(finished_req_ids))
+        if self._adapters is not None:
+            self._adapters.check()
+        output = self._without_refused(self._with_synchronous(self._guard.collect(finished_req_ids)))
         error = self._guard.take_error() or self._untold_error
         self._untold_error = None
         stopped = self._message is not None and self._message.stop
@@ -317,13 +336,20 @@ class WorkerSide:
         received = output.finished_recving.union(synchronous)
         return replace(output, finished_recving=received)
 
+    def _without_refused(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """Let loads that were refused fail, whatever has come of them."""
+        refused = self._refused & output.finished_recving
+        self._refused -= refused
+        return replace(output, failed_recving=output.failed_recving | refused) if refused else output
+
     def build_meta(self) -> WorkerMessage | None:
         """This rank's report; ``None`` if there is nothing to report."""
         report, self._report = self._report, RankReport()
         weights, self._weights = self._weights, {}
-        report = replace(report, weights=weights) if weights else report
+        adapters = {} if self._adapters is None else self._adapters.take()
+        report = replace(report, weights=weights, adapters=adapters) if weights or adapters else report
         is_silent = report.output.is_empty() and not (
-            report.failed_loads or report.error or report.stopped or report.weights
+            report.failed_loads or report.error or report.stopped or report.weights or report.adapters
         )
         return None if is_silent else WorkerMessage({self._rank: report})
 
