@@ -137,6 +137,12 @@ ROOM: Final = Timer(
 GROWTH: Final = Timer(
     "a store, while another one makes a disk tier's files larger", "it is offered again", SYSTEM, plus_s=1.0
 )
+SLEEP: Final = Timer(
+    "copies that have begun when the engine puts the device's memory to sleep",
+    "the connector is turned off when they have ended",
+    SYSTEM,
+    plus_s=10.0,
+)
 AHEAD: Final = Timer("a prefetch hint without ``deadline_s``", "it ends with what has come", ENGINE, plus_s=30.0)
 SETTLE: Final = Timer(
     "an idle engine steps on while chunks are written down", "the rest waits for work", ENGINE, plus_s=5.0
@@ -147,7 +153,7 @@ PROGRESS: Final = Timer(
 
 TIMERS: Final = (
     WAIT, ESTIMATE, FETCHED, HOLD, PROMISE, START, END, CONNECTOR, WRITE, REQUEST, FINISH, STOP, CLOSE, LOCK, ROOM, GROWTH,
-    AHEAD, SETTLE, PROGRESS,
+    SLEEP, AHEAD, SETTLE, PROGRESS,
 )  # fmt: skip
 
 

@@ -248,6 +248,12 @@ class KVConnectorWorker(ABC):
                 them reads and writes the cache.
         """
 
+    def unregister_kv_caches(self) -> None:  # noqa: B027  # a default, not an omission
+        """Touch the paged KV memory no more from when this returns: the device sleeps. May be called again. Steps may come."""
+
+    def restore_kv_caches(self) -> None:  # noqa: B027  # a default, not an omission
+        """Use the same tensors again: their memory is there, wherever it is, and holds anything. May be called again."""
+
     @abstractmethod
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take this step's message from the scheduler side."""

@@ -133,7 +133,8 @@ HOOKS: Final[Mapping[str, Hook]] = {
 WORKER_HOOKS: Final[Mapping[str, Hook]] = {
     hook.name: hook
     for hook in (
-        *(Hook(name, merge=_none) for name in ("register_kv_caches", "bind_connector_metadata", "handle_preemptions")),
+        *(Hook(name, merge=_none) for name in ("register_kv_caches", "unregister_kv_caches", "restore_kv_caches")),
+        *(Hook(name, merge=_none) for name in ("bind_connector_metadata", "handle_preemptions")),
         *(
             Hook(name, merge=_none)
             for name in ("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
@@ -219,6 +220,8 @@ class WorkerHookDispatcher(KVConnectorWorker):
         """Answer a hook."""
 
     register_kv_caches = _on_workers(KVConnectorWorker.register_kv_caches)
+    unregister_kv_caches = _on_workers(KVConnectorWorker.unregister_kv_caches)
+    restore_kv_caches = _on_workers(KVConnectorWorker.restore_kv_caches)
     bind_connector_metadata = _on_workers(KVConnectorWorker.bind_connector_metadata)
     handle_preemptions = _on_workers(KVConnectorWorker.handle_preemptions)
     start_load_kv = _on_workers(KVConnectorWorker.start_load_kv)

@@ -3,6 +3,13 @@
 ``cpu.make_transfer_worker`` picks the implementation for a device. It is not imported here, because it imports torch.
 """
 
-from cargohold.transfer.port import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
+from cargohold.transfer.port import (
+    CopyJob,
+    CopyResult,
+    Direction,
+    ForwardingTransfers,
+    TransferWorker,
+    UnmappedTransfers,
+)
 
-__all__ = ["CopyJob", "CopyResult", "Direction", "ForwardingTransfers", "TransferWorker"]
+__all__ = ["CopyJob", "CopyResult", "Direction", "ForwardingTransfers", "TransferWorker", "UnmappedTransfers"]

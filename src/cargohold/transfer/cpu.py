@@ -113,6 +113,15 @@ class CpuTransferWorker(TransferWorker):
         with self._changed:
             self._changed.wait_for(lambda: not self._queues[Direction.STORE] or not self._thread.is_alive())
 
+    def settle(self, within_s: float) -> bool:
+        """Abandon what has not started; let the thread end the rest."""
+        with self._changed:
+            for queue in self._queues.values():
+                for pending in [pending for pending in queue if not pending.started]:
+                    queue.remove(pending)
+                    self._end(pending, TransferOutcome.ABANDONED)
+            return self._changed.wait_for(lambda: not any(self._queues.values()), timeout=within_s)
+
     def shutdown(self) -> None:
         """Let the running job end and abandon the others."""
         with self._changed:

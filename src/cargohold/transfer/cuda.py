@@ -148,6 +148,7 @@ def num_buffer_rows(buffer_bytes: int, row_bytes: int, num_rows: int) -> int:
 
 logger = logging.getLogger(__name__)
 
+_NAP_S: Final = 0.001
 _PRIORITIES = {Direction.LOAD: -1, Direction.STORE: 0}
 """Of streams: a lower number is served first."""
 
@@ -240,6 +241,16 @@ class CudaTransferWorker(TransferWorker):
     def finish_stores(self) -> None:
         """Make the model's stream wait for the stores, so that work enqueued from now on overwrites no block that they read."""
         torch.cuda.current_stream(self._device).wait_stream(self._lanes[Direction.STORE].stream)
+
+    def settle(self, within_s: float) -> bool:
+        """Wait for what is enqueued on both streams; what is enqueued cannot be abandoned."""
+        deadline = time.monotonic() + within_s
+        for lane in self._lanes.values():
+            while any(not entry.done.query() for entry in lane.in_flight):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_NAP_S)
+        return True
 
     def shutdown(self) -> None:
         """Wait for both streams and unlock the pages."""

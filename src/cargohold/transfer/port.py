@@ -91,6 +91,14 @@ class TransferWorker(ABC):
         """Make sure that computations from now on do not overwrite blocks that a store reads. May wait for the stores."""
 
     @abstractmethod
+    def settle(self, within_s: float) -> bool:
+        """Abandon the jobs that have not started, and wait for the others, for so many seconds at most.
+
+        Returns:
+            Whether nothing is copied any more until the next ``submit``. ``poll`` returns the jobs' results.
+        """
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Let running jobs end, abandon those not started, and release everything. ``poll`` still returns their results."""
 
@@ -109,7 +117,33 @@ class ForwardingTransfers(TransferWorker):
     poll = passed_on(TransferWorker.poll)
     finish_loads = passed_on(TransferWorker.finish_loads)
     finish_stores = passed_on(TransferWorker.finish_stores)
+    settle = passed_on(TransferWorker.settle)
     shutdown = passed_on(TransferWorker.shutdown)
+
+
+class UnmappedTransfers(ForwardingTransfers):
+    """Stands for transfers while the device's memory is not there: every job ends at once, abandoned.
+
+    Args:
+        inner: the transfers, settled.
+    """
+
+    def __init__(self, inner: TransferWorker) -> None:
+        super().__init__(inner)
+        self._abandoned: list[CopyResult] = []
+
+    def submit(self, job: CopyJob) -> None:
+        """Abandon the job."""
+        self._abandoned.append(CopyResult(job, TransferOutcome.ABANDONED, frozenset(), 0.0))
+
+    def poll(self) -> list[CopyResult]:
+        """Return the abandoned jobs, behind those that had ended before."""
+        abandoned, self._abandoned = self._abandoned, []
+        return super().poll() + abandoned
+
+    def finish_loads(self) -> bool:
+        """Return whether there was nothing to load."""
+        return have_succeeded(self._abandoned)
 
 
 def have_succeeded(results: Iterable[CopyResult]) -> bool:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata, StoreJob
+from cargohold.deadlines import SLEEP
 from cargohold.protocol import (
     NOTHING_ENDED,
     KVConnectorMetadata,
@@ -19,7 +20,7 @@ from cargohold.protocol import (
     TransferOutcome,
     metrics,
 )
-from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
+from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker, UnmappedTransfers
 
 
 class WorkerPart(Protocol):
@@ -74,6 +75,18 @@ class KernelWorker(KVConnectorWorker):
     def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
         """Take the paged KV."""
         self._transfers = self._make_transfers(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """End all copies. Raises ``TimeoutError`` if one goes on for too long."""
+        if not isinstance(self._running, UnmappedTransfers):
+            if not self._running.settle(SLEEP.seconds()):
+                raise TimeoutError("a copy does not end, so the device's memory cannot be taken away")
+            self._transfers = UnmappedTransfers(self._running)
+
+    def restore_kv_caches(self) -> None:
+        """Copy again."""
+        if isinstance(self._transfers, UnmappedTransfers):
+            self._transfers = self._transfers.inner
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take this step's jobs."""

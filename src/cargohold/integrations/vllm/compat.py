@@ -270,7 +270,8 @@ _OUTPUT = ("invalid_block_ids", "kv_connector_worker_meta")
 
 _SOURCES_HOOK = "get_external_cache_hit_sources"
 _SOURCES = ("EXTERNAL_UNSPECIFIED", "HOST")
-_LATER_HOOKS = (_SOURCES_HOOK, "get_transfer_results", "has_pending_block_frees")
+_SLEEP_HOOKS = ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
+_LATER_HOOKS = (_SOURCES_HOOK, "get_transfer_results", "has_pending_block_frees", *_SLEEP_HOOKS)
 _BINDING_HOOKS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 """Hooks that not every tested version has. Of the binding hooks, a version must have at least one."""
 

@@ -188,6 +188,21 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             served = {name: tensor for name, tensor in kv_caches.items() if name not in self._groups.left_out_layers}
             self._worker.register_kv_caches(served, self._factory(), layout, self._clock(), exchange)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """``True``: vLLM may take the device's memory away (since 0.33)."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Touch the paged KV no more: vLLM puts its memory to sleep (since 0.33)."""
+        if self._worker is not None:
+            self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Use the paged KV again: vLLM has woken up (since 0.33)."""
+        if self._worker is not None:
+            self._worker.restore_kv_caches()
+
     def get_handshake_metadata(self) -> WorkerPart | None:
         """Which part of the model this worker holds, or why it keeps nothing; ``None`` if the scheduler side knows its part.
 

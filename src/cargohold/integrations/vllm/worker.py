@@ -269,6 +269,14 @@ class WorkerSide:
             self._adapters.find_worker()
         self._guard.register_kv_caches(by_group)
 
+    def unregister_kv_caches(self) -> None:
+        """Touch the paged KV no more. If a copy does not end in time, the connector is stopped when it has."""
+        self._guard.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Use the paged KV again."""
+        self._guard.restore_kv_caches()
+
     def begin(self, message: StepMessage) -> None:
         """Take this step's message. May be called twice in a step; only the first time counts."""
         if self._message is message:

@@ -78,6 +78,27 @@ class TransferConformance(ABC):
         finally:
             transfers.shutdown()
 
+    def test_when_settled_nothing_is_copied_and_every_job_ends(self) -> None:
+        """After ``settle``, blocks stay as they are, and ``poll`` returns all jobs, done or given up. It goes on after that."""
+        regions, memory, transfers = self._start(5)
+        try:
+            jobs = [
+                CopyJob(at, (Direction.LOAD, Direction.STORE)[at % 2], (at,), (at,), _TIMEOUT_S) for at in range(10)
+            ]
+            for job in jobs:
+                transfers.submit(job)
+            assert transfers.settle(_TIMEOUT_S)
+            device, host = _snapshot(regions), memory.rows.copy()
+            outcomes = _wait(transfers, 10)
+            assert outcomes.keys() == set(range(10))
+            assert set(outcomes.values()) <= {TransferOutcome.DONE, TransferOutcome.ABANDONED}
+            assert torch.equal(_snapshot(regions), device) and (memory.rows == host).all()
+            again = CopyJob(10, Direction.LOAD, (3,), (7,), _TIMEOUT_S)
+            transfers.submit(again)
+            assert _wait(transfers, 1) == {10: TransferOutcome.DONE} and _blocks(regions, again) == _rows(memory, again)
+        finally:
+            transfers.shutdown()
+
     def test_every_job_ends_once_also_when_it_is_shut_down(self) -> None:
         """After ``shutdown``, ``poll`` returns those that had not ended, as done or as given up."""
         _, _, transfers = self._start(3)

@@ -123,6 +123,11 @@ class HeldTransfers(TransferWorker):
             if job.direction is Direction.STORE:
                 self.complete(job)
 
+    def settle(self, within_s: float) -> bool:
+        """Abandon all pending jobs."""
+        self.shutdown()
+        return True
+
     def shutdown(self) -> None:
         """Abandon all pending jobs."""
         for job in list(self.pending):
@@ -159,9 +164,22 @@ class CopiesInFlight:
         self.num_jobs = 0
         self.begun: deque[CopyJob] = deque(maxlen=64)
         self.half_loaded: set[int] = set()
+        self._is_mapped = True
+
+    def unmap(self) -> None:
+        """Note that the device's memory is taken away. Raises ``CopyConflictError`` if a copy is in flight."""
+        self._is_mapped = False
+        if self.num_jobs:
+            raise CopyConflictError(f"worker {self._rank}: {self.num_jobs} copies go on in memory that is taken away")
+
+    def map(self) -> None:
+        """Note that the device's memory is there again."""
+        self._is_mapped = True
 
     def begin(self, job: CopyJob) -> None:
         """Note that a copy begins. Raises ``CopyConflictError`` if it conflicts with another one."""
+        if not self._is_mapped:
+            raise CopyConflictError(f"worker {self._rank}: job {job.job_id} begins in memory that was taken away")
         is_load = job.direction is Direction.LOAD
         if not is_load and job.job_id in self._given_up:
             self._void.append(job)
@@ -273,6 +291,13 @@ class WatchedTransfers(ForwardingTransfers):
         self.inner.finish_stores()
         for job in [job for job in self._jobs.values() if job.direction is Direction.STORE]:
             self._end(job)
+
+    def settle(self, within_s: float) -> bool:
+        """Pass on. Nothing is copied any more if all have ended, even if they are reported later."""
+        is_settled = self.inner.settle(within_s)
+        for job in list(self._jobs.values()) if is_settled else ():
+            self._end(job)
+        return is_settled
 
     def shutdown(self) -> None:
         """Pass on. Nothing is copied any more."""
@@ -411,6 +436,11 @@ class LinkTransfers(TransferWorker):
         self._copies = [copy for copy in self._copies if copy.job.direction is not Direction.STORE]
         for copy in stores:
             self._end(copy)
+
+    def settle(self, within_s: float) -> bool:
+        """Let running jobs end now, in no time, and abandon the others."""
+        self.shutdown()
+        return True
 
     def shutdown(self) -> None:
         """Let running jobs end and abandon the others."""

@@ -170,6 +170,7 @@ class VllmEngine(Replica):
 
     dedupes_blocks = False
     has_own_hashes = False
+    sleeps = True
     _hears_of_layers = False
     scheduler: SchedulerView
 
@@ -237,6 +238,17 @@ class VllmEngine(Replica):
         keys = {block.block_hash for block in pool.blocks if block.block_hash is not None}
         keys.update(*pool.cached_block_hashes_by_block.values())
         return {(bytes(get_block_hash(key)), int(get_group_id(key))) for key in keys}
+
+    def load_weights(self, version: int) -> None:
+        """Compute with other weights from now on. They come while the device sleeps or not, as chance has it."""
+        num_naps = self._random.choice((0, 1, 2)) if self.sleeps else 0
+        if num_naps:
+            self._run_workers(len(self._in_flight))
+        for worker in self.workers * num_naps:
+            worker.sleep()
+        super().load_weights(version)
+        for worker in self.workers * num_naps:
+            worker.wake_up()
 
     def shutdown(self) -> None:
         """Stop the workers, then the scheduler."""
@@ -322,7 +334,8 @@ class VllmEngine(Replica):
     def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
         runner = WriteFirstRunner(self.layout, self.chains, VOCAB_SIZE, rank, copies=self.copies[rank])
         own = config_of_rank(config, rank)
-        return SimulatedWorker(own, caches, runner, self._book.tokens, as_layers=self._hears_of_layers)
+        copies = self.copies[rank]
+        return SimulatedWorker(own, caches, runner, self._book.tokens, copies=copies, as_layers=self._hears_of_layers)
 
     def _is_busy(self) -> bool:
         return bool(self._in_flight)

@@ -35,6 +35,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from cargohold.engine.core.request import GREEDY, ScheduledTokens, SchedulerStep
 from cargohold.engine.executor import LayerHooks
 from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, WRONG_TOKEN, FingerprintRunner, StateBlocks, end_of
+from cargohold.lab.simulation.transfers import CopiesInFlight
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 
@@ -293,6 +294,7 @@ class SimulatedWorker:
         kv_cache_config: vLLM's description of the paged KV.
         runner: the model and the paged KV.
         tokens_of: gives the prompt and answer of a request.
+        copies: this worker's copies in flight.
         as_layers: gives the connector each layer's KV in the shape of attention, not whole blocks of bytes.
 
     Attributes:
@@ -308,10 +310,12 @@ class SimulatedWorker:
         runner: WriteFirstRunner,
         tokens_of: Callable[[str], Sequence[int]],
         *,
+        copies: CopiesInFlight,
         as_layers: bool = False,
     ) -> None:
         self.runner = runner
         self._config = config
+        self._copies = copies
         self._batch = InputBatch(tokens_of)
         self.connector: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
         memory = torch.from_numpy(runner.memory).view(torch.uint8)
@@ -347,6 +351,17 @@ class SimulatedWorker:
             self._prepare(output)
             answer = self._forward(output, step) if step.scheduled else self._no_forward(output)
         return step, pickle.dumps(answer)
+
+    def sleep(self) -> None:
+        """Take the device's memory away, as vLLM (0.33) does when it sleeps; what it held is lost."""
+        self.connector.unregister_kv_caches()
+        self._copies.unmap()
+        self.runner.memory[1:] = 0
+
+    def wake_up(self) -> None:
+        """Give the memory back."""
+        self._copies.map()
+        self.connector.restore_kv_caches()
 
     def shutdown(self) -> None:
         """Let transfers end."""

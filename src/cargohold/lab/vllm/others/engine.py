@@ -58,6 +58,8 @@ class StrangerEngine(VllmEngine):
         options: as of ``VllmEngine``.
     """
 
+    sleeps = False  # hooks of sleep are newer than these connectors
+
     _hears_of_layers = True
 
     def __init__(self, plan: StrangerPlan, room: CopyRoom, shape: Shape, **options: Any) -> None:
