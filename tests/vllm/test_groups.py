@@ -135,7 +135,7 @@ def test_a_gib_holds_nearly_as_many_tokens_as_the_sizes_of_their_kv_allow(name: 
         if line.startswith("a GiB of host memory holds")
     )
     told = [int(number.replace(",", "")) for number in re.findall(r"([\d,]*\d)", said)]
-    assert told == [held_per_gib(layout), told[1]] and told[0] / told[1] >= 0.95
+    assert told[0] == held_per_gib(layout) >= 0.95 * told[-1]
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -170,7 +170,7 @@ def test_copies_of_a_published_layout_move_exactly_the_bytes_of_their_blocks(nam
                         layer,
                         block,
                     )
-            size = layout.group_bytes[group.index]
+            size = layout.block_bytes if plan.is_even else layout.group_bytes[group.index]
             assert int((memory != untouched).sum()) <= size, "more was written than the group's layers have"
     finally:
         transfers.shutdown()

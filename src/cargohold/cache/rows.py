@@ -62,13 +62,18 @@ class RowPlan:
         return self.token_bytes(layout) / layout.num_shards / num_blocks
 
 
+def even_rows(layout: KVCacheLayout) -> RowPlan:
+    """Return the plan in which each block is a row, as large as a block of the largest group."""
+    return RowPlan(layout.block_bytes, (1,) * len(layout.groups))
+
+
 def plan_rows(layout: KVCacheLayout) -> RowPlan:
     """Return how a layout's blocks lie in host memory: with the fewest rows that leave hardly anything empty.
 
     The first row of a block, and the last, begin and end with the block; so rows are no longer than any group's blocks.
     """
     sizes = layout.group_bytes
-    best = RowPlan(layout.block_bytes, (1,) * len(sizes))
+    best = even_rows(layout)
     least = _padding(best, sizes)
     common = gcd(*sizes)
     unit = min(_ALIGNMENT, common & -common)  # copies are fastest where rows begin at whole numbers

@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
-from cargohold.cache.rows import plan_rows
 from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
@@ -285,7 +284,7 @@ def _tier(layout: KVCacheLayout, config: OffloadConfig, parts: Parts) -> str:
     blocks = format_count(config.blocks_per_chunk, "block")
     once = f", kept once for {layout.num_replicas} workers that hold the same" if layout.num_replicas > 1 else ""
     each = format_bytes(parts.all_block_bytes // layout.num_replicas * config.blocks_per_chunk)
-    least, most = ("", "") if plan_rows(layout).is_even else ("at least ", "at most ")
+    least, most = ("", "") if config.plan_rows(layout).is_even else ("at least ", "at most ")
     return (
         f"{format_bytes(config.num_host_bytes)} of host memory{shared} for {least}{format_count(num_slots, 'chunk')} of "
         f"{blocks}, {most}{each} each{once}"

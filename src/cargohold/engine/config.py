@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any, Final
 
@@ -243,8 +243,11 @@ def plan_engine(
         raise ConfigError("max_model_len", config.max_model_len, f"{info.name} is for at most {info.max_positions}")
     world_size = config.tensor_parallel_size
     _check_split(config, info)
-    groups = info.geometry.groups(config.block_tokens)
+    geometry = info.geometry
+    groups = geometry.groups(config.block_tokens)
     block_bytes = info.geometry.block_bytes(config.block_tokens, info.dtype_bytes, world_size)
+    layer_bytes = block_bytes // geometry.layers_per_group
+    groups = tuple(replace(group, block_bytes=len(group.layer_names) * layer_bytes) for group in groups)
     num_blocks = config.num_device_blocks or _default_num_blocks(config, info, groups, block_bytes * world_size)
     max_model_len = _longest_that_fits(groups, config, info.max_positions, num_blocks)
     if config.device == "cpu":

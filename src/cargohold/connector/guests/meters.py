@@ -17,7 +17,6 @@ from typing import Final, Self
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.cache.rows import plan_rows
 from cargohold.connector.kernel.guest import Admission, Guest
 from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.connector.kernel.requests import RequestState
@@ -79,7 +78,7 @@ class Meters(Guest):
         self._answered_at: dict[str, float] = {}
         self._levels: Stats = {}
         layout = shared.layout
-        plan = plan_rows(layout)
+        plan = shared.config.plan_rows(layout)
         self.chunk_bytes = plan.row_bytes * plan.most * layout.num_shards * shared.config.blocks_per_chunk
         # What the manager counts in: chunks, or rows where chunks differ in size.
         self._unit_bytes = self.chunk_bytes * shared.manager.capacity // shared.manager.fill[1]

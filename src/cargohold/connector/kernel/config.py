@@ -7,9 +7,11 @@ from typing import Annotated
 
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.registry import POLICY
+from cargohold.cache.rows import RowPlan, even_rows, plan_rows
 from cargohold.deadlines import DEFAULTS, MAX_SHUTDOWN_S, RESTORE, SHUTDOWN, TRANSFER
 from cargohold.option_values import is_number, parse_bytes
 from cargohold.options import FACTORY, INT_FROM_0, INT_FROM_1, PART, SHORT_TIME, SIZE, Options, must
+from cargohold.protocol import KVCacheLayout
 
 _SHUTDOWN = must(
     lambda value: is_number(value) and 0 <= value <= MAX_SHUTDOWN_S, f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}"
@@ -56,6 +58,10 @@ class KernelConfig(Options):
 
     def __post_init__(self) -> None:
         """Refuse options that do not fit together. An override calls ``KernelConfig.__post_init__(self)`` first."""
+
+    def plan_rows(self, layout: KVCacheLayout) -> RowPlan:
+        """Return how blocks lie in host memory. Managers and transfers of the user's own know only rows as large as blocks."""
+        return plan_rows(layout) if self.manager is self.transfer is None else even_rows(layout)
 
     @property
     def num_host_bytes(self) -> int:

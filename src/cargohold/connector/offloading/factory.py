@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
-from cargohold.cache.rows import RowPlan, plan_rows
+from cargohold.cache.rows import RowPlan, even_rows
 from cargohold.cache.shares import Limits
 from cargohold.connector.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores, StorePlanner
@@ -44,7 +44,7 @@ def served_model(layout: KVCacheLayout) -> ServedModel:
     return layout.model
 
 
-def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Namespace:
+def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int, plan: RowPlan | None = None) -> Namespace:
     """Return all that determines the bytes of one worker's chunks and the meaning of their keys. Reads the model's files."""
     model = served_model(layout)
     weights, config = digest_model(model)
@@ -53,7 +53,7 @@ def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int) -> Nam
         weights=weights,
         config=config,
         dtype=model.dtype,
-        layout=_describe(layout, blocks_per_chunk),
+        layout=_describe(layout, blocks_per_chunk, plan or even_rows(layout)),
         split=_split(layout, rank),
         hashing=f"{layout.hash_block_tokens} tokens per hash",
         details_bytes=room_for_details(
@@ -68,13 +68,12 @@ def _split(layout: KVCacheLayout, rank: int) -> str:
     return shard if layout.num_replicas == 1 else f"{shard}, each on {layout.num_replicas} workers"
 
 
-def _describe(layout: KVCacheLayout, blocks_per_chunk: int) -> str:
+def _describe(layout: KVCacheLayout, blocks_per_chunk: int, plan: RowPlan) -> str:
     groups = "; ".join(
         f"group {group.index}: {group.kind.value}, window {group.window_tokens}, {group.block_tokens} tokens per block, "
         f"layers {' '.join(group.layer_names)}"
         for group in layout.groups
     )
-    plan = plan_rows(layout)
     rows = "" if plan.is_even else f", in rows of {plan.row_bytes} bytes, {' '.join(map(str, plan.per_block))} by group"
     return f"{blocks_per_chunk} blocks of {layout.block_bytes} bytes per chunk{rows}; {groups}"
 
@@ -138,7 +137,7 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
 
 def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
     """Return the bytes of the largest chunks on one worker."""
-    plan = plan_rows(layout)
+    plan = config.plan_rows(layout)
     return plan.most * plan.row_bytes * config.blocks_per_chunk
 
 
@@ -204,23 +203,24 @@ def host_manager(
     config: OffloadConfig, layout: KVCacheLayout, num_slots: int, quotas: Mapping[str, Limits], *, record_events: bool
 ) -> OffloadManager:
     """Make the manager of host memory: ours, or the one that options name. Raises ``ConfigError`` if that cannot be made."""
-    plan = plan_rows(layout)
     if config.manager is None:
+        plan = config.plan_rows(layout)
         chunk_rows = () if plan.is_even else [count * config.blocks_per_chunk for count in plan.per_block]
         return make_manager(config.policy, num_slots, record_events=record_events, quotas=quotas, chunk_rows=chunk_rows)
-    _require_even("manager", config.manager, plan)
     own: OffloadManager = made_by("manager", config.manager, OffloadManager, num_slots, record_events=record_events)
     return own
 
 
-def _require_even(option: str, value: str, plan: RowPlan) -> None:
-    """Raise ``ConfigError`` for a class of the user's own where blocks differ in size: it is not told of that."""
-    if not plan.is_even:
-        raise ConfigError(option, value, "blocks of this layout's groups differ in size, and only ours can keep them")
-
-
 def _stores_nothing(*_: object) -> StorePlanner:
     return StorePlanner()
+
+
+def _whole_blocks(kv_caches: Sequence[Sequence[Any]], plan: RowPlan) -> Sequence[Any]:
+    """Return regions with all bytes of a block, whatever its group. Raises ``ValueError`` if no group has them."""
+    for regions in kv_caches:
+        if sum(region.shape[1] for region in regions) == plan.row_bytes:
+            return regions
+    raise ValueError(f"no group's regions have {plan.row_bytes} bytes per block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class OffloadingFactory:
         layout, per_chunk = environment.layout, self.config.blocks_per_chunk
         # Workers that each had memory of their own would miss what the others store.
         assert (environment.exchange is None) == (layout.num_replicas == 1), "replicas share memory"
-        plan = plan_rows(layout)
+        plan = self.config.plan_rows(layout)
         num_rows = self.num_slots(layout) * per_chunk * plan.most
         require_memory(self.config.host_bytes, num_rows * plan.row_bytes)
         memory = HostMemory(num_rows, plan.row_bytes, environment.exchange)
@@ -263,7 +263,7 @@ class OffloadingFactory:
             return OffloadingWorker(
                 make_transfers, TierWorker(bystanders, memory.rows, per_chunk, environment.clock, environment.rank)
             )
-        namespace = namespace_of(layout, environment.rank, per_chunk)
+        namespace = namespace_of(layout, environment.rank, per_chunk, plan)
         queues = open_queues(self.config, environment, namespace)
         shared = next((tier for tier in self.config.tiers if tier.locality == "REMOTE"), None)
         outline = None if shared is None else namespace_in(shared, namespace).outline()
@@ -277,11 +277,12 @@ class OffloadingFactory:
         from cargohold.transfer.cpu import make_grouped_transfers, make_transfer_worker  # noqa: PLC0415  # imports torch
 
         if self.config.transfer is not None:
-            _require_even("transfer", self.config.transfer, plan)
-            own: TransferWorker = made_by("transfer", self.config.transfer, TransferWorker, kv_caches[0], memory, clock)
+            own: TransferWorker = made_by(
+                "transfer", self.config.transfer, TransferWorker, _whole_blocks(kv_caches, plan), memory, clock
+            )
             return own
         if plan.is_even:
-            return make_transfer_worker(kv_caches[0], memory, clock)
+            return make_transfer_worker(_whole_blocks(kv_caches, plan), memory, clock)
         return make_grouped_transfers(kv_caches, plan.per_block, memory, clock)
 
     def num_slots(self, layout: KVCacheLayout) -> int:

@@ -274,8 +274,8 @@ class HFModelRunner:
         self._probe()
 
     def kv_regions(self) -> Sequence[Sequence[torch.Tensor]]:
-        """One region, the same for all groups: the whole storage."""
-        return [[self._kv.storage] for _ in self._layout.groups]
+        """One region for each group: its layers' slots in all blocks."""
+        return [[self._kv.storage[:, : group.block_bytes]] for group in self._layout.groups]
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int | None]:
         """Run the step's batch; see ``ModelRunner.execute``."""
