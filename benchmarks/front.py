@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from benchmarks.environment import NotInstalledError
@@ -139,6 +141,34 @@ def beside_vllm(url: str, rounds: int, sizes_kib: Sequence[int]) -> list[dict[st
     return found
 
 
+def served(tenants: Path, rounds: int, sizes_kib: Sequence[int]) -> list[dict[str, Any]]:
+    """Start vLLM's server with the connector and the front, without tenants, and ask it."""
+    from cargohold.integrations.vllm.server import serving  # noqa: PLC0415  # where vLLM is installed
+    from tests.serve.scripted_model import save_scripted_model  # noqa: PLC0415  # beside it
+
+    most = 2 * KIB * max(sizes_kib)  # each character is a token
+    directory = tenants.parent
+    model = save_scripted_model(directory / "model", {}, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    options = {
+        "middleware": "cargohold.serve.front.Front",
+        "served-model-name": "m",
+        "enable-auto-tool-choice": True,
+        "tool-call-parser": "hermes",
+        "dtype": "float32",
+        "max-model-len": most,
+        "num-gpu-blocks-override": 2 * most // 32,
+        "block-size": 32,
+        "enforce-eager": True,
+    }
+    connector = {"kv_connector": "CargoholdConnector", "kv_role": "kv_both"}
+    extra = {"kv_connector_extra_config": {"host_bytes": "256MiB"}}
+    with (
+        patch.dict(os.environ, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}),
+        serving(model, directory / "log", transfer_config=connector | extra, options=options) as url,
+    ):
+        return beside_vllm(url, rounds, sizes_kib)
+
+
 def run(*, quick: bool) -> dict[str, Any]:
     if find_spec("starlette") is None:
         raise NotInstalledError("the server's packages are not installed: pip install '.[serve]'")
@@ -146,4 +176,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         file = Path(directory, "tenants.json")
         file.write_text(json.dumps({"acme": {"key": "a key"}}), encoding="utf-8")
         tenants = Tenants.read(file)
-        return {"rows": rows(tenants, 3 if quick else 201, SIZES_KIB[:1] if quick else SIZES_KIB)}
+        result = {"rows": rows(tenants, 3 if quick else 201, SIZES_KIB[:1] if quick else SIZES_KIB)}
+        if find_spec("vllm") is not None:
+            result["beside_vllm"] = served(file, 1 if quick else 60, SIZES_KIB[:1] if quick else SIZES_KIB[:2])
+        return result
