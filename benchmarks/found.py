@@ -19,7 +19,7 @@ from benchmarks.environment import NotInstalledError
 if TYPE_CHECKING:
     from tests.vllm.engine import Answer, Engine
 
-EAGER: Final[Mapping[str, Any]] = {"host_bytes": "64MiB", "restore": "always"}
+EAGER: Final[Mapping[str, Any]] = {"host_bytes": "512MiB", "restore": "always"}
 LAZY: Final[Mapping[str, Any]] = {"mode": "lazy", **EAGER}
 ALONE: Final = "nothing forgotten"
 CONNECTORS: Final[Mapping[str, Mapping[str, Any] | None]] = {ALONE: None, "eager": EAGER, "lazy": LAZY}
@@ -50,6 +50,8 @@ MODELS: Final = (
     Model("llama", 60),
     Model("mistral-window", 90),
     Model("gemma3", 230),
+    Model("gpt-oss", 90),
+    Model("gemma4", 230),
     Model("deepseek", 130, options={"caches_latents": True}),
     Model("lfm2", 60, options=_STATES),
     Model("qwen3-next-many-heads", 60, 96, {**_STATES, "dtype": "bfloat16"}),

@@ -21,6 +21,8 @@ from transformers import (
     DeepseekV2Config,
     Ernie4_5_MoeConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -93,6 +95,8 @@ PLAIN = ("llama", "llama-retrained", "ernie", "blip2")
 CONFIGS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
     "llama-retrained": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
+    # One head of keys and values: tensor-parallel workers all hold the same.
+    "llama-one-head": lambda: LlamaConfig(**_COMMON | {"num_key_value_heads": 1}, num_hidden_layers=3),
     # The simplest type of model with a drafting layer behind the others; none of its layers has experts here.
     "ernie": lambda: Ernie4_5_MoeConfig(
         **_COMMON, num_hidden_layers=3, moe_layer_start_index=3, moe_layer_end_index=3, moe_num_shared_experts=0
@@ -115,6 +119,19 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         layer_types=[*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
         query_pre_attn_scalar=32,
+    ),
+    # Its experts work, and its sinks; every other layer has a window.
+    "gpt-oss": lambda: GptOssConfig(
+        **_COMMON, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
+    # Windows with narrower heads than full attention, as published.
+    "gemma4": lambda: Gemma4TextConfig(
+        **{**_COMMON, "tie_word_embeddings": True},
+        num_hidden_layers=6,
+        sliding_window=WINDOW,
+        layer_types=[*["sliding_attention"] * 5, "full_attention"],
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=32,
     ),
     "lfm2": lambda: Lfm2Config(
         **{**_COMMON, "pad_token_id": 0, "eos_token_id": 2},
