@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.kernel.jobs import JobTable
+from cargohold.connector.kernel.worker import KernelWorker
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.integrations.vllm.engine_view import PoolContext, Share
 from cargohold.integrations.vllm.groups import bears_full_hits
@@ -62,6 +63,27 @@ def lets_the_engine_stop_while_stores_are_in_flight(patch: Patch) -> None:
 @mutant(workload="stops")
 def takes_all_weights_for_the_same(patch: Patch) -> None:
     patch.setattr(WorkerSide, "_look", lambda self, number: self._weights.update({number: "as ever"}))
+
+
+@mutant(workload="stops")
+def asks_the_first_rank_alone_which_weights_it_holds(patch: Patch) -> None:
+    note = CacheResets.note_weights
+
+    def note_for_all(self: CacheResets, rank: int, seen: Mapping[int, str]) -> None:
+        for every in range(self._num_workers) if rank == 0 else ():
+            note(self, every, seen)
+
+    patch.setattr(CacheResets, "note_weights", note_for_all)
+
+
+@mutant(workload="stops")
+def finds_what_is_kept_of_other_weights(patch: Patch) -> None:
+    patch.setattr(OffloadingScheduler, "use_weights", lambda self, name: True)
+
+
+@mutant(workload="stops")
+def goes_on_copying_while_the_device_sleeps(patch: Patch) -> None:
+    patch.setattr(KernelWorker, "unregister_kv_caches", lambda self: None)
 
 
 @mutant(workload="stops")

@@ -326,12 +326,13 @@ class VllmEngine(Replica):
             hash_block_size=hash_tokens,
             log_stats=True,
         )
-        hold_weights(lambda: str(self.chains.version))
         self.workers = [self._new_worker(config, caches, rank) for rank in range(shape.world_size)]
         self.aggregator = KVOutputAggregator.from_connector(self.vllm.connector, shape.world_size)
         self.scheduler = self._view()
 
     def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
+        # Other weights differ from the first ones on one rank alone.
+        hold_weights(lambda: str(self.chains.version if self.chains.version % self.layout.world_size == rank else 0))
         runner = WriteFirstRunner(self.layout, self.chains, VOCAB_SIZE, rank, copies=self.copies[rank])
         own = config_of_rank(config, rank)
         copies = self.copies[rank]
