@@ -168,6 +168,25 @@ def test_weights_that_come_back_after_a_drop_on_demand_find_nothing_of_others(
     assert tokens(answers) == expected and restored(answers) == 0
 
 
+@pytest.mark.usefixtures("readable")
+def test_weights_without_a_reset_turn_offloading_off_before_anything_is_copied(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Also what is on disk under the name of the files' weights stays true."""
+    before, after = vllm_model("llama"), vllm_model("llama-retrained")
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    prompts = make_prompts(2, 330)
+    expected = tokens(start(before).ask(prompts))
+    engine = start(before, extra)
+    reload(engine, after)
+    engine.ask(prompts)
+    assert engine.side.guard.broken is not None
+    assert "no reset of vLLM's prefix cache followed" in engine.side.guard.broken.rule
+    engine.settle()
+    answers = start(before, extra).ask(prompts)
+    assert tokens(answers) == expected and restored(answers) == 0
+
+
 def test_where_weights_cannot_be_read_a_reset_drops_what_is_kept(
     vllm_model: Callable[[str], str], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

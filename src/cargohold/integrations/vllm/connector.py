@@ -137,9 +137,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if not self._is_scheduler:
             # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.
             rank = int(vllm_config.parallel_config.rank)
-            look = self._look_at_weights() if self._settings.adapter.follow_weights == CHECK else None
+            held = HeldWeights(self._vllm_config)
+            look = self._look_at_weights(held) if self._settings.adapter.follow_weights == CHECK else None
             adapters = None if getattr(vllm_config, "lora_config", None) is None else HeldAdapters(vllm_config)
-            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look, adapters)
+            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look, adapters, held.were_loaded)
             if rank == 0 and not is_off and not may_span_machines(vllm_config.parallel_config):
                 with option_path("kv_connector_extra_config."):
                     check_memory(self._settings.offload)
@@ -392,9 +393,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """Monotonic time in seconds."""
         return time.monotonic
 
-    def _look_at_weights(self) -> Callable[[], str]:
+    def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
         """What tells which weights a worker holds."""
-        return HeldWeights(self._vllm_config).look
+        return held.look
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

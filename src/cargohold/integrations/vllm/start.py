@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -28,6 +29,10 @@ _LOADS_NOTHING: Final = (
 _HAS_NOTHING: Final = (
     "in kv_role=kv_consumer, nothing is stored, and there is no tier in which other engines could store; use kv_both, or add a "
     "tier that they share"
+)
+_WRITTEN_WEIGHTS: Final = (
+    "weights that a call writes straight into parameters are noticed at the next reset of vLLM's prefix cache: reset it before "
+    "requests are served with them"
 )
 _LAZY_ENDS: Final = (
     "mode=lazy keeps what vLLM's prefix cache evicts, and of this model that has windows and recurrent states only of where "
@@ -58,6 +63,9 @@ def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, setti
         f"if a load fails, vLLM's policy is to {policy} its request (load_failure_policy; inside MultiConnector, the outer "
         "kv_load_failure_policy holds)"
     )
+    has_extension = bool(getattr(vllm_config.parallel_config, "worker_extension_cls", ""))
+    if has_extension or os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in {"", "0"}:
+        yield _WRITTEN_WEIGHTS
     if settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
         yield _SUDDEN_END
     _, reason = replicas(vllm_config, kv_cache_config)

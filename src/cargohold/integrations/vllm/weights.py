@@ -16,8 +16,8 @@ import gc
 import hashlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -44,15 +44,36 @@ class HeldWeights:
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
         self._worker: Any = None
+        self._watched: list[torch.nn.Module] = []
+        self._were_loaded = False
+
+    def were_loaded(self) -> bool:
+        """Whether a model was given weights through its own ``load_weights`` since the last look."""
+        return self._were_loaded
 
     def look(self) -> str:
         """Return a fingerprint, empty if it cannot be taken; the log then says why."""
         self._worker = self._worker or worker_of(self._vllm_config)
+        self._were_loaded = False
         try:
-            return fingerprint(models_of(self._worker))
+            models = models_of(self._worker)
+            self._watch(models)
+            return fingerprint(models)
         except Exception as error:  # noqa: BLE001  # whatever a model's tensors are: not to know is an answer
             logger.info("which weights the model holds cannot be told, so a reset drops what is kept: %s", error)
             return ""
+
+    def _watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Hear of weights that come, whoever brings them. Each model is watched once: it is vLLM's for good."""
+        for model in models:
+            load = getattr(model, "load_weights", None)
+            if load is not None and not any(model is watched for watched in self._watched):
+                self._watched.append(model)
+                vars(model)["load_weights"] = partial(self._load, load)
+
+    def _load(self, load: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        self._were_loaded = True
+        return load(*args, **named)
 
 
 def worker_of(vllm_config: Any) -> Any | None:

@@ -181,6 +181,11 @@ def stage_obstacles(vllm_config: Any) -> list[str]:
 logger = logging.getLogger(__name__)
 
 
+def _copies_anything(inner: KVConnectorMetadata) -> bool:
+    """Whether a message may ask for copies of the paged KV; one of a connector that is not ours may unless it is empty."""
+    return not isinstance(inner, EmptyMetadata) and any(getattr(inner, name, True) for name in ("loads", "stores"))
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Requests whose transfers ended on this rank.
@@ -207,6 +212,7 @@ class WorkerSide:
             report, if it has not turned the connector off by itself.
         look_at_weights: returns a fingerprint of what the model holds; empty if that cannot be told.
         adapters: the adapters that vLLM's worker holds; ``None`` if there cannot be any.
+        were_loaded: whether weights have come since the last look.
     """
 
     def __init__(
@@ -215,7 +221,9 @@ class WorkerSide:
         obstacle: str | None = None,
         look_at_weights: Callable[[], str] | None = None,
         adapters: HeldAdapters | None = None,
+        were_loaded: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._were_loaded = were_loaded
         self._rank = rank
         self._adapters = adapters
         self._look_at_weights = look_at_weights
@@ -287,6 +295,12 @@ class WorkerSide:
         self._has_saved = False
         if message.look:
             self._look(message.look)
+        elif self._were_loaded() and _copies_anything(message.inner) and not self._guard.is_stopped:
+            # Of which weights blocks are, nobody can tell: vLLM's own prefix cache has those of the old ones, too.
+            self._untold_error = (
+                f"rank {self._rank} was given other weights, and no reset of vLLM's prefix cache followed"
+            )
+            self._guard.stop()
         if self._adapters is not None:
             self._refused |= self._adapters.look(message.adapters, self._rank)
         self._loading |= message.new_loads

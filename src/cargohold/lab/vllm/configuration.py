@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 from cargohold.deadlines import CONNECTOR
 from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.integrations.vllm.connector import CargoholdConnector
+from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, layout_of
 from cargohold.lab.simulation.replica import VOCAB_SIZE
 from cargohold.lab.simulation.world import Shape
@@ -250,5 +251,5 @@ class SimulatedConnector(CargoholdConnector):
     def _clock(self) -> Clock:
         return _GROUND.get()[1]
 
-    def _look_at_weights(self) -> Callable[[], str]:
+    def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
         return _HELD.get()
