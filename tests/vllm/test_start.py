@@ -245,6 +245,16 @@ def test_workers_share_what_is_kept_of_latent_attention_where_all_of_them_surely
         assert count == 1 and "several machines" in reason
 
 
+def test_workers_share_what_is_kept_where_vllm_says_that_fewer_than_all_hold_the_same() -> None:
+    parallel = SimpleNamespace(tensor_parallel_size=8, distributed_executor_backend="mp", nnodes=1)
+    asked = SimpleNamespace(model_config=SimpleNamespace(use_mla=False), parallel_config=parallel)
+    caches = SimpleNamespace(kv_cache_groups=[], kv_tp_replicas=4)
+    assert replicas(asked, caches) == (4, "")
+    parallel.nnodes = 2
+    count, reason = replicas(asked, caches)
+    assert count == 1 and "several machines" in reason
+
+
 def test_a_version_that_lacks_something_is_served_without(
     vllm_model: Callable[[str], str],
     start: Callable[..., Any],

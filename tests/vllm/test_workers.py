@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.integrations.vllm import compat, worker
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,21 @@ def test_two_processes_keep_latent_kv_once(
     assert not engine.side.guard.broken
     (shard,) = tmp_path.glob("*/shard.json")
     assert "each on 2 workers" in shard.read_text()
+
+
+def test_of_four_workers_those_with_the_same_head_speak_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with two heads, workers 0 and 1 hold the first one, and share memory; 2 and 3 share other memory."""
+
+    def gather(messages: list[bytes], message: bytes, *, group: object) -> None:
+        messages[:] = [b"0", b"1", b"2", b"3"]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    heard = []
+    for rank in range(4):
+        group = SimpleNamespace(rank_in_group=rank, world_size=4, cpu_group=None)
+        monkeypatch.setattr(compat, "tensor_parallel_group", lambda group=group: group)
+        heard.append(worker.exchange_with_workers(2, str(rank).encode()))
+    assert heard == [[b"0", b"1"]] * 2 + [[b"2", b"3"]] * 2
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here; make test-vllm installs it")

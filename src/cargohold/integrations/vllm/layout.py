@@ -285,8 +285,9 @@ def make_layout(
 def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
     """How many workers hold the same KV and share what is kept of it.
 
-    Since 0.32 vLLM says so of all layers together, also of keys and values with fewer heads than workers. Without that it is
-    known of latent attention alone: it is not split, all workers project the same hidden states with the same weights.
+    Since 0.32 vLLM says so of all layers together. Without that it is known of latent attention alone: it is not split, all
+    workers project the same hidden states with the same weights. Of keys and values with fewer heads than workers, 0.32 does
+    not say it, so each worker keeps its own.
 
     Returns:
         Their number; and, if there are such workers but they do not share, the reason as a sentence, else nothing.
