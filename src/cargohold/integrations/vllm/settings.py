@@ -34,8 +34,9 @@ class AdapterSettings(Options):
         load_failure_policy: what vLLM does with a request whose load failed: ``recompute`` its tokens, or ``fail`` it. vLLM's
             own option of that kind is set to this value.
         follow_weights: what a reset of vLLM's prefix cache means for what is kept below it; programs that change weights in
-            place reset that cache. ``check``: each worker looks whether it holds the weights that it held; if not, or if one
-            cannot tell, what is kept is dropped. ``drop``: it is dropped. ``ignore``: it stays, and you vouch for the weights.
+            place reset that cache. ``check``: each worker looks whether it holds the weights that it held; if not, what is kept
+            is set aside until its weights return; if one cannot tell, it is dropped. ``drop``: it is dropped. ``ignore``: it
+            stays, and you vouch for the weights.
         kv_events_salted: whether KV events of this connector's tiers are published for requests with a ``cache_salt``, too;
             vLLM publishes its own of all requests.
         traces: whether to make OpenTelemetry spans of what is done for each request, in the trace that vLLM passes on.
