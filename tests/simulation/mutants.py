@@ -26,6 +26,7 @@ from cargohold.cache.manager import ChunkKeys
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
 from cargohold.cache.retention import HELD, NO_RETENTION, Budget, Budgets
+from cargohold.cache.rows import RowTable
 from cargohold.cache.shares import Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.guests.events import TierEvents
@@ -79,7 +80,7 @@ from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.waiting import Event
 from cargohold.tiers.scheduler_side.writing import Writes
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.port import SharedStores
+from cargohold.transfer.port import GroupedTransfers, SharedStores
 from tests.simulation.mutation import Mutant, Patch, registrar
 
 MUTANTS: Final[list[Mutant]] = []
@@ -492,6 +493,29 @@ def leaves_what_another_worker_should_write_to_nobody(patch: Patch) -> None:
         init(self, inner, lambda row: row % 2 == 0 and is_own(row), rows_per_block)
 
     patch.setattr(SharedStores, "__init__", careless)
+
+
+@mutant(workload="mixed-groups")
+def loads_the_rows_of_a_block_in_another_order(patch: Patch) -> None:
+    submit = GroupedTransfers.submit
+
+    def reversed_loads(self: GroupedTransfers, job: CopyJob) -> None:
+        is_load = job.direction is Direction.LOAD
+        submit(self, replace(job, rows=job.rows[::-1]) if is_load else job)
+
+    patch.setattr(GroupedTransfers, "submit", reversed_loads)
+
+
+@mutant(workload="mixed-groups")
+def gives_a_row_to_two_chunks(patch: Patch) -> None:
+    give_back = RowTable._give_back
+
+    def twice(self: RowTable, slot: int) -> None:
+        rows = self.rows_at[slot]
+        give_back(self, slot)
+        self._free_rows += rows[:1]
+
+    patch.setattr(RowTable, "_give_back", twice)
 
 
 # --- managers and policies --------------------------------------------------------------------------------------------

@@ -131,6 +131,14 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         vocab_size_per_layer_input=VOCAB_SIZE,
         hidden_size_per_layer_input=32,
     ),
+    # Groups of 2, 2 and 1 layers.
+    "gemma3-uneven": lambda: Gemma3TextConfig(
+        **_COMMON,
+        num_hidden_layers=5,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=32,
+    ),
     "lfm2": lambda: Lfm2Config(
         **{**_COMMON, "pad_token_id": 0, "eos_token_id": 2},
         num_hidden_layers=4,

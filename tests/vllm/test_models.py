@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cargohold.cache.rows import plan_rows
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -24,12 +25,14 @@ class Case:
     prompt_tokens: int
     least_restored: int
     options: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...] = (1,)
 
 
 CASES = {
     "llama": Case(1, 40, 330, 320),
     "mistral-window": Case(1, 40, 330, 320),
     "gemma3": Case(7, 150, 330, 320),
+    "gemma3-uneven": Case(3, 80, 330, 320, rows=(2, 2, 1)),
     "lfm2": Case(2, 40, 330, 320, {"mamba_cache_mode": "align"}),
     # In a smaller pool, what lazy offloading saves in time depends on how quick copies are beside steps.
     "qwen3-next": Case(2, 24, 700, 544, {"mamba_cache_mode": "align", "dtype": "bfloat16"}),
@@ -48,6 +51,8 @@ def test_tokens_are_those_without_a_connector_and_depend_on_what_is_restored(
     for extra in (EAGER, LAZY, COMPOSED):
         engine = start(vllm_model(kind), extra, **options)
         assert len(engine.side.layout.groups) == case.num_groups
+        rows = plan_rows(engine.side.layout).per_block
+        assert sorted(rows) == sorted(case.rows) if max(case.rows) > 1 else set(rows) == {1}
         answers = ask_twice(engine, prompts)
         assert tokens(answers) == expected
         assert restored(answers) >= 2 * case.least_restored
