@@ -51,7 +51,7 @@ MODELS: Final = (
     Model("mistral-window", 90),
     Model("gemma3", 230),
     Model("gpt-oss", 90),
-    Model("gemma4", 230),
+    Model("gemma4", 200, 64),
     Model("deepseek", 130, options={"caches_latents": True}),
     Model("lfm2", 60, options=_STATES),
     Model("qwen3-next-many-heads", 60, 96, {**_STATES, "dtype": "bfloat16"}),

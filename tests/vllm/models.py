@@ -130,6 +130,7 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         layer_types=[*["sliding_attention"] * 5, "full_attention"],
         vocab_size_per_layer_input=VOCAB_SIZE,
         hidden_size_per_layer_input=32,
+        global_head_dim=64,
     ),
     # Groups of 2, 2 and 1 layers.
     "gemma3-uneven": lambda: Gemma3TextConfig(
