@@ -31,7 +31,7 @@ _OURS: Final = "CargoholdConnector"
 
 _MULTI: Final = "MultiConnector"
 
-_ATTACHMENT: Final = {
+_ATTACHMENT: Final[dict[str, Any]] = {
     "kv_connector": _OURS,
     "kv_connector_module_path": "cargohold.integrations.vllm.connector",
     # A connector that does nothing would pass, too.
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {test: group["why"] for group in groups for test in group["tests"]}
     collected = {item.nodeid: item for item in items}
     files = {item.nodeid.partition("::")[0] for item in items}
-    for module in {item.module for item in items if item.path.name == _RANDOM}:
+    for module in {item.module for item in items if isinstance(item, pytest.Function) and item.path.name == _RANDOM}:
         module.range = lambda *ends: range(*(min(end, _MOST_STEPS) for end in ends))
     for test, why in reasons.items():
         if test in collected:
