@@ -30,6 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 USAGE = (REPOSITORY / "docs" / "usage.md").read_text(encoding="utf-8")
 TROUBLESHOOTING = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+NOTES = (REPOSITORY / "docs" / "api" / "notes.md").read_text(encoding="utf-8")
 
 
 def code_blocks(text: str) -> list[str]:
@@ -143,10 +144,11 @@ def texts_of_the_source() -> str:
     return "\n".join(texts)
 
 
-def test_every_line_that_is_explained_can_come() -> None:
-    rows = re.findall(r"(?m)^\| (`.+?) \|", TROUBLESHOOTING)
+@pytest.mark.parametrize(("page", "least"), [(TROUBLESHOOTING, 10), (NOTES, 70)], ids=["troubleshooting", "notes"])
+def test_every_line_that_is_explained_can_come(page: str, least: int) -> None:
+    rows = re.findall(r"(?m)^\| (`.+?) \|", page)
     lines = [line for row in rows for line in re.findall(r"`([^`]+)`", row)]
-    assert len(lines) > 25
+    assert len(lines) >= least
     source = texts_of_the_source()
     pieces = [piece.strip(" :;,") for line in lines for piece in re.split(r"\.\.\.|\d+", line)]
     assert [piece for piece in pieces if piece not in source] == []
@@ -194,7 +196,7 @@ def notes_in_the_source() -> tuple[list[str], set[str]]:
 
 
 def test_every_note_of_a_request_is_explained() -> None:
-    section = TROUBLESHOOTING.split("## Ask the request")[1].split("\n## ")[0]
+    section = NOTES.split("## Notes of a request")[1].split("\n## ")[0]
     lines = [line for row in re.findall(r"(?m)^\| (`.+?) \|", section) for line in re.findall(r"`([^`]+)`", row)]
     pieces_of = [[piece.strip(" :;,") for piece in re.split(r"\.\.\.|\d+", line)] for line in lines]
     explained = [[piece for piece in pieces if piece] for pieces in pieces_of]
