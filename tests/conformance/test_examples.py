@@ -70,7 +70,7 @@ def python_blocks(document: str = DOCUMENT) -> list[str]:
 
 def test_the_examples_for_authors_of_policies_run() -> None:
     names: dict[str, Any] = {}
-    for block in python_blocks((DOCS / "policies.md").read_text(encoding="utf-8")):
+    for block in python_blocks((DOCS / "api" / "policies.md").read_text(encoding="utf-8")):
         exec(block, names)  # our own document
     path = Tree(Random(1)).paths[0]
     counting = names["counting"]
