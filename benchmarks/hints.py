@@ -1,4 +1,21 @@
-"""What hints of an orchestrator are worth on agent traces: prefix hits, and the time that sessions wait, with and without."""
+"""What hints of an orchestrator are worth on agent traces: prefix hits, and the time that sessions wait, with and without.
+
+Hits in per cent, and the part of the distance from LRU to the optimum that is closed; LMCache's trace does not say how turns
+ended.
+
+================  =====  ====  =======  ==========  =======  =========  ===========
+trace             size   lru   default  with hints  optimum  default's  with hints'
+================  =====  ====  =======  ==========  =======  =========  ===========
+LMCache's agents  0.5 %  22.0  23.8     25.1        28.6     28 %       48 %
+LMCache's agents  1 %    38.7  41.2     42.5        45.6     36 %       56 %
+LMCache's agents  2 %    53.0  56.6     57.2        61.1     45 %       52 %
+LMCache's agents  5 %    74.3  75.8     77.4        79.6     30 %       58 %
+coding agents     0.5 %  48.7  57.8     59.4        70.3     42 %       49 %
+coding agents     1 %    77.5  80.5     81.5        86.8     31 %       42 %
+coding agents     2 %    91.7  92.0     93.0        94.3     10 %       48 %
+coding agents     5 %    95.3  95.2     95.8        95.8     -21 %      100 %
+================  =====  ====  =======  ==========  =======  =========  ===========
+"""
 
 from __future__ import annotations
 
