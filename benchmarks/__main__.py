@@ -27,6 +27,7 @@ NAMES = (
     "growing",
     "hints",
     "holes",
+    "parts",
     "paths",
     "policies",
     "replay",

@@ -18,6 +18,7 @@ from benchmarks import (
     hints,
     holes,
     in_step,
+    parts,
     paths,
     policies,
     serve,
@@ -45,6 +46,13 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] <= row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+def test_parts() -> None:
+    result = parts.run(quick=True)
+    (row,) = result["rows"]
+    assert all(cell["beyond_lru"] <= cell["optimum_beyond_lru"] for cell in row["cells"])
+    assert result["by_use"]["held out"]["worst_points"] > -1
 
 
 def test_a_generated_chunk_costs_no_more_behind_a_long_prompt_whatever_the_policy() -> None:
