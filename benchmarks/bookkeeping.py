@@ -1,4 +1,8 @@
-"""What managers cost the scheduler's thread: time per key, longest call, bytes per chunk; beside vLLM's where that is."""
+"""What managers cost the scheduler's thread: time per key, longest call, bytes per chunk; beside vLLM's where that is.
+
+Contenders take turns at every operation. Median processor time of the calling thread over the rounds; the garbage collector is
+on, as in a server. Bytes per chunk are those beside its key.
+"""
 
 from __future__ import annotations
 

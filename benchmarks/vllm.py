@@ -1,4 +1,11 @@
-"""Long contexts that come back to vLLM: without a connector, with a pool that holds all, with ours, vLLM's own and LMCache."""
+"""Long contexts that come back to vLLM: without a connector, with a pool that holds all, with ours, vLLM's own and LMCache.
+
+Twelve conversations come back in turn to a pool for three, and prompts that share nothing are asked in series, two a series.
+Contenders take turns at each request, in rotated order, with a pause of ``SETTLE_S``; host memory holds all, so no policy is
+measured. Ratios are of requests that were measured side by side: median and quartiles. In bfloat16, an answer may differ when
+other blocks are computed anew, so what is counted as identical is what restored exactly what the device had. vLLM's own
+connector refuses the CPU and takes part through ``benchmarks/vllm_cpu_spec.py``; LMCache's server runs beside the engine.
+"""
 
 from __future__ import annotations
 
