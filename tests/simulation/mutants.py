@@ -1012,7 +1012,7 @@ def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     patch.setattr(TaskTable, "_notes", unclaimed)
 
 
-@mutant("tiered")
+@mutant("tiered", "shared-beginnings")
 def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
     patch.setattr(TierState, "note_lost", lambda self, keys: None)
 
