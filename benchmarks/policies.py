@@ -1,26 +1,6 @@
 """How many prefix hits each replacement policy gets, beside the best that is possible, on real traces and a made one.
 
-**Parts of traces**, and sessions that begin at other times: points of the default policy beyond leaf-first LRU, by size
-in per cent.
-
-==================================  ====  ====  ====  ====  ====  ====
-requests                            0.5   1     2     5     10    20
-==================================  ====  ====  ====  ====  ====  ====
-chat, the first 501                 0.0   0.1   0.0   0.1   0.9   3.8
-chat, the first 1,001               0.3   0.5   0.8   2.0   3.0   3.6
-chat, 1,001 from number 2,000 on    0.1   0.5   0.4   1.6   1.3   2.7
-tool agent, the first 400           9.4   6.0   3.1   1.0   0.1   0.0
-LMCache's agents, other beginnings  2.5   2.3   2.6   2.1   -0.3  -0.1
-the same, others again              1.9   1.9   3.0   0.4   -0.1  0.0
-coding agents, every 4th session          2.5   1.0
-coding agents, every 16th session   -0.3  -0.7  -0.3
-others of these, other beginnings   0.4   0.5   0.6
-==================================  ====  ====  ====  ====  ====  ====
-
-The worst row is one of small tiers: prompts have 200 chunks on average, the tier 70 to 290. Without the ends of turns,
-it would be at -0.7, -1.0 and -0.6. Not held out: the limits between the three groups of ages were chosen among three,
-on every 4th coding session (21/24, 25/22 and 24/20 % of the gap between LRU and the optimum at 1 and 2 %, where it was
-13/10 before). These sessions are told how their turns ended.
+Parts of traces, by themselves, are measured by ``benchmarks.parts``.
 
 **Rejected where the ends of turns multiply the rate of reuse**, on every fourth coding session (25 and 22 % of the gap
 closed): rates of their own for each end and class (21 and 18 %), 65,536 records in place of 16,384 (22 and 19 %), other

@@ -134,7 +134,7 @@ def parts() -> Iterator[Text]:
         for row in result("parts")["rows"]
         if row["use"] != "tried"
     ]
-    yield table("docs/policies.md", "| requests | 0.5 % | 1 % | 2 % | 5 % | 10 % | 20 % |", rows)
+    yield table("docs/api/policies.md", "| requests | 0.5 % | 1 % | 2 % | 5 % | 10 % | 20 % |", rows)
 
 
 def steps() -> Iterator[Text]:
