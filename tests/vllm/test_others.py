@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,12 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
+from vllm.distributed.kv_events import BlockRemoved
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.kv_offload.base import OffloadingEvent
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.tiering.fs import manager as fs
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 from cargohold.integrations.vllm import compat
 from cargohold.lab.vllm.configuration import DRAFTED
@@ -36,7 +41,7 @@ from tests.vllm.test_simulation_found import shared_block
 OURS = "vllm:cargohold.integrations.vllm.connector:CargoholdConnector"
 OURS_CONFIG = {"host_bytes": "1MiB", "kv_events_salted": True}
 OFFLOADING, SIMPLE = "vllm:OffloadingConnector", "vllm:SimpleCPUOffloadConnector"
-WRONG_TOKEN, CONFLICT = "WrongTokenError", "CopyConflictError"
+WRONG_TOKEN, CONFLICT, HOST_EVENTS = "WrongTokenError", "CopyConflictError", "host events"
 V32, V33 = (0, 32), (0, 33)
 
 
@@ -60,6 +65,9 @@ def play(seed: int, *options: Any) -> RunResult:
         ([V32, V33], OFFLOADING, "any", 457, "standstill"),
         ([V32], f"{OFFLOADING}+OffloadingConnector", "any", 19, CONFLICT),
         ([V32, V33], SIMPLE, "any", 16, "unrest"),
+        ([V32], SIMPLE, "any", 500861, WRONG_TOKEN),
+        ([V32, V33], SIMPLE, "any", 12, HOST_EVENTS),
+        ([V32, V33], OFFLOADING, "any", 204, HOST_EVENTS),
     ],
 )
 def test_what_docs_findings_lists_is_found_in_the_versions_that_have_it(
@@ -80,6 +88,30 @@ def test_a_connector_that_is_right_is_not_blamed() -> None:
     results = [play(seed, OURS, "any", "none", OURS_CONFIG) for seed in range(6)]
     assert [result.error for result in results] == [None] * 6
     assert sum(result.tallies["restored tokens"] for result in results) > 0, "this proves little"
+
+
+def without_removals(take: Callable[[Any], Iterable[Any]]) -> Callable[[Any], Iterable[Any]]:
+    return lambda self: [event for event in take(self) if not isinstance(event, BlockRemoved)]
+
+
+def test_a_connector_that_announces_no_removals_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (OffloadingConnectorScheduler, SimpleCPUOffloadScheduler):
+        monkeypatch.setattr(kind, "take_events", without_removals(kind.take_events))
+    for connector in (OFFLOADING, SIMPLE):
+        assert HOST_EVENTS in {kind_of(play(seed, connector, "preemption").error) for seed in range(4)}
+
+
+def test_a_connector_that_announces_what_is_still_being_stored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = CPUOffloadingManager.prepare_store
+
+    def announce(self: CPUOffloadingManager, *args: Any) -> Any:
+        prepared = prepare(self, *args)
+        if prepared is not None and self.events is not None:
+            self.events.append(OffloadingEvent(prepared.keys_to_store, self.medium, removed=False))
+        return prepared
+
+    monkeypatch.setattr(CPUOffloadingManager, "prepare_store", announce)
+    assert HOST_EVENTS in {kind_of(play(seed, OFFLOADING, "preemption").error) for seed in range(4)}
 
 
 def test_tokens_may_be_appended_to_a_block_that_is_stored_in_part() -> None:

@@ -7,6 +7,7 @@ Scheduler side, managers, policies and reports are the connector's own code. Onl
     files    simulated threads for tiers on files
     engine   vLLM's scheduler with the connector
     oracles  what must hold with any connector
+    events   what connectors announce against what they hold
     recipe   scenarios and runs
     report   a failure as a table of steps, and as a script that stands alone
 """

@@ -144,6 +144,8 @@ def drawn_config(name: str, random: Random, shape: Shape, given: Mapping[str, An
             "store_threshold": 0 if TIERS in given else threshold,  # vLLM refuses it beside lower tiers
             "blocks_per_chunk": blocks_per_chunk,
             "offload_prompt_only": flag,
+            # Not drawn, so that known seeds keep their options. VLLM warns that it does not describe chunks of lower tiers.
+            "self_describing_kv_events": num_chunks in (4, 64) and TIERS not in given,
         }
     if name == SIMPLE:
         return {"cpu_bytes_to_use": num_chunks * block_bytes, "lazy_offload": flag}

@@ -28,6 +28,7 @@ from cargohold.lab.vllm.configuration import ASYNC, DRAFTED
 from cargohold.lab.vllm.engine import VllmEngine, VllmRecipe, VllmRun, VllmWorld, fitted
 from cargohold.lab.vllm.others.copies import ROOM, CopyRoom, simulated_copies
 from cargohold.lab.vllm.others.engine import StrangerEngine
+from cargohold.lab.vllm.others.events import HostEventOracle
 from cargohold.lab.vllm.others.files import simulated_files
 from cargohold.lab.vllm.others.oracles import LeftoverOracle, StandstillOracle
 from cargohold.lab.vllm.others.plan import MULTI, PREFIX, StrangerPlan, check_tiers, connector_class, drawn_config
@@ -72,7 +73,8 @@ class StrangerWorld(World):
     def oracles(self, engine: Replica) -> list[Oracle]:
         """What must hold with any connector."""
         assert isinstance(engine, VllmEngine)
-        return [StandstillOracle(engine), LeftoverOracle(engine)]
+        oracles: list[Oracle] = [StandstillOracle(engine), LeftoverOracle(engine)]
+        return [*oracles, HostEventOracle(engine)] if engine.config.emit_events else oracles
 
 
 class StrangerRun(VllmRun):
