@@ -66,10 +66,13 @@ def test_an_engine_runs_with_each_common_case(
     engine = start(model, config.kv_connector_extra_config, transfer=role, num_blocks=24, max_model_len=512)
     prompts = make_prompts(3, 330)
     first = [engine.ask([prompt], 2)[0] for prompt in prompts]
-    again = [engine.ask([prompt], 2)[0] for prompt in prompts]
+    # On a busy machine, copies may come too late for the first round of what is kept only shortly before it would be evicted.
+    rounds = [[engine.ask([prompt], 2)[0] for prompt in prompts] for _ in range(3)]
     assert "offloading is off" not in caplog.text
-    assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
-    assert (restored(again) > 0) == restores, "a consumer alone stores nothing, so it finds nothing"
+    assert all([answer.tokens for answer in again] == [answer.tokens for answer in first] for again in rounds)
+    assert any(restored(again) > 0 for again in rounds) == restores, (
+        "a consumer alone stores nothing, so it finds nothing"
+    )
 
 
 @pytest.mark.long  # a server of its own: the engines above are in this process

@@ -214,6 +214,18 @@ def test_what_is_kept_is_dropped_if_one_cannot_tell() -> None:
     assert not resets.is_due() and kept.count() == 1 and kept.weights == []
 
 
+def test_what_was_dropped_on_demand_is_not_dropped_again_if_one_cannot_tell() -> None:
+    """Leases that clients had taken meanwhile were lost."""
+    kept, pool, resets = make_resets(policy=CHECK)
+    assert resets.reset() and kept.count() == 1 and resets.is_due()
+    _look(resets, ("",))
+    assert not resets.is_due() and kept.count() == 1
+    pool.cached_block_hash_to_block = object()
+    assert resets.is_due()
+    _look(resets, ("",))
+    assert not resets.is_due() and kept.count() == 2, "by now there may be something"
+
+
 def test_workers_look_when_requests_are_served_again_and_not_while_weights_may_come() -> None:
     paused = [True]
     _, _, resets = unsure(is_paused=lambda: paused[0])

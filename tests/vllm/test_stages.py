@@ -67,9 +67,14 @@ def test_each_stage_restores_its_layers(
             "eager: 64 MiB of host memory, an equal share for every worker, for 1,024 chunks of 1 block, 48 KiB each; "
             "prompts and answers, evicted by lru"
         ),
+        "a GiB of host memory holds 524,288 tokens of long prompts",
         (
             "if a load fails, vLLM's policy is to recompute its request (load_failure_policy; inside MultiConnector, the outer "
             "kv_load_failure_policy holds)"
+        ),
+        (
+            "weights that a call writes straight into parameters are noticed at the next reset of vLLM's prefix cache: reset it "
+            "before requests are served with them"
         ),
     ]
     # The second stage has rows of half the size: more of them, of which as many are used as the first stage has.

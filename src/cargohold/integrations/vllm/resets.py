@@ -66,6 +66,7 @@ class CacheResets:
         self._is_looking = False
         self._asked = 0
         self._is_wanted = False
+        self._is_empty = False  # all was dropped on demand before this look, and nothing is stored until it has ended
         self._first: dict[int, str] = {}
         self._held: dict[int, str] = {}
         self._seen: dict[int, str] = {}
@@ -102,6 +103,7 @@ class CacheResets:
                 # What is kept from now on is of the weights of now: these are to be known, too.
                 self._held = {}
                 self._close()
+                self._is_empty = True
         return True
 
     def is_unsure(self) -> bool:
@@ -149,7 +151,7 @@ class CacheResets:
 
     def _begin_look(self) -> None:
         self._look += 1
-        self._is_wanted, self._seen = False, {}
+        self._is_wanted, self._is_empty, self._seen = False, False, {}
 
     def _decide(self) -> None:
         self._is_looking = False
@@ -158,14 +160,15 @@ class CacheResets:
             return
         blind = next((rank for rank, fingerprint in sorted(self._seen.items()) if not fingerprint), None)
         if blind is None:
-            logger.info(
-                "vLLM's prefix cache was reset, and the weights are others: what Cargohold keeps is found when its own return"
-            )
+            if not self._is_empty:
+                logger.info(
+                    "vLLM's prefix cache was reset, and the weights are others: what Cargohold keeps is found when its own return"
+                )
             self._moves_to = "" if self._seen == self._first else _digest(self._seen)
-            return
-        why = f"worker {blind} cannot tell which weights it holds"
-        logger.warning("vLLM's prefix cache was reset, and %s: what Cargohold keeps is dropped", why)
-        self._is_due, self._moves_to = True, None
+        elif not self._is_empty:
+            why = f"worker {blind} cannot tell which weights it holds"
+            logger.warning("vLLM's prefix cache was reset, and %s: what Cargohold keeps is dropped", why)
+            self._is_due, self._moves_to = True, None
 
     def _reset_pool_now(self) -> bool:
         """Reset vLLM's pool, which refuses while blocks are in use: if only stores use any, they let go first, and are void."""
