@@ -73,8 +73,8 @@ def test_each_stage_restores_its_layers(
             "kv_load_failure_policy holds)"
         ),
         (
-            "weights that a call writes straight into parameters are noticed at the next reset of vLLM's prefix cache: reset it "
-            "before requests are served with them"
+            "weights that a call writes straight into parameters are noticed at the next reset of vLLM's prefix cache: "
+            "reset it before requests are served with them"
         ),
     ]
     # The second stage has rows of half the size: more of them, of which as many are used as the first stage has.

@@ -162,7 +162,8 @@ class CacheResets:
         if blind is None:
             if not self._is_empty:
                 logger.info(
-                    "vLLM's prefix cache was reset, and the weights are others: what Cargohold keeps is found when its own return"
+                    "vLLM's prefix cache was reset, and the weights are others: "
+                    "what Cargohold keeps is found when its own return"
                 )
             self._moves_to = "" if self._seen == self._first else _digest(self._seen)
         elif not self._is_empty:
