@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
+if find_spec("vllm.v1.core.kv_cache_planning"):
+    pytest.skip("the layouts are planned by functions of 0.32, which 0.33 has no more", allow_module_level=True)
 
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
