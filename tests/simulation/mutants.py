@@ -719,7 +719,7 @@ def takes_a_job_that_hangs_for_one_too_many(patch: Patch) -> None:
     patch.setattr(MediumHealth, "_was_one_too_many", lambda *_: True)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=134)
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=238)
 def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
     original = MediumHealth.__init__
 
@@ -979,7 +979,7 @@ def forgets_a_hint_in_its_answer(patch: Patch) -> None:
 # --- what is held and not found ---------------------------------------------------------------------------------------
 
 
-@mutant("tiered", "queues")
+@mutant("tiered", "queues", first_seed=157)
 def never_looks_for_what_it_has_lost_while_it_waited(patch: Patch) -> None:
     patch.setattr(Waiting, "has_lost", lambda self, num_tokens: False)
 
