@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
@@ -456,10 +457,13 @@ class SchedulerSide:
         told, self._stats = self._stats, Tally()
         told.add(self.guard.get_kv_connector_stats())
         told.add(self._take_levels())
-        layout = self.layout
-        shown = for_operators(told, block_bytes, plan_rows(layout).token_bytes(layout), layout.token_bytes)
+        shown = for_operators(told, block_bytes, self._tier_token_bytes, self.layout.token_bytes)
         shown.add(self._outages.take_changes(self.guard.get_outages()))
         return {series: value for series, value in shown.items() if value}
+
+    @cached_property
+    def _tier_token_bytes(self) -> float:
+        return plan_rows(self.layout).token_bytes(self.layout)
 
     def _take_levels(self) -> Stats:
         """Return how much more, or less, vLLM's prefix cache holds than when this was asked last."""
