@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,6 @@ from vllm.config import CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
@@ -22,6 +22,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout as Order
 
 from cargohold.lab.vllm.configuration import model_config
 
+# Since 0.33, the planner is a module of its own.
+_PLANNER = "vllm.v1.core.kv_cache_planning"
+planner = import_module(_PLANNER if find_spec(_PLANNER) else "vllm.v1.core.kv_cache_utils")
 NUM_BLOCKS = 4
 _BLOCKS_FIRST = Order.BLNHC.name
 
@@ -53,8 +56,8 @@ class Published:
     def kv_cache_config(self) -> Any:
         """The groups and tensors that vLLM's planner makes of it, as workers get them."""
         config = planner_config(self.block_tokens)
-        groups = get_kv_cache_groups(config, self.specs())
-        planned = get_kv_cache_config_from_groups(config, groups, 1 << 50)
+        groups = planner.get_kv_cache_groups(config, self.specs())
+        planned = planner.get_kv_cache_config_from_groups(config, groups, 1 << 50)
         of_scheduler = generate_scheduler_kv_cache_config([planned])
         sizes = resolve_kv_cache_block_sizes(of_scheduler, config)
         planned.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(of_scheduler, config, *sizes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +15,11 @@ import torch
 pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
-if find_spec("vllm.v1.core.kv_cache_planning"):
-    pytest.skip("the layouts are planned by functions of 0.32, which 0.33 has no more", allow_module_level=True)
 
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -54,7 +49,7 @@ from cargohold.protocol import AttentionKind, KVCacheLayout, TransferOutcome
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, Direction, TransferWorker
 from cargohold.transfer.cpu import make_grouped_transfers
-from tests.vllm.layouts import NUM_BLOCKS, Published, planner_config, published
+from tests.vllm.layouts import NUM_BLOCKS, Published, planner, planner_config, published
 
 MODELS = {model.name: model for model in published()}
 SERVED = [name for name in MODELS if "R-SWA" not in name]
@@ -273,7 +268,7 @@ def test_vllm_computes_windows_that_are_left_out_anew_behind_a_hit_of_its_own() 
 def scheduler_over(specs: dict[str, Any]) -> Any:
     """VLLM's scheduler over groups of one layer each."""
     config = planner_config(64, 60)
-    caches = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 1 << 40)
+    caches = planner.get_kv_cache_config_from_groups(config, planner.get_kv_cache_groups(config, specs), 1 << 40)
     sizes = resolve_kv_cache_block_sizes(caches, config)
     config.cache_config.num_gpu_blocks = caches.num_blocks
     return Scheduler(

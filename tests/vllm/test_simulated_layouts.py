@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from itertools import count
 from random import Random
 
@@ -15,8 +14,6 @@ import pytest
 pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
-if find_spec("vllm.v1.core.kv_cache_planning"):
-    pytest.skip("the layouts are planned by functions of 0.32, which 0.33 has no more", allow_module_level=True)
 
 from cargohold.integrations.vllm.groups import Groups, groups_of
 from cargohold.lab.simulation.faults import Fault
