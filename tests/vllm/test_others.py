@@ -27,9 +27,11 @@ pytest.importorskip(
 
 from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.v1.kv_offload.base import OffloadingEvent
+from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 from vllm.v1.kv_offload.tiering.fs import manager as fs
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 from cargohold.integrations.vllm import compat
@@ -158,6 +160,13 @@ def test_speculative_tokens_are_proposed_taken_and_rejected(
     assert drafted["wrong"] > 0
 
 
+def test_a_step_has_room_for_a_request_and_its_speculative_tokens() -> None:
+    # VLLM never schedules a loaded request that lacks one token if a step bears fewer tokens: seed 48 had 3, and needed 4.
+    assert play(48, OFFLOADING).error is None
+    options = [scenario.shape.scheduler for scenario in with_drafts(recipe(OFFLOADING), 8)]
+    assert all(each["max_num_batched_tokens"] > each[DRAFTED] for each in options)
+
+
 def test_kv_of_rejected_tokens_is_there_and_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reject = WriteFirstRunner.reject
 
@@ -193,6 +202,34 @@ def test_a_file_that_is_not_read_is_a_wrong_token(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fs, "batch_load_block", lambda *args: None)
     found = {kind_of(play(seed, OFFLOADING, "returning", "none", FILES).error) for seed in range(4)}
     assert WRONG_TOKEN in found
+
+
+def test_what_host_memory_cannot_hold_at_once_is_read_from_files_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In the same step, what is read in evicts what has just been found.
+    played = recipe(OFFLOADING, config=FILES)
+    error = played.run(played.scenario(300067)).play().error
+    assert kind_of(error) == "standstill"
+    assert "nobody holds blocks, 18 of 18 are free" in str(error)
+    found: set[Any] = set()
+    lookup, ends, evict = (
+        TieringOffloadingManager.lookup,
+        TieringOffloadingManager.on_schedule_end,
+        LRUCachePolicy.evict,
+    )
+
+    def lookup_and_note(self: Any, key: Any, *args: Any, **options: Any) -> Any:
+        result = lookup(self, key, *args, **options)
+        found.update([key] if result is not LookupResult.MISS else [])
+        return result
+
+    def end_and_forget(self: Any, context: Any) -> None:
+        found.clear()
+        ends(self, context)
+
+    monkeypatch.setattr(TieringOffloadingManager, "lookup", lookup_and_note)
+    monkeypatch.setattr(TieringOffloadingManager, "on_schedule_end", end_and_forget)
+    monkeypatch.setattr(LRUCachePolicy, "evict", lambda self, num, protected: evict(self, num, protected | found))
+    assert played.run(played.scenario(300067)).play().error is None
 
 
 def test_a_failed_copy_is_an_assertion_of_vllms_and_is_told_with_its_place() -> None:

@@ -11,7 +11,7 @@ from cargohold.lab.simulation.oracles import Oracle, OracleError
 from cargohold.lab.vllm.engine import VllmEngine
 
 PATIENCE: Final = 200
-"""Steps in a row in which nothing runs and nothing is copied, although requests wait, after which nothing ever will."""
+"""Steps in a row in which nothing runs and no block is copied, although requests wait, after which nothing ever will."""
 UNREST: Final = 1000
 """Steps in a row with no request in the engine, or none that runs, after which that never changes, whatever is copied."""
 
@@ -37,7 +37,7 @@ class StandstillOracle(Oracle):
         self._num_idle = self._num_idle + 1 if is_waiting and requests and not is_copying else 0
         self._num_empty = 0 if requests else self._num_empty + 1
         if self._num_idle > PATIENCE:
-            self.fail(self._complaint(PATIENCE, "nothing runs and nothing is copied"))
+            self.fail(self._complaint(PATIENCE, "nothing runs, and nothing is copied from or to the device"))
         if self._num_waiting > UNREST:
             self.fail(self._complaint(UNREST, "nothing runs, whatever is stored"))
         if self._num_empty > UNREST and self._engine.scheduler.has_work():

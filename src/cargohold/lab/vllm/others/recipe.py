@@ -119,6 +119,7 @@ class StrangerRun(VllmRun):
 EXPECTED: Final = (OracleError, WrongTokenError, CopyConflictError)
 """Errors that say themselves what is wrong."""
 _LEAST_STEPS: Final = 4
+_STEP_TOKENS: Final = "max_num_batched_tokens"
 _REAL_NAP_S: Final = 0.001
 _LAST_STEPS: Final = 2000
 
@@ -269,13 +270,17 @@ def _shorter(ask: Ask) -> Iterator[Ask]:
 def _with_drafts(shape: Shape, random: Random) -> Shape:
     """Let one engine in six propose tokens by multi-token prediction, and give it room for them.
 
-    Not where there are recurrent states, of which vLLM's workers keep more then, and not while steps overlap.
+    Not where there are recurrent states, of which vLLM's workers keep more then, and not while steps overlap. A step has room
+    for all tokens of a request: vLLM pads decodes to that, and one that does not fit is never scheduled.
     """
     if random.random() >= 1 / 6 or any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
         return shape
     num_tokens = random.choice((1, 1, 3))
+    num_more_in_step = max(1 + num_tokens - shape.scheduler[_STEP_TOKENS], 0)
     options = {**shape.scheduler, ASYNC: False, DRAFTED: num_tokens}
-    num_more = sum(-(-(1 + 2 * num_tokens) // plan.block_tokens) for plan in shape.groups)
+    options[_STEP_TOKENS] += num_more_in_step
+    num_held = 1 + 2 * num_tokens + num_more_in_step
+    num_more = sum(-(-num_held // plan.block_tokens) for plan in shape.groups)
     return replace(shape, scheduler=options, num_blocks=shape.num_blocks + num_more)
 
 
