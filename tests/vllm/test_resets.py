@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,3 +270,56 @@ def test_after_a_drop_on_demand_the_weights_of_now_are_those_to_compare_with() -
         pool.cached_block_hash_to_block = object()
         assert resets.is_due()
     assert kept.weights == [kept.weights[0], ""] and kept.weights[0] and kept.count() == 1
+
+
+class Schedule:
+    """A random schedule of steps, resets, calls and changes of weights, and what is true of the device."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.kept, self.pool, self.resets = make_resets(policy=CHECK, num_workers=2)
+        self.weights = 0
+        self.on_device: set[int] = set()  # the weights whose KV it may have
+        self.names: dict[str, int] = {"": 0}
+        self.answers: list[tuple[int, int]] = []
+        self.num_open = 0
+        for rank in range(2):
+            self.resets.note_weights(rank, {0: "0"})
+
+    def reset(self) -> None:
+        self.pool.cached_block_hash_to_block = object()
+        self.on_device.clear()
+
+    def call(self) -> None:
+        self.resets.note_call()
+        if self.random.random() < 0.6:
+            self.weights = self.random.randrange(3)
+
+    def step(self) -> None:
+        """One step, whose answers come at once or with a later one; what is computed is stored if nothing is due."""
+        self.kept.is_in_use = self.random.random() < 0.2
+        is_due, computes = self.resets.is_due(), self.random.random() < 0.7
+        look = self.resets.take_look(computes=computes)
+        if look:
+            self.answers.append((look, self.weights))
+        if computes:
+            self.on_device.add(self.weights)
+        if not is_due:
+            self.num_open += 1
+            name = self.kept.weights[-1] if self.kept.weights else ""
+            assert self.on_device <= {self.weights}, "KV of other weights would be stored"
+            assert self.names.setdefault(name, self.weights) == self.weights, "under the name of other weights"
+        while self.answers and self.random.random() < 0.7:
+            number, held = self.answers.pop(0)
+            for rank in range(2):  # they differ from the first weights on one rank alone
+                self.resets.note_weights(rank, {number: str(held if held % 2 == rank else 0)})
+
+
+def test_whatever_comes_in_whatever_order_nothing_is_kept_under_the_name_of_other_weights() -> None:
+    num_open = 0
+    for seed in range(400):
+        schedule = Schedule(seed)
+        for _ in range(40):
+            schedule.random.choices([schedule.step, schedule.call, schedule.reset], [6, 1, 1])[0]()
+        num_open += schedule.num_open
+    assert num_open > 1500

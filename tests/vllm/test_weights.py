@@ -16,7 +16,7 @@ from vllm import _custom_ops
 
 from cargohold.integrations.vllm import weights
 from cargohold.integrations.vllm.weights import UnreadableWeightsError, fingerprint, sums_of
-from tests.vllm.common import EAGER, RESTARTED, ask_twice, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
 
 
 def make_model() -> nn.Module:
@@ -115,6 +115,20 @@ def test_a_reset_without_other_weights_keeps_what_is_kept(
 
 
 @pytest.mark.usefixtures("readable")
+def test_a_pause_of_vllm_drops_nothing_while_the_weights_stay(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    """Found by use: vLLM hides its scheduler from searches once it serves, and every pause was taken for a wish to drop."""
+    engine, prompts = start(vllm_model("llama"), EAGER), make_prompts(2, 330)
+    ask_twice(engine, prompts)
+    engine.settle()
+    core = engine.llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler("abort")
+    core.resume_scheduler()
+    assert restored(engine.ask(prompts, 6)) == 640
+
+
+@pytest.mark.usefixtures("readable")
 def test_other_weights_are_noticed_whenever_they_come(
     vllm_model: Callable[[str], str], start: Callable[..., Any]
 ) -> None:
@@ -168,23 +182,62 @@ def test_weights_that_come_back_after_a_drop_on_demand_find_nothing_of_others(
     assert tokens(answers) == expected and restored(answers) == 0
 
 
+def write_half(worker: Any) -> None:
+    """Change weights as a program may that knows nothing of vLLM."""
+    for parameter in worker.get_model().parameters():
+        parameter.data *= 0.5
+
+
 @pytest.mark.usefixtures("readable")
-def test_weights_without_a_reset_turn_offloading_off_before_anything_is_copied(
-    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize("is_written", [False, True])
+def test_weights_without_a_reset_are_noticed_and_nothing_is_kept_until_it_comes(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, *, is_written: bool
 ) -> None:
-    """Also what is on disk under the name of the files' weights stays true."""
+    """vLLM's own prefix cache has KV of both then. What is on disk under the name of the files' weights stays true."""
     before, after = vllm_model("llama"), vllm_model("llama-retrained")
     extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
-    prompts = make_prompts(2, 330)
-    expected = tokens(start(before).ask(prompts))
+    first, second, third = ([prompt] for prompt in make_prompts(3, 330))
+    expected = tokens(start(before).ask(second))
+    engine = start(before, extra)
+    engine.ask(first)
+    if is_written:
+        engine.settle()
+        engine.llm.collective_rpc(write_half)
+    else:
+        reload(engine, after)
+    assert restored(ask_twice(engine, second)) == 0, "neither stored nor found"
+    engine.settle()
+    assert engine.llm.reset_prefix_cache()
+    assert restored(ask_twice(engine, third)) == 320, "a reset ends it"
+    later = start(before, extra)
+    answers = later.ask(second)
+    assert tokens(answers) == expected and restored(answers) == 0
+    assert [restored(later.ask(prompt)) for prompt in (first, third)] == [320, 0]
+
+
+@pytest.mark.usefixtures("readable")
+def test_weights_before_the_first_request_need_no_reset(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    before, after = vllm_model("llama"), vllm_model("llama-retrained")
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    prompts = make_prompts(1, 330)
     engine = start(before, extra)
     reload(engine, after)
-    engine.ask(prompts)
-    assert engine.side.guard.broken is not None
-    assert "no reset of vLLM's prefix cache followed" in engine.side.guard.broken.rule
-    engine.settle()
-    answers = start(before, extra).ask(prompts)
-    assert tokens(answers) == expected and restored(answers) == 0
+    assert restored(ask_twice(engine, prompts)) == 320
+    assert restored(start(before, extra).ask(prompts)) == 0
+
+
+@pytest.mark.usefixtures("readable")
+def test_calls_that_change_no_weights_cost_a_look_and_nothing_else(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    engine, prompts = start(vllm_model("llama"), EAGER), make_prompts(2, 330)
+    expected = tokens(ask_twice(engine, prompts))
+    forget(engine)
+    engine.llm.collective_rpc("check_health")
+    answers = engine.ask(prompts, 6)
+    assert tokens(answers) == expected and restored(answers) == 640
 
 
 def test_where_weights_cannot_be_read_a_reset_drops_what_is_kept(

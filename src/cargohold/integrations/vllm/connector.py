@@ -24,6 +24,7 @@ from cargohold.connector.held import held_levels
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat, start
 from cargohold.integrations.vllm.adapters import HeldAdapters
+from cargohold.integrations.vllm.around import Around
 from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockTables, ManagerTables, NotedTables
@@ -43,7 +44,7 @@ from cargohold.integrations.vllm.layout import (
     translate,
 )
 from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
-from cargohold.integrations.vllm.resets import CHECK, is_paused
+from cargohold.integrations.vllm.resets import CHECK
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.weights import HeldWeights
@@ -119,6 +120,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         # With pipeline stages: makes the scheduler side, once all workers have said which part of the model they hold.
         self._begin: Callable[[Parts], None] | None = None
         self._mean_block_bytes = 0.0
+        self._around = Around()
         self._events = EventTranslator(())  # until there is a scheduler side
         replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         transfer = vllm_config.kv_transfer_config
@@ -425,7 +427,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
         """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have told their parts."""
-        if self._obstacles or self._turn_off(_pool_obstacles(pool)):
+        self._around = Around.found()
+        heard = start.call_obstacles(self._vllm_config, self._settings, are_heard=self._around.hears_calls)
+        if self._obstacles or self._turn_off(_pool_obstacles(pool) + heard):
             return
         _SERVED_POOLS.add(pool)
         layout = self._layout(int(pool.hash_block_size))
@@ -463,7 +467,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         options = SideOptions(
             self._settings.load_timeout_s,
             adapter.follow_weights,
-            partial(is_paused, pool),
+            self._around.is_paused,
             dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),
             by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",
@@ -477,6 +481,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
         room = LoadRoom(pool, self._groups.in_pool, tables, int(in_flight))
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
+        self._around.tell_calls(self._scheduler.note_call)
         told = self._vllm_config, self._kv_cache_config
         for line in (
             *start_report(layout, self._settings.offload, parts),

@@ -3,21 +3,20 @@
 A program that changes a model's weights in place has vLLM reset its prefix cache, because the KV of other weights is worthless.
 It easily forgets that more KV is kept below: vLLM resets connectors only on demand, and does not tell them of other resets.
 And it resets *before* the weights come: with ``follow_weights="check"``, workers look at what they hold when the next step
-begins.
+begins. They look also when somebody has let all of them do something (``collective_rpc``), which may be to change weights.
 
 ::
 
-    open ── reset ──> closed ── all workers hold what they held ─────────────────────────> open
-                        │
-                        ├── some hold something else ──> moving to these weights' KV ──> open
-                        └── one cannot tell ──> dropping ──────────────────────────────> open
+    open ── reset, call ──> closed ── all workers hold what they held ────────────────────────> open
+                              │
+                              ├── some hold something else ──> moving to these weights' KV ──> open
+                              │         └── and the device may have KV of both ──> closed until the next reset
+                              └── one cannot tell ──> dropping ──────────────────────────────> open
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any, Final
@@ -29,6 +28,9 @@ logger = logging.getLogger(__name__)
 CHECK: Final = "check"
 DROP: Final = "drop"
 IGNORE: Final = "ignore"
+
+_RESET: Final = "vLLM's prefix cache was reset"
+_CALL: Final = "workers were called (collective_rpc)"
 
 
 class CacheResets:
@@ -67,6 +69,17 @@ class CacheResets:
         self._asked = 0
         self._is_wanted = False
         self._is_empty = False  # all was dropped on demand before this look, and nothing is stored until it has ended
+        self._cause = _RESET
+        # Whether a step has computed since the last reset. A call then may leave KV of two kinds of weights on the device: that
+        # is so if other weights are seen in the look after it, and until the next reset.
+        self._has_computed = False
+        self._may_mix = False
+        self._is_mixed = False
+        # Whether one more call has come before the answers; and whether a step has computed since the last call without a look,
+        # so that with a further call nobody can tell any more with which weights.
+        self._is_called_again = False
+        self._is_unseen = False
+        self._is_lost = False
         self._first: dict[int, str] = {}
         self._held: dict[int, str] = {}
         self._seen: dict[int, str] = {}
@@ -78,15 +91,24 @@ class CacheResets:
 
         Looks for a reset of vLLM's prefix cache, and tries to reset the connector, which refuses while it is in use.
         """
-        index = self._pool.cached_block_hash_to_block
-        if index is not self._index:
-            self._index = index
+        if self._notice_reset():
             self._close()
         if self._is_due:
             self._is_due = not self._guard.reset_cache()
         if self._moves_to is not None and not self._is_due and self._guard.use_weights(self._moves_to):
             self._moves_to = None
-        return self._is_due or self._is_looking or self._moves_to is not None
+        return self._is_due or self._is_looking or self._is_mixed or self._moves_to is not None
+
+    def note_call(self) -> None:
+        """Learn that somebody lets all workers do something now: it may be to change weights, before a reset or after it."""
+        was_reset = self._notice_reset()
+        self._is_lost |= self._is_unseen
+        self._is_unseen = False
+        if self._is_looking and self._asked == self._look and not was_reset:
+            self._is_called_again = True  # the step that was asked may compute with what this call changes
+        elif not self._is_mixed:
+            self._may_mix |= self._has_computed
+            self._close(_CALL)
 
     def reset(self) -> bool:
         """Drop what is kept, or look at the weights if vLLM is paused. It may be in use: then it is dropped later.
@@ -94,7 +116,7 @@ class CacheResets:
         Either way nothing of it is found from now on, so the answer is always ``True``: a program that changes weights does
         not ask twice.
         """
-        self._index = self._pool.cached_block_hash_to_block
+        self._notice_reset()
         if self._policy != DROP and self._is_paused():
             self._close()
         else:
@@ -116,12 +138,13 @@ class CacheResets:
 
         They look when vLLM computes or admits requests again: then the weights are there that it had reset its cache for.
         """
-        if self._asked == self._look or not (computes or self._is_wanted):
-            return 0
-        if self._is_paused():
-            return 0
-        self._asked = self._look
-        return self._look
+        is_wanted = computes or self._is_wanted or self._may_mix
+        self._has_computed |= computes
+        if self._asked != self._look and is_wanted and not self._is_paused():
+            self._asked, self._is_unseen = self._look, False
+            return self._look
+        self._is_unseen |= computes and (self._asked != self._look or self._is_called_again)
+        return 0
 
     def note_weights(self, rank: int, seen: Mapping[int, str]) -> None:
         """Learn what a worker holds: by the number of the look, a fingerprint, or nothing if it cannot tell.
@@ -135,17 +158,34 @@ class CacheResets:
                 self._seen[rank] = fingerprint
         if len(self._seen) == self._num_workers:
             self._decide()
-            self._held, self._seen = self._seen, {}
+            if not self._is_mixed:  # what is kept is of what was held before
+                self._held = self._seen
+            self._seen = {}
+            if self._is_called_again and not self._is_mixed:
+                self._is_called_again, self._may_mix = False, self._has_computed
+                self._close(_CALL)
 
-    def _close(self) -> None:
+    def _notice_reset(self) -> bool:
+        """Whether vLLM's prefix cache was reset since this was asked last."""
+        index = self._pool.cached_block_hash_to_block
+        if index is self._index:
+            return False
+        self._index = index
+        self._has_computed = self._may_mix = self._is_mixed = False
+        self._is_called_again = self._is_unseen = self._is_lost = False
+        return True
+
+    def _close(self, cause: str = _RESET) -> None:
         """Let nothing be found until it is known what the model holds."""
+        self._cause = cause
         if self._policy == CHECK:
             self._begin_look()
             self._is_looking = True
         elif self._policy == DROP:
             logger.warning(
-                "vLLM's prefix cache was reset: what Cargohold keeps is dropped, too, for the weights may have changed; with "
-                "follow_weights=check, workers look whether they have"
+                "%s: what Cargohold keeps is dropped, for the weights may have changed; with follow_weights=check, workers "
+                "look whether they have",
+                cause,
             )
             self._is_due = True
 
@@ -154,22 +194,29 @@ class CacheResets:
         self._is_wanted, self._is_empty, self._seen = False, False, {}
 
     def _decide(self) -> None:
-        self._is_looking = False
-        if self._seen == self._held and all(self._seen.values()):
-            logger.info("vLLM's prefix cache was reset, and the weights are the same: what Cargohold keeps stays")
+        may_mix, self._may_mix, self._is_looking = self._may_mix or self._is_lost, False, False
+        if self._seen == self._held and all(self._seen.values()) and not self._is_lost:
+            logger.info("%s, and the weights are the same: what Cargohold keeps stays", self._cause)
             return
         blind = next((rank for rank, fingerprint in sorted(self._seen.items()) if not fingerprint), None)
-        if blind is None:
+        if blind is not None:
             if not self._is_empty:
-                logger.info(
-                    "vLLM's prefix cache was reset, and the weights are others: "
-                    "what Cargohold keeps is found when its own return"
-                )
+                why = f"worker {blind} cannot tell which weights it holds"
+                logger.warning("%s, and %s: what Cargohold keeps is dropped", self._cause, why)
+                self._is_due, self._moves_to = True, None
+        elif may_mix:
+            logger.warning(
+                "%s, and the weights are others, or were: vLLM's prefix cache may have KV of both, so nothing is found or "
+                "stored until it is reset",
+                self._cause,
+            )
+            self._is_mixed = True
+            self._guard.give_up_stores()  # of requests that have ended since, too
+        else:
+            if not self._is_empty:
+                what = "what Cargohold keeps is found when its own return"
+                logger.info("%s, and the weights are others: %s", self._cause, what)
             self._moves_to = "" if self._seen == self._first else _digest(self._seen)
-        elif not self._is_empty:
-            why = f"worker {blind} cannot tell which weights it holds"
-            logger.warning("vLLM's prefix cache was reset, and %s: what Cargohold keeps is dropped", why)
-            self._is_due, self._moves_to = True, None
 
     def _reset_pool_now(self) -> bool:
         """Reset vLLM's pool, which refuses while blocks are in use: if only stores use any, they let go first, and are void."""
@@ -184,16 +231,3 @@ class CacheResets:
 def _digest(seen: Mapping[int, str]) -> str:
     """Return a name of what all workers hold."""
     return sha256(repr(sorted(seen.items())).encode()).hexdigest()
-
-
-def is_paused(pool: Any) -> bool:
-    """Whether the scheduler that has this block pool is paused, as for sleep or a change of weights; ``False`` if it cannot be.
-
-    vLLM tells a connector's scheduler side neither of a pause nor of its scheduler, so that is looked for: at resets only.
-    """
-    scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.interface"), "SchedulerInterface", None)
-    if scheduler_class is None or not hasattr(scheduler_class, "pause_state"):
-        return False
-    schedulers = (one for one in gc.get_objects() if issubclass(type(one), scheduler_class))
-    own = next((one for one in schedulers if one.kv_cache_manager.block_pool is pool), None)
-    return own is not None and bool(own.pause_state.name != "UNPAUSED")

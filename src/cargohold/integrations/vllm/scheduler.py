@@ -274,8 +274,10 @@ class SchedulerSide:
         if seen is None:
             return False, dict(self._told.take(request, CacheReport(), ())) or None
         seen.turn_end = turn_end_of(request, self._tool_tokens)
-        if self._adapters.was_given_up(request_id):
-            tables = tuple([] for _ in tables)  # nothing of it is stored any more
+        if self._adapters.was_given_up(request_id) or self._resets.is_due():
+            tables = tuple(
+                [] for _ in tables
+            )  # nothing of it is stored any more, for nobody knows of which weights it is
         keeps_blocks, params = self.guard.request_finished(seen, self._groups.select(tables))
         report = self.guard.explain(request_id)
         if keeps_blocks:
@@ -445,6 +447,10 @@ class SchedulerSide:
         """Drop everything kept, or find out whether it is true still; see ``CacheResets.reset``."""
         return self._resets.reset()
 
+    def note_call(self) -> None:
+        """Learn that somebody lets all workers do something now, which may be to change weights."""
+        self._resets.note_call()
+
     def take_stats(self, block_bytes: float) -> Stats:
         """Counters of both sides since they were told last, as operators want them; ``block_bytes`` is a worker's mean.
 
@@ -494,7 +500,7 @@ class SchedulerSide:
         elif request_id in self._failed:
             why_not = "its load has failed, and is not tried again"
         elif self._resets.is_due() and not self._resets.is_unsure():
-            why_not = "what is kept is being dropped or set aside, because the prefix cache was reset"
+            why_not = "what is kept is being dropped or set aside, because the weights may have changed"
         if why_not is not None:
             self._told.note(request_id, f"nothing was looked up: {why_not}")
         return why_not is None

@@ -31,8 +31,12 @@ _HAS_NOTHING: Final = (
     "tier that they share"
 )
 _WRITTEN_WEIGHTS: Final = (
-    "weights that a call writes straight into parameters are noticed at the next reset of vLLM's prefix cache: reset it before "
-    "requests are served with them"
+    "weights that a worker extension changes by itself, in none of the calls to it, are noticed at the next reset of vLLM's "
+    "prefix cache: reset it before requests are served with them"
+)
+_UNHEARD: Final = (
+    "calls to the workers (collective_rpc) may change weights, and vLLM's engine core was not found, which tells of them, so "
+    "KV cannot outlive the engine"
 )
 _LAZY_ENDS: Final = (
     "mode=lazy keeps what vLLM's prefix cache evicts, and of this model that has windows and recurrent states only of where "
@@ -63,14 +67,23 @@ def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, setti
         f"if a load fails, vLLM's policy is to {policy} its request (load_failure_policy; inside MultiConnector, the outer "
         "kv_load_failure_policy holds)"
     )
-    has_extension = bool(getattr(vllm_config.parallel_config, "worker_extension_cls", ""))
-    if has_extension or os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in {"", "0"}:
+    if _has_extension(vllm_config):
         yield _WRITTEN_WEIGHTS
     if settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
         yield _SUDDEN_END
     _, reason = replicas(vllm_config, kv_cache_config)
     if reason:
         yield f"KV that is the same on several workers is kept once for each: {reason}"
+
+
+def call_obstacles(vllm_config: Any, settings: Settings, *, are_heard: bool) -> list[str]:
+    """Why tiers cannot be used where others let workers do what they want, unless these calls are heard of, as sentences."""
+    may_call = _has_extension(vllm_config) or os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in {"", "0"}
+    return [_UNHEARD] if may_call and settings.has_tiers and not are_heard else []
+
+
+def _has_extension(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config.parallel_config, "worker_extension_cls", ""))
 
 
 def tool_tokens(model_config: Any) -> ToolTokens:

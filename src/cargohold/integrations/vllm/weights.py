@@ -93,11 +93,13 @@ def models_of(worker: Any) -> list[torch.nn.Module]:
     """Return the models that fill a worker's KV cache: its own, and the one that drafts for it if there is one.
 
     Raises:
-        UnreadableWeightsError: there is no worker.
+        UnreadableWeightsError: there is no worker, or threads of it may be writing weights.
     """
     drafter = getattr(getattr(worker, "model_runner", None), "drafter", None)
     if worker is None:
         raise UnreadableWeightsError("vLLM's worker was not found")
+    if getattr(worker, "_weight_update_active", False):
+        raise UnreadableWeightsError("they are being updated (start_weight_update)")
     found = [worker.get_model(), getattr(drafter, "model", None)]
     return [model for model in found if isinstance(model, torch.nn.Module)]
 
