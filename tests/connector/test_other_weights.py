@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from cargohold.cache.manager import namespace_of_key
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.kernel.stores import EagerStores
 from cargohold.connector.offloading.lazy import LazyStores
-from cargohold.connector.offloading.scheduler import MAX_WEIGHTS
+from cargohold.connector.offloading.scheduler import MAX_WEIGHTS, OffloadingScheduler
 from cargohold.lab.simulation import SimulatedEngine
 from cargohold.lab.simulation.tiers import SimulatedTiering
-from cargohold.protocol import MEDIUM_HOST, MEDIUM_STORAGE, Hint
+from cargohold.protocol import MEDIUM_HOST, MEDIUM_STORAGE, Hint, SchedulerEnvironment
+from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
 from tests.connector.test_events import RouterIndex, blocks_of, finish_all
 from tests.connector.test_found_again import LISTED
@@ -69,6 +71,49 @@ def test_lower_tiers_have_them_too_and_a_later_engine_those_of_the_files_alone()
     assert index.blocks[MEDIUM_STORAGE] and index.blocks[MEDIUM_STORAGE] <= of_files
     serve(later, tiering, "later", prompt(1, 45))
     assert restored(later, "later") == {}
+
+
+class KeepsWeights(SimulatedTiering):
+    """For engines whose operator wants chunks of other weights to outlive the process, too."""
+
+    def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
+        return super().make_scheduler_side(replace(environment, keeps_weights=True))
+
+
+@pytest.mark.parametrize("tier", [DISK, LISTED, shared()], ids=["asked", "listed", "shared"])
+def test_a_later_engine_finds_those_of_the_same_weights_alone_if_the_operator_says_so(tier: TierOptions) -> None:
+    """It meets the same weights in another order, and begins with something else in its host memory."""
+    tiering = KeepsWeights(90, [tier])
+    engine = make_engine(tiering)
+    for number in (1, 2, 0):
+        hold(engine, number)
+        serve(engine, tiering, f"first {number}", prompt(0, 45))
+    later = make_engine(tiering)
+    finish_all(later, tiering)
+    for number, is_found in ((3, False), (2, True), (0, True), (1, True)):
+        hold(later, number)
+        serve(later, tiering, f"later {number}", prompt(0, 45))
+        assert restored(later, f"later {number}") == ({tier.name: 44} if is_found else {})
+    engine = make_engine(tiering)
+    hold(engine, 1)
+    assert engine.scheduler.reset_cache(), (
+        "an operator wants all to be dropped: nothing is found until the next restart"
+    )
+    hold(engine, 2)
+    serve(engine, tiering, "dropped", prompt(0, 45))
+    assert restored(engine, "dropped") == {}
+
+
+def test_of_so_many_weights_names_last_and_more_are_not_remembered() -> None:
+    tiering = KeepsWeights(90, [DISK])
+    engine = make_engine(tiering)
+    for number in range(1, 2 * MAX_WEIGHTS):
+        hold(engine, number)
+        serve(engine, tiering, f"first {number}", prompt(0, 9), 1)
+    for number in (1, 2 * MAX_WEIGHTS - 1):
+        hold(engine, number)
+        serve(engine, tiering, f"again {number}", prompt(0, 9), 1)
+        assert sum(restored(engine, f"again {number}").values()) == 8, "under another number, it has the same name"
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])

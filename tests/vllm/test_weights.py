@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from vllm import _custom_ops
 
+from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import weights
 from cargohold.integrations.vllm.weights import UnreadableWeightsError, fingerprint, sums_of
 from tests.vllm.common import EAGER, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
@@ -163,6 +164,36 @@ def test_a_later_server_finds_what_was_computed_with_the_weights_of_the_files_al
         assert engine.llm.reset_prefix_cache()
         ask_twice(engine, [prompt])
     assert [restored(start(before, extra).ask([prompt])) for prompt in (of_trainer, of_files)] == [0, 320]
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_later_server_finds_what_was_computed_with_other_weights_if_they_return_and_the_operator_says_so(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    before, after = vllm_model("llama"), vllm_model("llama-retrained")
+    tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}
+    extra = {**RESTARTED, "tiers": [tier], "follow_weights": "keep"}
+    prompts = make_prompts(1, 330)
+    expected = tokens(start(after).ask(prompts))
+    engine = start(before, extra)
+    reload(engine, after)
+    engine.ask(prompts)
+    engine.settle()
+    engine = start(before, extra)
+    assert restored(engine.ask(prompts)) == 0, "of the weights of the files there is nothing"
+    reload(engine, after)
+    assert engine.llm.reset_prefix_cache()
+    answers = engine.ask(prompts)
+    assert tokens(answers) == expected and restored(answers) == 320
+
+
+def test_who_wants_to_keep_kv_of_other_weights_is_refused_where_they_cannot_be_read(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "worker_of", lambda _: None)
+    tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}
+    with pytest.raises(ConfigError, match=r"follow_weights='keep' is not possible: .* vLLM's worker was not found"):
+        start(vllm_model("llama"), {**RESTARTED, "tiers": [tier], "follow_weights": "keep"})
 
 
 @pytest.mark.usefixtures("readable")

@@ -195,7 +195,8 @@ class KVConnectorScheduler(ABC):
         Called after the engine has forgotten what its blocks hold, before anything is computed. By default, all is dropped.
 
         Args:
-            name: equal for equal weights; empty for those with which the engine has started, which its model's files have.
+            name: equal for equal weights; empty for those with which the engine has started, which its model's files have. If
+                the engine ``keeps_weights``, made of what they are, so that it is the same after a restart.
 
         Returns:
             ``False`` if a transfer in flight forbids it: call it again, and do not look up or store anything until then.
@@ -337,6 +338,8 @@ class SchedulerEnvironment:
             connector holds its blocks by ``touch`` or locks: the engine then computes the tokens in other blocks. ``None`` if
             the engine would use the same blocks: then a load must not be reported before its copy has ended.
         loads_in_step: whether a request with a load that is not asynchronous is computed in the very step that begins the load.
+        keeps_weights: whether chunks of weights that are not those of the model's files may outlive the engine, to be found
+            when a later one is given the same weights.
         observe: called with what the connector did for a request, once that is over; ``None`` if nobody observes. It must not
             raise.
     """
@@ -355,6 +358,7 @@ class SchedulerEnvironment:
     keeps_partial_loads: bool = True
     give_up_loads_after_s: float | None = None
     loads_in_step: bool = False
+    keeps_weights: bool = False
     observe: Callable[[Episode], None] | None = None
 
     @property

@@ -193,10 +193,13 @@ class TiersBelow(Guest):
         """Forget what the tiers have: from now on, chunks have other names there."""
         self._lower.reset()
 
-    def use_namespace(self, namespace: int) -> None:
-        """End all waits: they are for chunks of another namespace than that in which requests have theirs from now on."""
+    def use_namespace(self, namespace: int, weights: str) -> None:
+        """End all waits: they are for chunks of another namespace than that in which requests have theirs from now on.
+
+        With a lasting name of their ``weights``, later engines find them, too.
+        """
         self._end_waits()
-        self._lower.use_namespace(namespace)
+        self._lower.use_namespace(namespace, weights)
 
     def _end_waits(self) -> None:
         for waiting in self._waiting.values():

@@ -115,6 +115,7 @@ class OffloadingScheduler(KernelScheduler):
         own = [made_by("guests", guest, Guest, view) for guest in config.guests]
         guests = (self._events, self._meters, self._handoff, self._hints, self._below, *own)
         self._weights = NamedWeights()
+        self._keeps_weights = environment.keeps_weights
         self._guests.welcome([guest for guest in guests if guest is not None])
 
     def _make_below(self, lower: LowerTiers, config: OffloadConfig, environment: SchedulerEnvironment) -> TiersBelow:
@@ -153,7 +154,7 @@ class OffloadingScheduler(KernelScheduler):
         through = self._guests.through
         through(self._hints, self._hints.void_all, None)()
         if self._below is not None:
-            through(self._below, self._below.use_namespace, None)(namespace)
+            through(self._below, self._below.use_namespace, None)(namespace, name if self._keeps_weights else "")
         if self._events is not None:
             through(self._events, self._events.use_namespace, None)(namespace)
         return True

@@ -44,7 +44,7 @@ from cargohold.integrations.vllm.layout import (
     translate,
 )
 from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
-from cargohold.integrations.vllm.resets import CHECK
+from cargohold.integrations.vllm.resets import CHECK, KEEP
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings
 from cargohold.integrations.vllm.weights import HeldWeights
@@ -139,8 +139,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if not self._is_scheduler:
             # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.
             rank = int(vllm_config.parallel_config.rank)
-            held = HeldWeights(self._vllm_config)
-            look = self._look_at_weights(held) if self._settings.adapter.follow_weights == CHECK else None
+            self._held = held = HeldWeights(self._vllm_config)
+            look = self._look_at_weights(held) if self._settings.adapter.looks_at_weights else None
             adapters = None if getattr(vllm_config, "lora_config", None) is None else HeldAdapters(vllm_config)
             self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look, adapters, held.were_loaded)
             if rank == 0 and not is_off and not may_span_machines(vllm_config.parallel_config):
@@ -190,6 +190,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             exchange = partial(exchange_with_workers, layout.num_replicas) if layout.num_replicas > 1 else None
             served = {name: tensor for name, tensor in kv_caches.items() if name not in self._groups.left_out_layers}
             self._worker.register_kv_caches(served, self._factory(), layout, self._clock(), exchange)
+            if self._settings.adapter.follow_weights == KEEP and self._held.why_not:
+                raise ConfigError("kv_connector_extra_config.follow_weights", KEEP, self._held.why_not)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -457,6 +459,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             emits_salted_events=self._settings.adapter.kv_events_salted,
             full_hits=self._groups.bear_full_hits,
             keeps_partial_loads=False,
+            keeps_weights=self._settings.adapter.follow_weights == KEEP,
             # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
             give_up_loads_after_s=None if compat.TransferResults is None else self._settings.load_timeout_s / 2,
         )
@@ -466,7 +469,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         adapter = self._settings.adapter
         options = SideOptions(
             self._settings.load_timeout_s,
-            adapter.follow_weights,
+            CHECK if adapter.looks_at_weights else adapter.follow_weights,
             self._around.is_paused,
             dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),

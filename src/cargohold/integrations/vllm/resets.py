@@ -26,6 +26,7 @@ from cargohold.protocol import ConnectorGuard
 logger = logging.getLogger(__name__)
 
 CHECK: Final = "check"
+KEEP: Final = "keep"
 DROP: Final = "drop"
 IGNORE: Final = "ignore"
 

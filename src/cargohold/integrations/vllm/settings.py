@@ -12,8 +12,8 @@ from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.options import parse_offload
 from cargohold.connector.tenants import Tenants
-from cargohold.errors import option_path
-from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE
+from cargohold.errors import ConfigError, option_path
+from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, KEEP
 from cargohold.options import Options, declared, made, one_of
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers import TierConfig, check_place_here, require_packages
@@ -35,8 +35,9 @@ class AdapterSettings(Options):
             own option of that kind is set to this value.
         follow_weights: what a reset of vLLM's prefix cache means for what is kept below it; programs that change weights in
             place reset that cache. ``check``: each worker looks whether it holds the weights that it held; if not, what is kept
-            is set aside until its weights return; if one cannot tell, it is dropped. ``drop``: it is dropped. ``ignore``: it
-            stays, and you vouch for the weights.
+            is set aside until its weights return; if one cannot tell, it is dropped. ``keep``: as ``check``, and what lower
+            tiers have of other weights than those of the model's files is found again after a restart, when its weights return.
+            ``drop``: it is dropped. ``ignore``: it stays, and you vouch for the weights.
         kv_events_salted: whether KV events of this connector's tiers are published for requests with a ``cache_salt``, too;
             vLLM publishes its own of all requests.
         traces: whether to make OpenTelemetry spans of what is done for each request, in the trace that vLLM passes on.
@@ -45,10 +46,15 @@ class AdapterSettings(Options):
 
     if_unsupported: Annotated[str, one_of(DISABLE, REFUSE)] = DISABLE
     load_failure_policy: Annotated[str, one_of(RECOMPUTE, FAIL)] = RECOMPUTE
-    follow_weights: Annotated[str, one_of(CHECK, DROP, IGNORE)] = CHECK
+    follow_weights: Annotated[str, one_of(CHECK, KEEP, DROP, IGNORE)] = CHECK
     kv_events_salted: bool = False
     record: str | None = None
     traces: bool = False
+
+    @property
+    def looks_at_weights(self) -> bool:
+        """Whether workers look which weights they hold."""
+        return self.follow_weights in {CHECK, KEEP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class Settings:
             adapter = made(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
             offload = parse_offload({key: value for key, value in extra_config.items() if key not in own}, beside=own)
             check_apart(offload)
+            if adapter.follow_weights == KEEP and not any(tiers_of(offload)):
+                raise ConfigError("follow_weights", KEEP, "nothing outlives the server, for there are no tiers")
         tenants = Tenants.of_environment()
         if isinstance(offload, Sequence):
             return cls(adapter, [_shared(child, tenants) for child in offload])

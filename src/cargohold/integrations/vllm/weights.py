@@ -39,9 +39,13 @@ class HeldWeights:
 
     Args:
         vllm_config: the configuration of vLLM's worker.
+
+    Attributes:
+        why_not: why the last look could not be taken, as a sentence; empty if it could.
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        self.why_not = ""
         self._vllm_config = vllm_config
         self._worker: Any = None
         self._watched: list[torch.nn.Module] = []
@@ -54,13 +58,14 @@ class HeldWeights:
     def look(self) -> str:
         """Return a fingerprint, empty if it cannot be taken; the log then says why."""
         self._worker = self._worker or worker_of(self._vllm_config)
-        self._were_loaded = False
+        self._were_loaded, self.why_not = False, ""
         try:
             models = models_of(self._worker)
             self._watch(models)
             return fingerprint(models)
         except Exception as error:  # noqa: BLE001  # whatever a model's tensors are: not to know is an answer
-            logger.info("which weights the model holds cannot be told, so a reset drops what is kept: %s", error)
+            self.why_not = f"which weights the model holds cannot be told: {error}"
+            logger.info("%s; so a reset drops what is kept", self.why_not)
             return ""
 
     def _watch(self, models: Sequence[torch.nn.Module]) -> None:

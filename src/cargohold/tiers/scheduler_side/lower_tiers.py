@@ -298,10 +298,16 @@ class LowerTiers:
         self.promises.note_reset()
         self._tasks.rename()
 
-    def use_namespace(self, namespace: int) -> None:
-        """Learn in which namespace requests have their chunks now. In all but 0, no other engine knows their names."""
+    def use_namespace(self, namespace: int, weights: str = "") -> None:
+        """Learn in which namespace requests have their chunks now. In all but 0, no other engine knows their names.
+
+        With a lasting name of their ``weights``, an engine knows them that is given the same name.
+        """
         if namespace:
-            self._tasks.use_namespaces()
+            self._tasks.use_namespace(namespace, weights)
+        if namespace and weights and not self.has_renamed:
+            for tier in self.tiers:
+                tier.ask_always()  # what earlier engines have left there has names that tell nobody which chunks they are
         self.promises.are_names_private = self._tasks.is_renamed or namespace > 0
 
     # --- for workers --------------------------------------------------------------------------------------------------

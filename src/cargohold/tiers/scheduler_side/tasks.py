@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Final, TypeVar
 
 from cargohold.cache.manager import OffloadKey, Slot, namespace_of_key, offload_key, split_key
@@ -28,6 +28,8 @@ from cargohold.tiers.port import (
 
 _MAX_NAMES: Final = 2**18
 """Maximum number of names of which it is remembered whose they are. Of further chunks, nobody hears when tiers lose them."""
+_MAX_LASTING: Final = 256
+"""Maximum number of namespaces with lasting names: chunks of further ones that host memory still has die with the process."""
 _IS_DONE: Final = bytes(verdict & DONE for verdict in range(256))
 """A table for ``bytes.translate``."""
 _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
@@ -117,8 +119,10 @@ class TaskTable:
     def __init__(self, clock: Clock, new_epoch: Callable[[], bytes]) -> None:
         self._clock = clock
         self._new_epoch = new_epoch
-        # Part of the names of chunks that no other engine is to find: of all, or of all but those in namespace 0.
+        # Part of the names of chunks that no other engine is to find: of all, or of all but those in namespace 0. By namespace,
+        # in its place, what later engines with the same weights know, too; those heard of last are last.
         self._epoch = b""
+        self._lasting: OrderedDict[int, bytes] = OrderedDict()
         self.is_renamed = False
         # By name, where that is not the key; the oldest first.
         self._key_of: OrderedDict[OffloadKey, OffloadKey] = OrderedDict()
@@ -202,11 +206,20 @@ class TaskTable:
     def rename(self) -> None:
         """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
         self._epoch, self.is_renamed = self._new_epoch(), True
+        self._lasting.clear()
         self._key_of.clear()
 
-    def use_namespaces(self) -> None:
-        """Give chunks of all namespaces but 0 names in the tiers that only this process knows."""
+    def use_namespace(self, namespace: int, weights: str = "") -> None:
+        """Give chunks of a namespace that is not 0 names in the tiers that only this process knows.
+
+        With a lasting name of their ``weights``, names that a later process gives them, too, unless all were given new ones.
+        """
         self._epoch = self._epoch or self._new_epoch()
+        if weights and not self.is_renamed:
+            self._lasting[namespace] = sha256(weights.encode()).digest()
+            self._lasting.move_to_end(namespace)
+            if len(self._lasting) > _MAX_LASTING:
+                self._lasting.popitem(last=False)
 
     def is_private(self, key: OffloadKey) -> bool:
         """Whether a chunk has another name in the tiers than its key, so that no other engine finds it."""
@@ -245,7 +258,7 @@ class TaskTable:
         return notes if any(note is not NO_NOTE for note in notes) else ()
 
     def names(self, keys: Sequence[_SomeKey]) -> tuple[_SomeKey, ...]:
-        """Return the names of chunks in the tiers: their keys, or digests of epoch and key if they are private."""
+        """Return the names of chunks in the tiers: their keys, or if private, digests of epoch, or weights, and key."""
         return tuple(map(self._name, keys) if self._epoch else keys)
 
     def _name(self, key: _SomeKey) -> _SomeKey:
@@ -255,7 +268,9 @@ class TaskTable:
             return key
         # As long as the key, and in the same group.
         block_hash, group = split_key(key)
-        name = offload_key(blake2b(self._epoch + key, digest_size=len(block_hash)).digest(), group)
+        lasting = self._lasting.get(namespace_of_key(key))
+        secret = self._epoch + key if lasting is None else lasting + offload_key(block_hash, group)
+        name = offload_key(blake2b(secret, digest_size=len(block_hash)).digest(), group)
         self._key_of[name] = key
         if len(self._key_of) > _MAX_NAMES:
             self._key_of.popitem(last=False)

@@ -231,7 +231,7 @@ class TierState:
         self.knows_all = False
         self.list_failed = False
         self._held: set[OffloadKey] = set()
-        self._is_too_large = False
+        self._asks_always = False
         self.stats = Tally()
         self._events: list[TierEvent] | None = [] if config.record_events else None
 
@@ -339,7 +339,7 @@ class TierState:
     @property
     def may_know_all(self) -> bool:
         """Whether all of its chunks can be known, once they are listed: it tells what it loses, and they are not too many."""
-        return self.options.is_listed and not self._is_too_large
+        return self.options.is_listed and not self._asks_always
 
     @property
     def records_events(self) -> bool:
@@ -418,8 +418,12 @@ class TierState:
         self._held.difference_update(keys)
         self._held.update(compress(keys, are_there))
         if len(self._held) > MAX_KNOWN:
-            self._held, self.knows_all, self._is_too_large = set(), False, True
+            self.ask_always()
             logger.info("tier %s holds more than %d chunks: from now on it is asked which", self.name, MAX_KNOWN)
+
+    def ask_always(self) -> None:
+        """Forget which chunks the tier has, and ask it from now on: they are too many, or their names do not tell all."""
+        self._held, self.knows_all, self._asks_always = set(), False, True
 
     def note_presence(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Remember, and announce, whether the tier has these chunks."""
