@@ -326,7 +326,8 @@ class ChunkTable:
         assert counts == expected, f"{counts} slots are free, written, ready and leaving, by count {expected}"
         assert sorted(self._free) == self.slots_in(FREE), "the free slots are not free"
         used = self.slots_in(WRITING, READY)
-        found = {key: slot for part in self._dict_of for key, slot in part.items()}
+        parts = self._dict_of[:1] if self._is_one_dict else self._dict_of
+        found = {key: slot for part in parts for key, slot in part.items()}
         assert found == {self.keys[slot]: slot for slot in used}, "keys and slots do not match"
         assert {slot for slot, key in enumerate(self.keys) if key is not None} == set(used), "a free slot has a key"
         children = [0] * self.capacity

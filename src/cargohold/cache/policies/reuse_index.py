@@ -324,7 +324,7 @@ class ReuseIndexPolicy(RunsPolicy):
         due = [
             cell
             for cell in self._cells.values()
-            if (run := cell.end.newer) is not None and now - run.time >= 2 << cell.bucket
+            if (run := cell.end.newer) is not None and run is not cell.end and now - run.time >= 2 << cell.bucket
         ]
         # The older ones first, so that each cell stays in order.
         for cell in sorted(due, key=attrgetter("bucket"), reverse=True):

@@ -22,7 +22,7 @@ from cargohold.blocks import ABSENT, READY
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.errors import ConfigError
 from cargohold.lab.replay.hints import OrchestratorHints
-from cargohold.lab.replay.workload import Ints, Workload
+from cargohold.lab.replay.workload import TURN_ENDS, Ints, Workload
 from cargohold.option_values import is_positive_int
 
 HOST: Final = "host"
@@ -110,16 +110,12 @@ class _Tier:
         self.stored = 0
         self._log: list[tuple[int, int, int]] = []
 
-    def store(self, keys: Keys, parent: bytes | None) -> int:
-        """Offer chunks to the tier. Returns how many leading ones are there afterwards."""
+    def store(self, keys: Keys, parent: bytes | None) -> None:
+        """Offer chunks to the tier."""
         handle = self.manager.prepare_store(keys, parent)
         assert not handle.deferred, "nothing is busy when requests come one after the other"
-        stored = handle.keys
         handle.commit()
-        self.stored += len(stored)
-        if len(stored) == len(keys):
-            return len(keys)
-        return len(self.manager.lookup_run(keys))
+        self.stored += len(handle.keys)
 
     def end_request(self) -> None:
         """Note the counters after a request."""
@@ -166,21 +162,23 @@ def run_tiers(
         tiers[0].manager.admit_all()
     hints = None if give_hints is None else give_hints(tiers[0].manager)
     names = _names(workload.num_unique)
-    hits, present = np.zeros((2, len(workload.ends)), dtype=np.int64)
-    for request, (start, prompt_end, end) in enumerate(workload.spans()):
+    served: list[tuple[int, int]] = []
+    spans = zip(workload.spans(), workload.turn_ends.tolist(), strict=True)
+    for request, ((start, prompt_end, end), turn_end) in enumerate(spans):
         keys = tuple(names[workload.chunks[start:end]].tolist())
         prompt = keys[: prompt_end - start]
         if hints is not None:
             hints.before(request, prompt)
-        num_hits, present[request] = _serve(tiers, prompt)
-        hits[request] = num_hits
+        num_hits, num_present = _serve(tiers, prompt)
+        served.append((num_hits, num_present))
         for first, last in _pieces(workload, num_hits, len(prompt), len(keys)):
             _store(tiers, keys[first:last], keys[first - 1] if first else None)
         if hints is not None:
             hints.after(request, keys)
-        tiers[0].manager.end_turn(keys, workload.turn_end(request))
+        tiers[0].manager.end_turn(keys, TURN_ENDS[turn_end])
         for tier in tiers:
             tier.end_request()
+    hits, present = np.array(served, dtype=np.int64).T
     return TierRun(hits, present, tuple(tier.log() for tier in tiers))
 
 
@@ -238,7 +236,8 @@ def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
                 # evicted for the others.
                 states = first.manager.lookup(rest)
                 tier.manager.touch([key for key, state in zip(rest, states, strict=True) if state == ABSENT])
-                fits = first.store(rest, prompt[num_hits - 1] if num_hits else None)
+                first.store(rest, prompt[num_hits - 1] if num_hits else None)
+                fits = len(first.manager.lookup_run(rest))
                 brought = states[:fits].count(ABSENT)
                 tier.loaded += brought
                 first.loaded += fits - brought
@@ -254,7 +253,7 @@ def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
 def _store(tiers: Sequence[_Tier], keys: Keys, parent: bytes | None) -> None:
     """Store chunks that were computed, in the first tier and through it in the others."""
     first, *lower = tiers
-    num_there = first.store(keys, parent)
-    for tier in lower:
-        if num_there:
+    first.store(keys, parent)
+    if lower and (num_there := len(first.manager.lookup_run(keys))):
+        for tier in lower:
             tier.store(keys[:num_there], parent)

@@ -25,7 +25,7 @@ Chunks = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 UNKNOWN: Final = -1
-_ENDS: Final = tuple(TurnEnd)
+TURN_ENDS: Final = tuple(TurnEnd)
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
 _NOTHING: Final = "there is nothing to replay"
@@ -49,7 +49,7 @@ class Workload:
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
         arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
         sessions: per request, number of its session, or ``UNKNOWN``.
-        turn_ends: per request, how it ended; see ``turn_end``.
+        turn_ends: per request, how it ended, as its number in ``TURN_ENDS``.
         num_warm: leading requests that only warm the cache up: they are replayed, but not counted.
         num_unique: number of different chunks.
         num_prompt_blocks: blocks of counted prompts, including those left over at the ends of prompts, which are in no chunk.
@@ -78,10 +78,6 @@ class Workload:
     num_warm: int = 0
     is_timed: bool = True
     is_sorted: bool = True
-
-    def turn_end(self, request: int) -> TurnEnd:
-        """How a request ended."""
-        return _ENDS[int(self.turn_ends[request])]
 
     @property
     def num_requests(self) -> int:
@@ -290,7 +286,7 @@ class WorkloadBuilder:
         self._times_ms.append(math.nan if arrival_ms is None else arrival_ms)
         session, known = request.session_id, self._session_numbers
         self._sessions.append(UNKNOWN if session is None else known.setdefault(session, len(known)))
-        self._turn_ends.append(_ENDS.index(request.turn_end))
+        self._turn_ends.append(TURN_ENDS.index(request.turn_end))
         self._block_tokens = self._block_tokens or request.block_tokens
         self._step_tokens = self._step_tokens or request.step_tokens
         if request.block_tokens is not None:
