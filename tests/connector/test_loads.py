@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cargohold.connector.offloading import OffloadingScheduler
-from cargohold.engine.core.request import Request, RequestTimes, SamplingParams
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.protocol import (
     BlockIds,
     RequestView,
@@ -316,35 +314,3 @@ def test_an_engine_may_never_come_back_to_what_was_found() -> None:
     finish(engine, offloading)
     assert engine.tokens("third") == alone([*prompt(0, 40), 2], 1)
     assert engine.outputs["third"].cache_report.restored_tokens == {"host": 40}
-
-
-def request_of(request_id: str, tokens: list[int], engine: SimulatedEngine) -> Request:
-    """A request that the engine itself does not know."""
-    return Request(
-        request_id=request_id,
-        all_token_ids=tokens,
-        num_prompt_tokens=len(tokens),
-        sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        times=RequestTimes(arrived=0.0),
-        hash_block_tokens=engine.layout.hash_block_tokens,
-    )
-
-
-def test_an_engine_may_allocate_many_steps_after_it_asked() -> None:
-    """VLLM 0.33 may, outside its schedule. What was found is loaded then, as long as host memory still has it."""
-    offloading = SimulatedOffloading(120)
-    engine = SimulatedEngine(simulated_layout(60), offloading)
-    serve_and_lose(engine, offloading, prompt(0, 40), 1)
-    connector, late = engine.scheduler.connector, request_of("late", [*prompt(0, 40), 1], engine)
-    connector.on_new_request(late)
-    assert connector.get_num_new_matched_tokens(late, 0) == (40, True)
-    for number in range(1, 4):
-        engine.add(f"other {number}", prompt(number, 60), 1)
-        finish(engine, offloading)
-    blocks = [block.block_id for block in engine.scheduler.kv.pool.allocate(11)]
-    connector.update_state_after_alloc(late, (blocks,), 40)
-    ((side, _),) = offloading_sides(connector)
-    (load,) = side.jobs.loads()
-    assert (load.request_id, load.block_ids, load.num_tokens) == ("late", tuple(blocks[:10]), 40)
-    assert connector.broken is None

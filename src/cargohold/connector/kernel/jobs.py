@@ -43,6 +43,11 @@ class LoadJob:
     is_in_step: bool = False
     groups: tuple[int, ...] = ()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether what it was to read was gone when it was planned: it has no rows, and fails."""
+        return bool(self.block_ids) and not self.rows
+
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:

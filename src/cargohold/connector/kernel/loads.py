@@ -29,6 +29,7 @@ from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
 from cargohold.connector.kernel.requests import Lookup, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.deadlines import START
+from cargohold.errors import MissingChunkError
 from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
@@ -322,18 +323,22 @@ class Loads:
     def plan(self, state: RequestState, blocks: BlockIds, lookup: Lookup, num_hit_tokens: int) -> Counter[str]:
         """Plan the load of the tokens between the computed ones and the end of the hit into the request's ``blocks``.
 
-        Pins the chunks and holds the blocks until the load has ended.
+        Pins the chunks and holds the blocks until the load has ended. If some chunks are gone, the load fails on the workers.
 
         Returns:
             The number of tokens to be loaded, by the tier they came from.
         """
         shared, per_chunk = self._shared, self._shared.config.blocks_per_chunk
         parts = [self._part(keys, blocks[keys.group.index], lookup, num_hit_tokens) for keys in state.keys]
-        handle = shared.manager.prepare_load([keys.keys[at] for keys, part in parts for at in part.chunks])
+        try:
+            handle = shared.manager.prepare_load([keys.keys[at] for keys, part in parts for at in part.chunks])
+        except MissingChunkError:  # the engine has taken its time since the look-up, and it could not be kept
+            handle = shared.manager.prepare_load(())
         slots = iter(handle.slots)
         rows_of = [
             rows_to_load(part.numbers, part.chunks, list(islice(slots, len(part.chunks))), per_chunk)
             for _, part in parts
+            if handle.keys
         ]
         rows, timeout_s = tuple(chain.from_iterable(rows_of)), START.seconds(shared.config.transfer_timeout_s)
         groups = [keys.group.index for keys, part in parts for _ in part.numbers] if lie_in_rows(handle.slots) else ()
@@ -469,6 +474,8 @@ class Loads:
         self._shared.stats[metrics.FAILURES.of("load")] += 1
         too_late = outcome is TransferOutcome.ABANDONED
         reason = "came too late" if too_late else f"failed: {len(bad_keys)} of {len(load.handle.keys)} chunks are bad"
+        if not load.handle.keys:
+            reason = "failed: what was found was gone before the engine had blocks for it"
         self._shared.failures.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
         state = self._requests.get(load.request_id)
         if state is not None:
@@ -478,5 +485,7 @@ class Loads:
 
 
 def _keys_of(load: Load, blocks: AbstractSet[int]) -> set[OffloadKey]:
-    """Return the chunks of a load that fill some of these blocks."""
+    """Return the chunks of a load that fill some of these blocks; none if it has read nothing."""
+    if not load.handle.keys:
+        return set()
     return {key for block_id, key in zip(load.block_ids, load.block_keys, strict=True) if block_id in blocks}

@@ -149,7 +149,9 @@ class RequestState:
 
     def move_to(self, keys: tuple[ChunkKeys, ...]) -> None:
         """Go on with keys of another namespace, in which nothing was looked up or offered for it yet."""
-        self.keys, self.lookup, self.is_marked = keys, None, False
+        # What it was told before may still be given blocks: then it is loaded if it is there under these keys, too.
+        self.lookup = self.lookup and self.lookup._replace(basis=(-1, -1), awaited_job=None)
+        self.keys, self.is_marked = keys, False
         self.hit_tokens, self.max_computed_tokens = 0, NEVER
         self.offer_from([0] * len(keys))
 

@@ -83,8 +83,6 @@ class KernelScheduler(KVConnectorScheduler):
         self._guests = self._shared.guests
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._requests: dict[str, RequestState] = {}
-        # Those who were told what they can load, since the last step.
-        self._told: list[RequestState] = []
         self._lookup = TierLookup(
             manager,
             self._shared.jobs,
@@ -154,8 +152,6 @@ class KernelScheduler(KVConnectorScheduler):
         if num_tokens is None:
             return None, False
         num_external_tokens = num_tokens - num_computed_tokens
-        if num_external_tokens:
-            self._told.append(state)
         state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
         return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
 
@@ -174,6 +170,7 @@ class KernelScheduler(KVConnectorScheduler):
             state.was_admitted = True
             return  # no look-up came before: the load has ended, or the engine did not ask
         # Chunks are marked as used by no look-up, which may be repeated any number of times.
+        state.extend_keys()
         num_ready = self._mark_used(state)
         state.is_marked = False
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
@@ -196,7 +193,6 @@ class KernelScheduler(KVConnectorScheduler):
         released only once the workers have stopped.
         """
         self._pace.begin(step)
-        self._keep_for_waiting()
         self._guests.step_begins(step)
         given_up = self._give_up_overdue()
         finish_stores = self._must_finish_stores(step)
@@ -277,21 +273,6 @@ class KernelScheduler(KVConnectorScheduler):
         num_blocks = sum((num_hit_tokens - num_computed_tokens) // keys.group.block_tokens for keys in state.keys)
         num_rest = max(1, state.request.num_tokens - num_hit_tokens)
         return self._loads.fits_in_step(num_blocks, self._pace.predict(num_rest))
-
-    def _keep_for_waiting(self) -> None:
-        """Mark what was found for requests that wait for room on the device, so that it is still there when they have it.
-
-        It is used once, however long they wait; in later steps it only counts as used then.
-        """
-        for state in self._told:
-            if state.lookup is None:
-                continue  # it was admitted, or has ended
-            if not state.is_marked:
-                self._mark_used(state)
-                state.is_marked = True
-            ends = [(keys.keys, state.lookup.num_tokens // keys.chunk_tokens) for keys in state.keys]
-            self._shared.manager.renew(keys[end - 1] for keys, end in ends if end)
-        self._told.clear()
 
     def _mark_used(self, state: RequestState) -> list[int]:
         """Mark a request's chunks as used, unless that was done while it waited; return how many leading ones are there."""

@@ -70,6 +70,7 @@ class KernelWorker(KVConnectorWorker):
         # Requests whose loads were given up in this step.
         self._given_up: set[str] = set()
         self._invalid_block_ids: set[int] = set()
+        self._lost: list[CopyResult] = []
         self._stats = Tally()
 
     def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
@@ -118,7 +119,7 @@ class KernelWorker(KVConnectorWorker):
 
     def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Return the jobs that ended since the last call, and the requests whose loads they were."""
-        results = self._running.poll()
+        results, self._lost = [*self._running.poll(), *self._lost], []
         if not results and self._part is None and not self._metadata.release and not self._given_up:
             return NOTHING_ENDED  # most steps
         received, failed, self._given_up = set(self._given_up), self._given_up, set()
@@ -176,11 +177,15 @@ class KernelWorker(KVConnectorWorker):
         """Start loads whose requests this step computes, and make it wait for them."""
         for load in loads:
             self._start(load, Direction.LOAD)
-        if loads and not self._running.finish_loads():
+        if loads and (not self._running.finish_loads() or any(load.is_lost for load in loads)):
             self._invalid_block_ids.update(chain.from_iterable(load.block_ids for load in loads))
 
     def _start(self, job: LoadJob | StoreJob, direction: Direction) -> None:
-        self._running.submit(CopyJob(job.job_id, direction, job.block_ids, job.rows, job.timeout_s, job.groups))
+        copy = CopyJob(job.job_id, direction, job.block_ids, job.rows, job.timeout_s, job.groups)
+        if isinstance(job, LoadJob) and job.is_lost:
+            self._lost.append(CopyResult(copy, TransferOutcome.FAILED, frozenset(), 0.0))
+        else:
+            self._running.submit(copy)
 
     def _count(self, result: CopyResult) -> None:
         if result.outcome is not TransferOutcome.DONE:

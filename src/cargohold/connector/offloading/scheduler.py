@@ -10,6 +10,7 @@ from typing import Any, Final
 from cargohold.cache.manager import NUM_NAMESPACES, OffloadKey, OffloadManager
 from cargohold.cache.retention import NO_RETENTION, Budget
 from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
+from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.guests.events import tier_events
 from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
@@ -78,6 +79,7 @@ class OffloadingScheduler(KernelScheduler):
     what those before it do.
 
     * KV events: they note what chunks are before anybody else hears of these.
+    * kept answers: before anything of this step can take their place.
     * meters
     * hand-off
     * hints: their prefetches stand behind all requests, and before the tiers are asked.
@@ -106,6 +108,7 @@ class OffloadingScheduler(KernelScheduler):
         super().__init__(config, environment, manager, make_stores)
         self.lower = lower
         self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
+        self._answers = KeptAnswers(manager, self._mark_used)
         self._meters = Meters(self._shared, environment, lower)
         self._handoff = HandingOff(lower)
         self._hints = Hints(config, manager, self._shared.new_keys, environment.clock, self._requests)
@@ -113,7 +116,7 @@ class OffloadingScheduler(KernelScheduler):
         self._below = None if lower is None else self._make_below(lower, config, environment)
         view = GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
         own = [made_by("guests", guest, Guest, view) for guest in config.guests]
-        guests = (self._events, self._meters, self._handoff, self._hints, self._below, *own)
+        guests = (self._events, self._answers, self._meters, self._handoff, self._hints, self._below, *own)
         self._weights = NamedWeights()
         self._keeps_weights = environment.keeps_weights
         self._guests.welcome([guest for guest in guests if guest is not None])
@@ -147,6 +150,7 @@ class OffloadingScheduler(KernelScheduler):
         if namespace is None:
             return self.reset_cache()
         self.give_up_stores()
+        self._answers.reset()
         shared.namespace = namespace
         for state in self._requests.values():
             state.move_to(shared.new_keys())
@@ -180,6 +184,11 @@ class OffloadingScheduler(KernelScheduler):
     def manager(self) -> OffloadManager:
         """The manager of the tier: for inspection."""
         return self._shared.manager
+
+    @property
+    def answers(self) -> KeptAnswers:
+        """What is pinned for requests that have no blocks for it yet: for inspection."""
+        return self._answers
 
     @property
     def requests(self) -> Mapping[str, RequestState]:

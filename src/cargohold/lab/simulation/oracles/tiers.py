@@ -131,6 +131,7 @@ class TierOracle(Oracle):
         manager, jobs, is_alone = watched.manager, watched.jobs, watched.is_alone
         num_pins, num_writing = manager.num_pins, manager.num_writing
         num_loading = sum([len(load.handle.keys) for load in jobs.loads()]) if jobs.num_loads else 0
+        num_loading += watched.side.answers.num_pins
         num_storing = sum([len(store.handle.keys) for store in jobs.stores()])
         if num_pins < num_loading or (is_alone and num_pins > num_loading):
             self.fail(f"{num_pins} chunks pinned, {num_loading} being loaded")
