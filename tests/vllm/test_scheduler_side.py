@@ -24,10 +24,11 @@ class Finds(NullConnectorScheduler):
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
+        self.is_async = True
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_found = max(0, self.num_tokens - num_computed_tokens)
-        return num_found, num_found > 0
+        return num_found, self.is_async and num_found > 0
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         return False, {"do_remote_prefill": True, "own": 1}
@@ -68,6 +69,20 @@ def test_what_vllm_would_drop_of_a_hit_is_not_loaded(num_tokens: int, num_loaded
     side = side_over(32, dropped_tokens=4)
     request = asked(side, num_tokens)
     assert side.get_num_new_matched_tokens(request, 24) == (num_loaded, num_loaded > 0)
+
+
+def test_a_synchronous_load_of_which_nothing_was_taken_says_nothing_of_a_later_one() -> None:
+    """VLLM 0.33 may take nothing of a hit. Taken for synchronous, a load would be reported ended while it runs."""
+    side = side_over(32)
+    request, connector = asked(side, 40), side.guard._inner
+    assert isinstance(connector, Finds)
+    blocks = SimpleNamespace(blocks=([SimpleNamespace(block_id=at) for at in range(1, 9)],))
+    for is_async, num_taken in ((False, 0), (True, 32)):
+        connector.is_async = is_async
+        assert side.get_num_new_matched_tokens(request, 0) == (32, True)
+        side.update_state_after_alloc(request, blocks, num_taken)
+    assert list(side._new_loads) == ["r"]
+    assert not side._new_synchronous
 
 
 def test_where_a_prompt_comes_from_is_counted_once_however_often_it_is_admitted() -> None:

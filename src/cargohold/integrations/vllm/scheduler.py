@@ -300,6 +300,7 @@ class SchedulerSide:
         """
         request_id = request.request_id
         self._num_computed[request_id] = num_computed_tokens
+        self._synchronous.discard(request_id)  # vLLM may have taken nothing of what was promised
         if not self._may_ask_about(request):
             self._deferrals.forget(request_id)
             return 0, False
