@@ -16,8 +16,11 @@ pytest.importorskip(
 
 import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
+from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.kernel.jobs import JobTable
+from cargohold.connector.kernel.loads import Loads
+from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.worker import KernelWorker
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.integrations.vllm.engine_view import PoolContext, Share
@@ -26,7 +29,8 @@ from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.lab.simulation.campaign import play_seed
-from cargohold.lab.vllm.engine import VllmRecipe
+from cargohold.lab.simulation.world import Scenario
+from cargohold.lab.vllm.engine import VllmRecipe, with_late_blocks
 from cargohold.protocol import AttentionKind, KVCacheGroup, OutputAggregator
 from tests.simulation.mutants import loads_the_state_of_one_block_too_early
 from tests.simulation.mutation import Mutant, Patch, registrar
@@ -36,6 +40,39 @@ MAX_SEEDS = 60
 
 MUTANTS: Final[list[Mutant]] = []
 mutant = registrar(MUTANTS, VllmRecipe)
+
+
+class LateRecipe(VllmRecipe):
+    """Scenarios in which vLLM tells the connector late of blocks."""
+
+    def scenario(self, seed: int) -> Scenario:
+        """The scenario of a seed."""
+        return with_late_blocks(VllmRecipe.scenario(self, seed), 0.5)
+
+
+late_mutant = registrar(MUTANTS, LateRecipe)
+
+
+# --- blocks that come late --------------------------------------------------------------------------------------------
+
+
+@late_mutant(first_seed=17)
+def takes_what_was_found_for_granted_until_blocks_come(patch: Patch) -> None:
+    patch.setattr(KeptAnswers, "step_begins", lambda self, step: self._told.clear())
+    plan = Loads.plan
+
+    def plan_all(self: Loads, state: RequestState, *args: Any) -> Any:
+        planned = plan(self, state, *args)
+        job = self._planned[-1]
+        self._planned[-1] = replace(job, rows=job.rows or (0,) * len(job.block_ids))
+        return planned
+
+    patch.setattr(Loads, "plan", plan_all)
+
+
+@late_mutant(workload="aborts")
+def pins_what_was_found_for_requests_that_never_have_blocks(patch: Patch) -> None:
+    patch.setattr(KeptAnswers, "request_ended", lambda self, state, block_ids: None)
 
 
 # --- scheduler side ---------------------------------------------------------------------------------------------------

@@ -151,12 +151,14 @@ class Replica(ABC):
         on_update: called with each update of a request.
         dedupes_blocks: whether the device pool keeps each prefix at most once.
         has_own_hashes: whether block hashes are those of ``cargohold.blocks``, so that events can be checked.
+        takes_less: whether it may take less than a connector has found, or later, when others have been told the same.
         scheduler: its scheduler.
         chains: the fingerprints of its requests' prefixes.
     """
 
     dedupes_blocks: ClassVar[bool]
     has_own_hashes: ClassVar[bool]
+    takes_less = False
     scheduler: ReplicaScheduler
     chains: PrefixChains
 

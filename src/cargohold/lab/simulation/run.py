@@ -406,7 +406,7 @@ class Run:
             LimitOracle(engine),
             HintOracle(engine, known_tiers, world.listed_media, lambda: struck.total() > 0),
             ContainmentOracle(engine, self._is_excused),
-            FoundOracle(engine, world.listed_media, lambda: struck.total() > 0),
+            FoundOracle(engine, world.listed_media, lambda: engine.takes_less or struck.total() > 0),
             *world.oracles(engine),
         ]
         if scenario.workload not in REUSING:

@@ -33,7 +33,7 @@ from cargohold.lab.simulation.oracles import Oracle
 from cargohold.lab.simulation.replica import NO_OUTPUT, STEP_S, VOCAB_SIZE, Replica
 from cargohold.lab.simulation.run import NO_TIMELINE, Run, RunResult, Timeline, quiet_logging
 from cargohold.lab.simulation.transfers import CopiesInFlight
-from cargohold.lab.simulation.workloads import Action, Ask, Tell, without_used_ids
+from cargohold.lab.simulation.workloads import REUSING, Action, Ask, Tell, without_used_ids
 from cargohold.lab.simulation.world import ANY, Scenario, Shape, World, draw_scenario
 from cargohold.lab.vllm.configuration import (
     ASYNC,
@@ -51,6 +51,7 @@ from cargohold.lab.vllm.configuration import (
     transfer_config,
     vllm_config,
 )
+from cargohold.lab.vllm.late_blocks import LATE_BLOCKS, LateBlocks
 from cargohold.lab.vllm.requests import NO_HASHES, RequestBook, SchedulerView
 from cargohold.lab.vllm.worker import SimulatedWorker, WriteFirstRunner
 from cargohold.protocol import (
@@ -177,8 +178,9 @@ class VllmEngine(Replica):
     def __init__(self, shape: Shape, *, clock: VirtualClock, copies: Sequence[CopiesInFlight], random: Random) -> None:
         options = shape.scheduler
         layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
+        of_vllm = (ASYNC, DRAFTED, LATE_BLOCKS, MATCH_UNIT, RETAINED)
         config = SchedulerConfig(
-            **{name: value for name, value in options.items() if name not in (ASYNC, DRAFTED, MATCH_UNIT, RETAINED)}
+            **{name: value for name, value in options.items() if name not in of_vllm}
             | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own
         )
         super().__init__(layout, config, clock, copies, NO_HASHES)
@@ -274,6 +276,8 @@ class VllmEngine(Replica):
         late, self._late_aborts = self._late_aborts, []
         for request_id in late:
             self._abort(request_id)
+        if self._late is not None:
+            self._late.step()
         answer = flight.answer
         if answer.kv_connector_output is not None:
             self._book.failed_loads |= answer.kv_connector_output.failed_recving
@@ -290,6 +294,8 @@ class VllmEngine(Replica):
         return self.last_step
 
     def _abort(self, request_id: str) -> None:
+        if self._late is not None:
+            self._late.forget(request_id)
         if self.vllm.finish_requests(request_id, VllmStatus.FINISHED_ABORTED):
             self._book.end(request_id, FinishReason.ABORT)
 
@@ -326,6 +332,9 @@ class VllmEngine(Replica):
             hash_block_size=hash_tokens,
             log_stats=True,
         )
+        rate = shape.scheduler.get(LATE_BLOCKS, 0.0)
+        self.takes_less = rate > 0
+        self._late = LateBlocks(self.vllm, rate, self._random) if rate and self.vllm.connector is not None else None
         self.workers = [self._new_worker(config, caches, rank) for rank in range(shape.world_size)]
         self.aggregator = KVOutputAggregator.from_connector(self.vllm.connector, shape.world_size)
         self.scheduler = self._view()
@@ -470,11 +479,21 @@ class VllmRecipe(Recipe):
         random = Random(f"{seed}/vllm scenario")  # noqa: S311  # repeatable, on purpose
         connector = random.choice(APPLICABLE) if self.connector == ANY else self.connector
         with quiet_logging("vllm"):
-            return fitted(draw_scenario(seed, self.workload, connector, self.faults), random)
+            scenario = fitted(draw_scenario(seed, self.workload, connector, self.faults), random)
+        late = Random(f"{seed}/late blocks")  # noqa: S311  # so, too
+        if scenario.workload in REUSING or late.random() < 0.8:
+            return scenario
+        return with_late_blocks(scenario, late.uniform(0.1, 0.6))
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
         """A run of ``scenario``."""
         return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
+
+
+def with_late_blocks(scenario: Scenario, rate: float) -> Scenario:
+    """The scenario with a vLLM that tells the connector late of blocks, and takes nothing of some hits."""
+    scheduler = {**scenario.shape.scheduler, LATE_BLOCKS: rate}
+    return replace(scenario, shape=replace(scenario.shape, scheduler=scheduler))
 
 
 def fitted(scenario: Scenario, random: Random) -> Scenario:

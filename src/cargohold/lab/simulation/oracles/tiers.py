@@ -85,7 +85,7 @@ class TierOracle(Oracle):
         for watched in self._sides:
             if watched.is_live():
                 self._check_counts(watched)
-                if watched.jobs.num_loads > 1:
+                if watched.jobs.num_loads > 1 and not self._engine.takes_less:
                     self._check_loads(watched)
                 if watched.counts_tokens:
                     self._check_tokens(watched.side, step)
