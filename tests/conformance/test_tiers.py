@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from cargohold.cache import OffloadKey
 from cargohold.lab.conformance import TierConformance
 from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, Note
-from cargohold.tiers.memory import padded
 from cargohold.tiers.port import NO_LOSSES, Listing, Losses
 from tests.tiers.common import codec, disk_tier
 
@@ -47,8 +47,8 @@ class TestDisk(TierConformance):
         for headers in place.glob("disk/*/*.headers"):
             at = headers.read_bytes().find(chunk)
             if at >= 0:
-                slot_bytes = padded(self.chunk_bytes)
-                flip(headers.with_suffix(".data"), at // HEADER_BYTES * slot_bytes + self.chunk_bytes // 2)
+                slot_bytes = json.loads((headers.parent / "shard.json").read_text())["slot_bytes"]
+                flip(headers.with_suffix(".data"), at // HEADER_BYTES * slot_bytes + slot_bytes // 3)
 
     def break_medium(self, place: Path) -> None:
         shutil.rmtree(place / "disk")
@@ -58,6 +58,12 @@ class TestDisk(TierConformance):
 class TestBufferedDisk(TestDisk):
     def open(self, place: Path) -> Tier:
         return disk_tier(place / "disk", "512KiB", chunk_bytes=self.chunk_bytes, direct_io=False)
+
+
+class TestDiskOfSeveralSizes(TestDisk):
+    def open(self, place: Path) -> Tier:
+        sizes = [self.chunk_bytes, 7_100, 4_200]
+        return disk_tier(place / "disk", "512KiB", chunk_bytes=self.chunk_bytes, chunk_sizes=sizes)
 
 
 class TestEncryptedDisk(TestDisk):

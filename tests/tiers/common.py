@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -106,6 +106,7 @@ def disk_tier(
     reserve_bytes: int | str = 0,
     policy: str = "lru",
     direct_io: bool = True,
+    chunk_sizes: Sequence[int] = (),
 ) -> DiskTier:
     config = DiskTierConfig(
         directory=str(directory),
@@ -114,7 +115,7 @@ def disk_tier(
         policy=policy,
         direct_io=direct_io,
     )
-    return DiskTier(config, using or codec(), chunk_bytes, num_shards)
+    return DiskTier(config.with_sizes(chunk_sizes), using or codec(), chunk_bytes, num_shards)
 
 
 def load(tier: Tier, number: int, size: int = CHUNK) -> bytes | LoadOutcome:

@@ -18,7 +18,7 @@ from tests.tiers.bad_medium import (
     superuser,
 )
 from tests.tiers.common import codec, disk_tier
-from tests.tiers.medium_machine import MOST_TRIES, NUM_KEYS, SECRET, MediumMachine, Port, Step
+from tests.tiers.medium_machine import MOST_TRIES, NUM_KEYS, SECRET, MediumMachine, Port, Step, payload_of
 
 BUDGETS = [200 * 1024, 400 * 1024, 1024**2]
 DESCRIPTION_BYTES = 4 * 4096  # of all engines that come; no segment is so small
@@ -40,6 +40,7 @@ class DiskMachine(MediumMachine):
         self.secret = SECRET if random.random() < 0.3 else None
         self.max_bytes = random.choice(BUDGETS)
         self.ports = [None] * random.choice([1, 1, 2])
+        self.chunk_sizes = random.choice([[], [len(payload_of(number)) for number in range(3)]])
         self.open_all(None, [])
         for port in self.ports:
             assert port is not None
@@ -59,6 +60,7 @@ class DiskMachine(MediumMachine):
             num_shards=len(self.ports),
             policy=self.policy,
             direct_io=self.direct_io,
+            chunk_sizes=self.chunk_sizes,
         )
 
     # --- what other processes do --------------------------------------------------------------------------------------
@@ -137,8 +139,8 @@ class DiskMachine(MediumMachine):
         assert self.is_larger or after <= most or self.is_withdrawn, f"{after} bytes are too many"
 
     def settle(self) -> None:
-        for port in self.ports:
-            if port is not None:
+        for at, port in enumerate(self.ports):
+            if port is not None and self.is_held(at):  # else it is off until the restart
                 self.takes_chunks_again(port)
         self.close()
         found = []

@@ -122,8 +122,9 @@ def test_no_chunk_before_it_is_evicted_for_the_end_of_a_prefix(policy: str, *, i
     index = SlotIndex(4, find_policy(policy))
     index.add_slots(4)
     if is_restored:
-        index.forget_free(range(4))
-        index.restore([key(number) for number in range(4)], range(4), b"")
+        places = [(number,) for number in range(4)]
+        index.forget_free(places)
+        index.restore([key(number) for number in range(4)], places, b"")
     else:
         for number in range(4):
             slot = index.reserve(key(number), key(number - 1) if number else None)

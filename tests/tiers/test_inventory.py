@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -247,10 +248,10 @@ def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monk
     monkeypatch.setattr("cargohold.tiers.disk.files.ROOM", replace(ROOM, plus_s=0.1))
     engines: list[Tier] = []
 
-    def count(file: Path) -> int:
+    def count(file: Path) -> Counter[int]:
         del file
         engines.append(filled(disk_tier(tmp_path), 3))
-        return 3
+        return Counter({CHUNK: 3})
 
     monkeypatch.setattr("cargohold.tiers.disk.inventory._count_headers", count)
     assert [holding.num_chunks for holding in DiskInventory(tmp_path).holdings()] == [3]

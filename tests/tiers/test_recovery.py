@@ -11,7 +11,8 @@ from cargohold.cache.policies import find_policy
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.disk import slot_index as recovery
 from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
-from tests.tiers.common import codec, key, payload
+from cargohold.tiers.disk.slots import Links, SlotPlan
+from tests.tiers.common import CHUNK, codec, key, payload
 
 FREE = bytes(HEADER_BYTES)
 
@@ -24,9 +25,9 @@ class Watched(SlotIndex):
         self.add_slots(capacity)
         self.told: list[tuple[str, list[bytes]]] = []
 
-    def restore(self, keys: Sequence[bytes], slots: Sequence[int], parent: bytes) -> None:
+    def restore(self, keys: Sequence[bytes], places: Sequence[tuple[int, ...]], parent: bytes) -> None:
         self.told.append(("stored", list(keys)))
-        super().restore(keys, slots, parent)
+        super().restore(keys, places, parent)
 
     def touch(self, keys: Sequence[bytes]) -> list[int]:
         self.told.append(("used", list(keys)))
@@ -44,7 +45,9 @@ def restored(*headers: bytes, uses: Sequence[int] = (), now_ns: int = 1000) -> t
     tables = [b"".join(headers[at : at + 2]) for at in range(0, len(headers), 2)]
     table = np.zeros(len(headers), dtype=np.int64)
     table[: len(uses)] = uses
-    bad = restore_index(index, tables, table, codec(time_ns=lambda: now_ns))
+    bad = restore_index(
+        index, tables, Links([None], len(headers)), table, codec(time_ns=lambda: now_ns), SlotPlan(CHUNK)
+    )
     index.check()
     return index, bad
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,8 +25,10 @@ from hypothesis import strategies as st
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome, Tier
-from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
+from cargohold.tiers.chunk_format import HEADER_BYTES, Header, tag_of, unpack_header
+from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
+from cargohold.tiers.disk.slots import Links, SlotPlan
 from cargohold.tiers.inventory import Finding
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.objects import ObjectTier
@@ -146,31 +149,51 @@ FORGED = st.builds(
     namespace=st.sampled_from([codec().namespace.digest] * 4 + [bytes(32)]),
     key=st.one_of(KEYS, KEYS, KEYS, st.binary(min_size=1, max_size=64)),
     parent=st.one_of(KEYS, st.binary(max_size=64)),
-    num_bytes=st.integers(0, 2**64 - 1),
+    num_bytes=st.one_of(st.integers(0, 3 * CHUNK), st.integers(0, 2**64 - 1)),
     checksum=st.just(bytes(16)),
-    stored_ns=st.one_of(st.integers(0, 50), st.integers(0, 2**64 - 1)),
+    stored_ns=st.one_of(st.just(7), st.integers(0, 50), st.integers(0, 2**64 - 1)),
 ).map(Header.pack)
 SPOILED = st.tuples(FORGED, st.integers(0, HEADER_BYTES - 1), st.integers(0, 255)).map(
     lambda drawn: drawn[0][: drawn[1]] + bytes([drawn[2]]) + drawn[0][drawn[1] + 1 :]
 )
 
 
+class Linked(Segment):
+    """A segment of which only the links are read."""
+
+    def __init__(self, links: bytes) -> None:
+        self._of_all = links
+
+    def read_links(self) -> bytes:
+        return self._of_all
+
+
+@pytest.mark.parametrize("plan", [SlotPlan(CHUNK), SlotPlan(CHUNK, 1, 3), SlotPlan(CHUNK, 2, 3)], ids=str)
 @pytest.mark.parametrize("policy", ["lru", "fifo", "arc", "reuse-index"])
 @given(
     found=st.lists(st.one_of(FORGED, SPOILED, st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)), max_size=12),
     uses=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=12, max_size=12),
+    linked=st.lists(
+        st.tuples(st.one_of(st.integers(0, 12), st.just(2**32 - 1)), st.integers(0, 11)), min_size=12, max_size=12
+    ),
 )
-def test_whatever_headers_say_an_engine_starts_and_goes_on(policy: str, found: list[bytes], uses: list[int]) -> None:
+def test_whatever_headers_say_an_engine_starts_and_goes_on(
+    policy: str, plan: SlotPlan, found: list[bytes], uses: list[int], linked: list[tuple[int, int]]
+) -> None:
     """Found by forging: with the policy ``reuse-index``, a key of another length ended the start."""
-    index = SlotIndex(12, find_policy(policy))
+    index = SlotIndex(12, find_policy(policy), plan)
     index.add_slots(12)
-    bad = restore_index(index, [b"".join(found)], np.array(uses, dtype=np.int64), codec())
+    tags = [tag_of(header) for header in found] or [0]
+    links = b"".join(struct.pack("<II", at, tags[whose % len(tags)]) for at, whose in linked)
+    bad = restore_index(
+        index, [b"".join(found)], Links([Linked(links)], 12), np.array(uses, dtype=np.int64), codec(), plan
+    )
     assert len(bad) + index.num_ready <= len(found)
     index.check()
     known = [header.key for data in found if (header := unpack_header(data)) and index.contains(header.key)]
     if {len(name) for name in known} <= {len(key(0))}:
         for number in range(6, 40):
-            slot = index.reserve(key(number), key(number % 7))
+            slot = index.reserve(key(number), key(number % 7), plan.count_for(number % 4 * CHUNK))
             if isinstance(slot, int):
                 index.commit(slot)
         index.check()

@@ -39,7 +39,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import cargohold.integrations.vllm.layout as layout_module
 from cargohold.cache.rows import plan_rows
-from cargohold.connector.held import held_per_gib, possible_per_gib, tokens_per_gib
+from cargohold.connector.config import OffloadConfig
+from cargohold.connector.held import held_levels, held_per_gib, possible_per_gib, tokens_per_gib
 from cargohold.connector.kernel.loads import blocks_to_store
 from cargohold.integrations.vllm.groups import Groups, groups_of, layer_specs
 from cargohold.integrations.vllm.settings import Settings
@@ -67,6 +68,9 @@ def configured(*specs: Any, **values: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, **values)
 
 
+SETTINGS = Settings.parse(
+    {"host_bytes": "1GiB", "tiers": [{"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}]}
+)
 LATENT: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 
@@ -85,7 +89,8 @@ def summary(model: Published) -> str:
     possible, page = possible_per_gib(layout), 4096
     # Its rows are as large as blocks, in whole pages: CPUOffloadingSpec of vLLM 0.32.
     of_vllm = tokens_per_gib(layout, [-(-layout.block_bytes // page) * page] * len(layout.groups))
-    parts = f"{held_per_gib(layout) / possible:.0%} | {of_vllm / possible:.0%}"
+    held = held_per_gib(layout, SETTINGS.offload)
+    parts = f"{held['host'] / possible:.0%}, {held['disk'] / possible:.0%} | {of_vllm / possible:.0%}"
     return f"| {model.name} | {kinds} | {', '.join(out)} | {parts} |"
 
 
@@ -122,18 +127,38 @@ def test_the_page_says_of_each_published_model_what_is_kept() -> None:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_gib_holds_nearly_as_many_tokens_as_the_sizes_of_their_kv_allow(name: str) -> None:
-    """Found on Qwen4-Exp, DeepSeek V4 and Gemma-3: a row was as large as the largest group's blocks, 78 to 89 % of it KV."""
+    """Found on Qwen4-Exp, DeepSeek V4 and Gemma-3: a row was as large as the largest group's blocks, 78 to 89 % of it KV.
+
+    And so was a disk's slot.
+    """
     layout = layout_of(name)
-    assert held_per_gib(layout) >= 0.95 * possible_per_gib(layout)
-    settings = Settings.parse({"host_bytes": "1GiB"})
+    held = held_per_gib(layout, SETTINGS.offload)
+    assert min(held.values()) >= 0.95 * possible_per_gib(layout)
     asked = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=SimpleNamespace())
-    (said,) = (
-        line
-        for line in remarks(asked, MODELS[name].kv_cache_config(), layout, settings)
-        if line.startswith("a GiB of host memory holds")
-    )
-    told = [int(number.replace(",", "")) for number in re.findall(r"([\d,]*\d)", said)]
-    assert told[0] == held_per_gib(layout) >= 0.95 * told[-1]
+    said = [
+        line for line in remarks(asked, MODELS[name].kv_cache_config(), layout, SETTINGS) if line.startswith("a GiB of")
+    ]
+    assert [line.partition(" holds")[0] for line in said] == ["a GiB of host memory", "a GiB of disk"]
+    for line, of_tier in zip(said, (held["host"], held["disk"]), strict=True):
+        told = [int(number.replace(",", "")) for number in re.findall(r"([\d,]*\d)", line)]
+        assert told[0] == of_tier >= 0.95 * told[-1]
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        OffloadConfig(host_bytes="1GiB", manager="json:loads"),
+        OffloadConfig(host_bytes="1GiB", transfer="json:loads"),
+    ],
+)
+def test_with_a_manager_or_transfer_of_ones_own_what_is_told_is_what_its_rows_hold(offload: OffloadConfig) -> None:
+    """Found by reading: the log and the gauge said what our own manager would hold."""
+    layout = layout_of("DeepSeek V4")
+    told = held_per_gib(layout, offload)
+    assert told == {"host": tokens_per_gib(layout, [layout.block_bytes] * len(layout.groups))}
+    assert told["host"] < 0.9 * possible_per_gib(layout)
+    assert held_per_gib(layout, [offload, OffloadConfig(host_bytes="1GiB")]) == {}, "two say different things"
+    assert held_levels(layout, []) == {}
 
 
 @pytest.mark.parametrize("name", SERVED)

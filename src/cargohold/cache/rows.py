@@ -73,10 +73,14 @@ def plan_rows(layout: KVCacheLayout) -> RowPlan:
     The first row of a block, and the last, begin and end with the block; so rows are no longer than any group's blocks.
     """
     sizes = layout.group_bytes
-    best = even_rows(layout)
-    least = _padding(best, sizes)
     common = gcd(*sizes)
-    unit = min(_ALIGNMENT, common & -common)  # copies are fastest where rows begin at whole numbers
+    return fit_rows(sizes, min(_ALIGNMENT, common & -common))  # copies are fastest where rows begin at whole numbers
+
+
+def fit_rows(sizes: Sequence[int], unit: int) -> RowPlan:
+    """Return how blocks of these sizes, by group, lie in rows of a multiple of ``unit`` bytes."""
+    best = RowPlan(max(sizes), (1,) * len(sizes))
+    least = _padding(best, sizes)
     lengths = {-(-size // count // unit) * unit for size in sizes for count in range(1, _MAX_ROWS + 1)}
     for length in sorted((length for length in lengths if length <= min(sizes)), reverse=True):
         plan = RowPlan(length, tuple(-(-size // length) for size in sizes))
@@ -177,41 +181,52 @@ def _rows_of_block(rows: tuple[int, ...], at: int, blocks_per_chunk: int) -> tup
 
 
 class RowTable(ChunkTable):
-    """A table of chunks that take rows, as many as their group needs.
+    """A table of chunks that take rows, as many as each needs.
 
-    It counts in chunks of the largest group: what is free is said to be as many as there is room for in any case. So whoever
-    makes room for some chunks may have to do it again, because those that were evicted were smaller.
+    It counts in the largest chunks: what is free is said to be as many as there is room for in any case. So whoever makes room
+    for some chunks may have to do it again, because those that were evicted were smaller.
 
     Args:
-        num_rows: number of rows.
-        per_chunk: rows that a chunk takes, by group.
+        capacity: maximum number of rows.
+        least: rows that the smallest chunk takes.
+        most: rows that the largest chunk takes.
+        num_rows: number of rows that there are at first; by default all. See ``add_rows``.
 
     Attributes:
+        num_rows: number of rows that there are.
         rows_at: by slot of the table, the rows of its chunk.
         num_ready_rows: number of rows of chunks that can be loaded.
     """
 
-    def __init__(self, num_rows: int, per_chunk: Sequence[int]) -> None:
-        self.num_rows = num_rows
-        self._per_chunk, self._most = per_chunk, max(per_chunk)
-        self._free_rows = list(range(num_rows))[::-1]
-        self.num_ready_rows = 0
-        super().__init__(num_rows // min(per_chunk))
+    def __init__(self, capacity: int, least: int, most: int, num_rows: int | None = None) -> None:
+        self._least, self._most = least, most
+        self.num_rows = self.num_ready_rows = 0
+        self._free_rows: list[int] = []
+        super().__init__(capacity // least, num_slots=0)
         self.rows_at: list[tuple[int, ...]] = [()] * self.capacity
+        self.add_rows(capacity if num_rows is None else num_rows)
 
     @property
     def num_free(self) -> int:
-        """Number of chunks, of whatever group, for which there are free rows."""
-        return len(self._free_rows) // self._most
+        """Number of chunks, of whatever size, for which there are free rows."""
+        return min(len(self._free), self.num_free_rows // self._most)
 
-    def place(self, keys: Sequence[bytes], slots: Sequence[int], parent: int, owner: int = 0) -> None:
-        """See ``ChunkTable.place``; the chunks get rows."""
-        super().place(keys, slots, parent, owner)
-        free = self._free_rows
-        for key, slot in zip(keys, slots, strict=True):
-            start = len(free) - self._per_chunk[split_key(key)[1]]
-            self.rows_at[slot] = tuple(sorted(free[start:]))
-            del free[start:]
+    @property
+    def num_free_rows(self) -> int:
+        """Number of free rows."""
+        return len(self._free_rows)
+
+    def add_rows(self, count: int) -> None:
+        """Add ``count`` free rows behind those that there are. Low ones are used first."""
+        first, self.num_rows = self.num_rows, self.num_rows + count
+        self._free_rows[:0] = range(first, self.num_rows)[::-1]
+        self.add_slots(self.num_rows // self._least - self.num_slots)
+
+    def give_rows(self, slot: int, count: int) -> None:
+        """Give a chunk that was placed its rows."""
+        start = len(self._free_rows) - count
+        self.rows_at[slot] = tuple(sorted(self._free_rows[start:]))
+        del self._free_rows[start:]
 
     def publish(self, slots: Sequence[int]) -> None:
         """See ``ChunkTable.publish``."""
@@ -232,9 +247,12 @@ class RowTable(ChunkTable):
         """See ``ChunkTable.check``."""
         super().check()
         used = [row for rows in self.rows_at for row in rows]
-        assert sorted(used + self._free_rows) == list(range(self.num_rows)), "a row is lost, or has two owners"
+        assert sorted(used + self._all_free()) == list(range(self.num_rows)), "a row is lost, or has two owners"
         ready = sum(len(self.rows_at[slot]) for slot in self.slots_in(READY))
         assert ready == self.num_ready_rows, "rows are counted wrongly"
+
+    def _all_free(self) -> list[int]:
+        return self._free_rows
 
     def _erase(self, slots: list[int]) -> None:
         super()._erase(slots)
@@ -249,3 +267,22 @@ class RowTable(ChunkTable):
     def _give_back(self, slot: int) -> None:
         self._free_rows += self.rows_at[slot][::-1]
         self.rows_at[slot] = ()
+
+
+class GroupedRowTable(RowTable):
+    """The same where a chunk takes what its group needs.
+
+    Args:
+        num_rows: number of rows.
+        per_chunk: rows that a chunk takes, by group.
+    """
+
+    def __init__(self, num_rows: int, per_chunk: Sequence[int]) -> None:
+        super().__init__(num_rows, min(per_chunk), max(per_chunk))
+        self._per_chunk = per_chunk
+
+    def place(self, keys: Sequence[bytes], slots: Sequence[int], parent: int, owner: int = 0) -> None:
+        """See ``ChunkTable.place``; the chunks get rows."""
+        super().place(keys, slots, parent, owner)
+        for key, slot in zip(keys, slots, strict=True):
+            self.give_rows(slot, self._per_chunk[split_key(key)[1]])

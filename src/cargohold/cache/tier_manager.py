@@ -23,7 +23,7 @@ from cargohold.cache.manager import (
 )
 from cargohold.cache.policies import Newcomers, ReplacementPolicy, RunsPolicy, find_policy
 from cargohold.cache.retention import NORMAL
-from cargohold.cache.rows import RowTable
+from cargohold.cache.rows import GroupedRowTable
 from cargohold.cache.shares import Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 from cargohold.protocol import TurnEnd
@@ -82,7 +82,7 @@ class TierManager(OffloadManager):
         if capacity < 1:
             raise ConfigError("capacity", capacity, "at least one slot")
         self.capacity = capacity
-        self._rows = RowTable(capacity * max(chunk_rows), chunk_rows) if chunk_rows else None
+        self._rows = GroupedRowTable(capacity * max(chunk_rows), chunk_rows) if chunk_rows else None
         self._table = self._rows or ChunkTable(capacity)
         self.policy: ReplacementPolicy = policy(self._table)
         self._num_spare = min(capacity // _SPARE_PART, _MAX_SPARE)

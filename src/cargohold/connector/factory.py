@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+from cargohold.cache.rows import RowPlan
 from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
@@ -50,6 +51,12 @@ def own_configs(offload: Offload | Sequence[Offload] | None, path: str = "") -> 
         case Sequence():
             for at, child in enumerate(offload):
                 yield from own_configs(child, f"{path}connectors[{at}].")
+
+
+def row_plan(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout) -> RowPlan | None:
+    """Return how blocks lie in host memory; ``None`` if that is not known, or not the same for all connectors of ours."""
+    plans = {config.plan_rows(layout) for _, config in own_configs(offload)}
+    return plans.pop() if len(plans) == 1 else None
 
 
 def lower_tiers(offload: Offload | Sequence[Offload] | None) -> list[str]:

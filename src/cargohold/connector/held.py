@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from cargohold.cache.rows import plan_rows
+from cargohold.connector.config import OffloadConfig
+from cargohold.connector.factory import Offload, own_configs
 from cargohold.connector.kernel.loads import blocks_to_store
+from cargohold.connector.offloading.factory import chunk_sizes, details_bytes
 from cargohold.protocol import KVCacheLayout, Stats, metrics
+from cargohold.tiers import tier_names
 
 _GIB = 1 << 30
 
@@ -22,16 +25,29 @@ def kept_blocks(layout: KVCacheLayout) -> list[float]:
     return kept
 
 
-def tokens_per_gib(layout: KVCacheLayout, block_bytes: Sequence[int]) -> int:
+def tokens_per_gib(layout: KVCacheLayout, block_bytes: Sequence[float]) -> int:
     """Return how many tokens a GiB holds if a block of each group takes so many bytes on one worker."""
     of_token = sum(kept * size for kept, size in zip(kept_blocks(layout), block_bytes, strict=True))
     return int(_GIB / (of_token * layout.num_shards))
 
 
-def held_per_gib(layout: KVCacheLayout) -> int:
-    """Return how many tokens a GiB of host memory holds."""
-    plan = plan_rows(layout)
-    return tokens_per_gib(layout, [count * plan.row_bytes for count in plan.per_block])
+def held_per_gib(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | None) -> dict[str, int]:
+    """Return how many tokens a GiB holds, by tier, of those for which all connectors in ``offload`` say the same."""
+    found: dict[str, set[int]] = {}
+    for _, config in own_configs(offload):
+        for name, chunk_bytes in _taken(config, layout):
+            held = tokens_per_gib(layout, [size / config.blocks_per_chunk for size in chunk_bytes])
+            found.setdefault(name, set()).add(held)
+    return {name: held.pop() for name, held in found.items() if len(held) == 1}
+
+
+def _taken(config: OffloadConfig, layout: KVCacheLayout) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the tiers of one connector for which that is known, with the bytes that chunks of each group take on one worker."""
+    sizes, room = chunk_sizes(config, layout), details_bytes(layout, config.blocks_per_chunk)
+    yield "host", sizes
+    for name, tier in zip(tier_names(config.tiers), config.tiers, strict=True):
+        if (taken := tier.bytes_taken(sizes, room)) is not None:
+            yield name, taken
 
 
 def possible_per_gib(layout: KVCacheLayout) -> int:
@@ -39,8 +55,14 @@ def possible_per_gib(layout: KVCacheLayout) -> int:
     return tokens_per_gib(layout, layout.group_bytes)
 
 
-def held_levels(layout: KVCacheLayout, block_bytes: Sequence[int] | None = None) -> Stats:
-    """Return both as levels; ``block_bytes`` are the sizes of groups' blocks where the layout does not say them."""
-    possible = tokens_per_gib(layout, block_bytes or layout.group_bytes)
-    series = metrics.TOKENS_PER_GIB
-    return {series.of("held"): held_per_gib(layout), series.of("possible"): possible}
+def held_levels(
+    layout: KVCacheLayout, offload: Offload | Sequence[Offload] | None, block_bytes: Sequence[int] | None = None
+) -> Stats:
+    """Return all of them as levels; ``block_bytes`` are the sizes of groups' blocks where the layout does not say them."""
+    held = held_per_gib(layout, offload)
+    if not held:
+        return {}
+    levels: dict[str, float] = {"possible": tokens_per_gib(layout, block_bytes or layout.group_bytes)}
+    for name, num_tokens in held.items():
+        levels["held" if name == "host" else f"held_{name}"] = num_tokens
+    return {metrics.TOKENS_PER_GIB.of(what): level for what, level in levels.items()}

@@ -329,7 +329,7 @@ IN_TOKENS: Final[Mapping[Family, Family]] = MappingProxyType(
 TOKENS_PER_GIB: Final = gauge(
     "tokens_per_gib",
     "tokens",
-    "Of long prompts: held per GiB of host memory, and possible by the sizes of their KV.",
+    "Of long prompts: held per GiB of host memory, held_disk per GiB of a disk, and possible by the sizes of their KV.",
     "what",
 )
 HINTS: Final = counter(

@@ -78,6 +78,7 @@ _TOKEN_BYTES: Final = 4
 TOKEN_TYPE: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 """Type of a token id in an array."""
 _NO_PRIORITY = 255
+_LENGTH_AT, _KEY_AT, _STORED_AT = 22, 62, 236
 _MAX_UINT32 = 2**32 - 1
 _EXTRAS_ROOM: Final = 128
 _HASH_ROOM: Final = 36
@@ -170,6 +171,18 @@ class Header:
             min(_MAX_UINT32, int(self.retention.until_s)),
         )
         return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def length_in(header: bytes) -> int:
+    """Return the length of the payload that a header says, without checking the header."""
+    return int.from_bytes(header[_LENGTH_AT : _LENGTH_AT + 8], "little")
+
+
+def tag_of(header: bytes) -> int:
+    """Return a number of 32 bits that stands for a header's chunk and its time of storing, whatever hints ask for it."""
+    digest = xxhash.xxh3_64(header[_KEY_AT : _KEY_AT + 1 + MAX_KEY_BYTES])
+    digest.update(header[_STORED_AT : _STORED_AT + 8])
+    return digest.intdigest() & _MAX_UINT32
 
 
 def unpack_header(data: bytes | memoryview) -> Header | None:

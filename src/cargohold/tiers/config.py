@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -184,6 +184,21 @@ class TierConfig(Options):
         """Return the options for a connector with this ``transfer_timeout_s``. By default the same."""
         del transfer_timeout_s
         return self
+
+    def with_sizes(self, chunk_sizes: Sequence[int]) -> Self:
+        """Return the options for a worker whose chunks have these sizes, by group. By default the same."""
+        del chunk_sizes
+        return self
+
+    def bytes_taken(self, chunk_sizes: Sequence[int], details_bytes: int) -> Sequence[int] | None:
+        """Return the bytes that a chunk of each group takes on one worker; ``None``, the default, if that is not known.
+
+        Args:
+            chunk_sizes: bytes of their payloads.
+            details_bytes: most bytes that a chunk's details may take, of which a tier may keep room for all.
+        """
+        del chunk_sizes, details_bytes
+        return None
 
     def with_share(self, share: float) -> Self:
         """Return the options for a tier that gets this part of the limits, and others the rest. By default the same."""

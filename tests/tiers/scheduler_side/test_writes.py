@@ -6,6 +6,7 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.cache import StoreOffer
+from cargohold.cache.manager import offload_key
 from cargohold.protocol import metrics
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import Admission, WriteMode
@@ -139,6 +140,19 @@ def test_the_daily_write_budget_is_kept() -> None:
     assert world.step() == []
     world.clock.advance(1801)
     assert [len(command.keys) for command in world.step()] == [1]
+
+
+def test_a_small_chunk_takes_less_of_the_daily_write_budget() -> None:
+    """Found by reading: a disk was worn less than it may be, because each chunk counted like one of the largest group."""
+    world = World(max_daily_chunks=48, chunk_parts=(1.0, 0.25))
+    small = [offload_key(bytes([at] * 32), 1) for at in range(3)]
+    world.keep(small)
+    (store,) = world.step()
+    assert len(store.keys) == 1, "a start is given little"
+    world.end(store, [True])
+    assert world.step() == []
+    world.clock.advance(451)
+    assert [len(command.keys) for command in world.step()] == [1], "a quarter of half an hour"
 
 
 def test_a_large_daily_write_budget_does_not_raise_the_writes_in_flight() -> None:

@@ -56,10 +56,13 @@ def namespace_of(layout: KVCacheLayout, rank: int, blocks_per_chunk: int, plan: 
         layout=_describe(layout, blocks_per_chunk, plan or even_rows(layout)),
         split=_split(layout, rank),
         hashing=f"{layout.hash_block_tokens} tokens per hash",
-        details_bytes=room_for_details(
-            blocks_per_chunk * max(group.block_tokens for group in layout.groups), blocks_per_chunk
-        ),
+        details_bytes=details_bytes(layout, blocks_per_chunk),
     )
+
+
+def details_bytes(layout: KVCacheLayout, blocks_per_chunk: int) -> int:
+    """Return the most bytes that a chunk's details may take."""
+    return room_for_details(blocks_per_chunk * max(group.block_tokens for group in layout.groups), blocks_per_chunk)
 
 
 def _split(layout: KVCacheLayout, rank: int) -> str:
@@ -88,7 +91,7 @@ def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
     """Raise ``ConfigError`` if workers on this machine could not open a tier, before they load anything."""
     for at, tier in enumerate(config.tiers):
         with option_path(f"tiers[{at}]."):
-            check_tier(tier, _shard_bytes(config, layout), layout.num_shards)
+            check_tier(tier.with_sizes(chunk_sizes(config, layout)), _shard_bytes(config, layout), layout.num_shards)
 
 
 def require_memory(host_bytes: int | str, num_bytes: int) -> None:
@@ -102,9 +105,9 @@ def tier_options(config: OffloadConfig, layout: KVCacheLayout) -> list[TierOptio
     """Return how the tiers in ``config`` are to be used. Raises ``ConfigError`` if this engine cannot use tiers at all."""
     if config.tiers:
         served_model(layout)
-    chunk_bytes = _shard_bytes(config, layout) * layout.num_shards
+    sizes = [size * layout.num_shards for size in chunk_sizes(config, layout)]
     named = zip(config.tiers, tier_names(config.tiers), strict=True)
-    options = [_options(tier, name, chunk_bytes) for tier, name in named]
+    options = [_options(tier, name, sizes) for tier, name in named]
     return [replace(of_tier, is_read_only=config.read_only) for of_tier in options]
 
 
@@ -120,7 +123,7 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
         for at, (tier, options) in enumerate(zip(config.tiers, tier_options(config, layout), strict=True)):
             with option_path(f"tiers[{at}]."):
                 opened = open_tier(
-                    tier.with_times(config.transfer_timeout_s),
+                    tier.with_times(config.transfer_timeout_s).with_sizes(chunk_sizes(config, layout)),
                     namespace,
                     _shard_bytes(config, layout),
                     layout.num_shards,
@@ -135,24 +138,33 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
     return queues
 
 
+def chunk_sizes(config: OffloadConfig, layout: KVCacheLayout) -> list[int]:
+    """Return the bytes of a chunk of each group on one worker."""
+    plan = config.plan_rows(layout)
+    return [count * plan.row_bytes * config.blocks_per_chunk for count in plan.per_block]
+
+
 def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
     """Return the bytes of the largest chunks on one worker."""
-    plan = config.plan_rows(layout)
-    return plan.most * plan.row_bytes * config.blocks_per_chunk
+    return max(chunk_sizes(config, layout))
 
 
-def _options(tier: TierConfig, name: str, chunk_bytes: int) -> TierOptions:
+def _options(tier: TierConfig, name: str, sizes: Sequence[int]) -> TierOptions:
+    """Return how a tier is to be used, if chunks have these sizes, by group, over all workers."""
+    most = max(sizes)
     limits = QueueConfig()  # the workers' queues have these: a job that they refuse looks like a failure of the medium
     return TierOptions(
         name=name,
         admission=Admission(tier.admission),
         write_mode=WriteMode(tier.write),
-        max_chunks=_chunks_in(tier.num_max_bytes, chunk_bytes),
-        max_daily_chunks=_chunks_in(tier.num_daily_bytes, chunk_bytes),
+        max_bytes=tier.num_max_bytes,
+        max_chunks=_chunks_in(tier.num_max_bytes, min(sizes)),
+        max_daily_chunks=_chunks_in(tier.num_daily_bytes, most),
+        chunk_parts=() if min(sizes) == most else tuple([size / most for size in sizes]),
         has_index=tier.has_index,
         locality=tier.locality,
         is_listed=tier.is_listed,
-        max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // chunk_bytes)),
+        max_inflight_chunks=max(1, min(limits.max_store_chunks, MAX_INFLIGHT_BYTES // most)),
         max_asked_chunks=limits.max_urgent_chunks,
         num_asked_at_once=tier.num_asked_at_once,
     )

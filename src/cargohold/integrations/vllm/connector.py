@@ -18,6 +18,7 @@ from cargohold.connector.factory import (
     connector_factory,
     equal_parts,
     lower_tiers,
+    row_plan,
     start_report,
 )
 from cargohold.connector.held import held_levels
@@ -442,7 +443,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def _make_scheduler(self, pool: Any, tables: BlockTables, layout: KVCacheLayout, parts: Parts) -> None:
         layout = replace(layout, block_bytes=parts.largest_block_bytes)
-        plan = plan_rows(layout)
+        plan = row_plan(self._settings.offload, layout) or plan_rows(layout)
         mean = parts.all_block_bytes / layout.world_size
         self._mean_block_bytes = mean if plan.is_even else plan.mean_block_bytes(layout)
         self._events = EventTranslator(self._kv_cache_config.kv_cache_groups, self._groups.numbers)
@@ -477,7 +478,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             tool_tokens=start.tool_tokens(self._vllm_config.model_config),
             marks_shared_prefixes=marks_shared_prefixes(layout.groups),
             groups=self._groups,
-            levels=held_levels(layout, group_sizes(self._kv_cache_config, layout.groups)),
+            tier_token_bytes=plan.token_bytes(layout),
+            levels=held_levels(layout, self._settings.offload, group_sizes(self._kv_cache_config, layout.groups)),
             max_adapters=getattr(getattr(self._vllm_config, "lora_config", None), "max_loras", 1),
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.

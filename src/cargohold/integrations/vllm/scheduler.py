@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
@@ -96,6 +95,7 @@ class SideOptions:
         marks_shared_prefixes: whether to mark where other requests go on, at the end of a load or of what they share: there
             vLLM ends a step, and its prefix cache keeps windows and states.
         groups: the KV-cache groups; ``None`` if none is left out.
+        tier_token_bytes: bytes of one token's KV in a tier, for all workers; ``None`` if they follow from the layout.
         levels: levels that are told once.
         max_adapters: number of adapters with which one step may compute.
     """
@@ -109,6 +109,7 @@ class SideOptions:
     tool_tokens: ToolTokens = ToolTokens({})  # noqa: RUF009  # it is never changed
     marks_shared_prefixes: bool = False
     groups: Groups | None = None
+    tier_token_bytes: float | None = None
     levels: Stats = field(default_factory=dict)
     max_adapters: int = 1
 
@@ -144,8 +145,7 @@ class SchedulerSide:
         self._clock = clock
         self._timeout_s = options.load_timeout_s
         self._dropped_tokens = options.dropped_tokens
-        self._loads = options.loads
-        self._by_priority = options.by_priority
+        self._loads, self._by_priority = options.loads, options.by_priority
         self._tool_tokens = options.tool_tokens
         self._marks_shared_prefixes = options.marks_shared_prefixes
         self._resets = CacheResets(
@@ -192,6 +192,7 @@ class SchedulerSide:
             }
         )
         self._levels: Stats = {}
+        self._tier_token_bytes = options.tier_token_bytes or plan_rows(layout).token_bytes(layout)
         self._stats_due_at = 0.0
         self._outages = OutageLevels(time.time() - clock())
         self._refusals = SparingLog(logger)  # clients decide how many there are
@@ -467,10 +468,6 @@ class SchedulerSide:
         shown = for_operators(told, block_bytes, self._tier_token_bytes, self.layout.token_bytes)
         shown.add(self._outages.take_changes(self.guard.get_outages()))
         return {series: value for series, value in shown.items() if value}
-
-    @cached_property
-    def _tier_token_bytes(self) -> float:
-        return plan_rows(self.layout).token_bytes(self.layout)
 
     def _take_levels(self) -> Stats:
         """Return how much more, or less, vLLM's prefix cache holds than when this was asked last."""

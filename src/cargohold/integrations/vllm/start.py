@@ -59,9 +59,11 @@ def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, sett
 
 def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: Settings) -> Iterator[str]:
     """Yield what is worth knowing, as sentences."""
-    held, possible = held_per_gib(layout), tokens_per_gib(layout, group_sizes(kv_cache_config, layout.groups))
-    of_possible = f", of {possible:,} by the sizes of their KV" if held < possible else ""
-    yield f"a GiB of host memory holds {format_count(held, 'token')} of long prompts{of_possible}"
+    possible = tokens_per_gib(layout, group_sizes(kv_cache_config, layout.groups))
+    for tier, held in held_per_gib(layout, settings.offload).items():
+        of_possible = f", of {possible:,} by the sizes of their KV" if held < possible else ""
+        where = "host memory" if tier == "host" else tier
+        yield f"a GiB of {where} holds {format_count(held, 'token')} of long prompts{of_possible}"
     policy = settings.adapter.load_failure_policy
     yield (
         f"if a load fails, vLLM's policy is to {policy} its request (load_failure_policy; inside MultiConnector, the outer "

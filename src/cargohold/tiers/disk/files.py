@@ -2,14 +2,15 @@
 
 ::
 
-    segment-00000.data      slot 0 | slot 1 | ...          payloads, each padded to whole pages
+    segment-00000.data      slot 0 | slot 1 | ...          payloads, each padded to whole slots (see ``slots``)
     segment-00000.headers   header 0 | header 1 | ...      256 bytes each; zeros where nothing is stored; then, as long as
-                            details 0 | details 1 | ...    a namespace has room for them, each chunk's details
+                            details 0 | details 1 | ...    a namespace has room for them, each chunk's details; and
+                            link 0 | link 1 | ...          8 bytes each, where chunks take several slots
     segment-00000.uses      use 0 | use 1 | ...            8 bytes each: when the slot was last used
 
-Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: the slot's old
-header is wiped, payload and details are written, the header is written. An interruption leaves no header or, after a power
-failure, one whose checksum does not match.
+Headers lie together so that a start reads them at the speed of the disk. A chunk is written in three steps: the slots' old
+headers are wiped, payload and details are written, the headers are written. An interruption leaves no first header or, after a
+power failure, one whose checksum does not match.
 """
 
 from __future__ import annotations
@@ -83,12 +84,14 @@ class Geometry:
     Attributes:
         slot_bytes: bytes of a slot; whole pages.
         slots_per_segment: number of slots in a segment.
-        details_bytes: room for the details of each slot's chunk.
+        details_bytes: room at each slot for the details of its chunk.
+        link_bytes: room at each slot for the link to its chunk's next one.
     """
 
     slot_bytes: int
     slots_per_segment: int
     details_bytes: int = 0
+    link_bytes: int = 0
 
     @property
     def data_bytes(self) -> int:
@@ -97,8 +100,8 @@ class Geometry:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of a segment's headers and details."""
-        return padded((HEADER_BYTES + self.details_bytes) * self.slots_per_segment)
+        """Bytes of a segment's headers, details and links."""
+        return padded((HEADER_BYTES + self.details_bytes + self.link_bytes) * self.slots_per_segment)
 
     @property
     def use_bytes(self) -> int:
@@ -130,8 +133,13 @@ class Segment:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot, so of the largest payload."""
+        """Bytes of a slot."""
         return self._geometry.slot_bytes
+
+    @property
+    def details_bytes(self) -> int:
+        """Room at each slot for the details of its chunk."""
+        return self._geometry.details_bytes
 
     @property
     def num_slots(self) -> int:
@@ -165,8 +173,8 @@ class Segment:
         return os.pread(self._headers.number, HEADER_BYTES, slot * HEADER_BYTES)
 
     def write_header(self, slot: int, header: bytes = _NO_HEADER) -> None:
-        """Write a slot's header, or wipe it with zeros, the default."""
-        _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == HEADER_BYTES)
+        """Write a slot's header, or wipe it with zeros, the default; and those of the slots behind it if there are more."""
+        _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == len(header))
 
     def read_details(self, slot: int) -> bytes:
         """Return what lies in a slot's room for details: those of its chunk or, if that has none, of an earlier one."""
@@ -176,6 +184,14 @@ class Segment:
         """Write the details of a slot's chunk."""
         assert len(details) <= self._geometry.details_bytes
         _require(os.pwrite(self._headers.number, details, self._details_offset(slot)) == len(details))
+
+    def read_links(self) -> bytes:
+        """Return the links of all slots."""
+        return os.pread(self._headers.number, self._geometry.link_bytes * self.num_slots, self._link_offset(0))
+
+    def write_links(self, slot: int, links: bytes) -> None:
+        """Write the link of a slot, and those of the slots behind it if there are more."""
+        _require(os.pwrite(self._headers.number, links, self._link_offset(slot)) == len(links))
 
     def read_uses(self) -> bytes:
         """Return the table of last uses, as far as it was written."""
@@ -187,7 +203,7 @@ class Segment:
         _require(os.pwrite(self._uses.number, uses, 0) == len(uses))
 
     def read_payload(self, slot: int, into: memoryview, skipped: int = 0) -> None:
-        """Fill ``into`` from the start of a slot, or from behind its first ``skipped`` bytes, which must be whole pages."""
+        """Fill ``into`` from the start of a slot on, or from behind its first ``skipped`` bytes, which must be whole pages."""
         at = self._offset(slot) + skipped
         if not self._is_direct:
             _require(os.preadv(self._data.number, [into], at) == len(into))
@@ -198,7 +214,7 @@ class Segment:
         copy_bytes(into[main:], rest[: len(into) - main])
 
     def write_payload(self, slot: int, payload: memoryview) -> None:
-        """Write a payload at the start of a slot."""
+        """Write a payload, or a part of it, from the start of a slot on."""
         if not self._is_direct:
             _require(os.pwritev(self._data.number, [payload], self._offset(slot)) == len(payload))
             return
@@ -220,6 +236,9 @@ class Segment:
 
     def _details_offset(self, slot: int) -> int:
         return HEADER_BYTES * self._geometry.slots_per_segment + slot * self._geometry.details_bytes
+
+    def _link_offset(self, slot: int) -> int:
+        return (HEADER_BYTES + self._geometry.details_bytes) * self.num_slots + slot * self._geometry.link_bytes
 
     def _reopen_direct(self) -> bool:
         try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, unpack_header
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, Header, length_in, unpack_header
 from cargohold.tiers.disk import trimming
 from cargohold.tiers.disk.files import (
     DirectoryLock,
@@ -34,6 +35,7 @@ from cargohold.tiers.disk.root import (
     shards_in,
     strange_folders,
 )
+from cargohold.tiers.disk.slots import Links, slots_for
 from cargohold.tiers.inventory import (
     PIECE_BYTES,
     Finding,
@@ -91,8 +93,7 @@ class DiskInventory(Inventory):
         with _errors():
             lock = self._lock(shard)
             try:
-                for path, geometry in _segments(shard):
-                    yield from _verify(path, geometry, troubles, delete=delete)
+                yield from _Verification(shard, troubles, delete=delete).findings()
             finally:
                 lock.release()
         raise_noted(_NAME, troubles)
@@ -146,7 +147,8 @@ class DiskInventory(Inventory):
         remarks: list[str] = []
         num_bytes = spare_bytes = 0
         description = ShardDescription({}, None)
-        num_chunks = _count_chunks(shard, remarks)
+        lengths = _count_chunks(shard, remarks)
+        num_chunks = None if lengths is None else lengths.total()
         with noted(remarks, shard):
             description = read_description(shard)
             remarks += remarks_on(description.namespace)
@@ -154,8 +156,10 @@ class DiskInventory(Inventory):
                 remarks.append(_not_described(shard))
         with noted(remarks, shard):
             num_bytes, payload_bytes = _space(shard)
-            if num_chunks is not None and description.geometry is not None:
-                spare_bytes = max(0, payload_bytes - num_chunks * description.geometry.slot_bytes)
+            if lengths is not None and description.geometry is not None:
+                slot_bytes = description.geometry.slot_bytes
+                num_slots = sum(slots_for(length, slot_bytes) * count for length, count in lengths.items())
+                spare_bytes = max(0, payload_bytes - num_slots * slot_bytes)
         is_in_use = _is_in_use(shard, remarks)
         return Holding(
             id=shard.relative_to(self._root).as_posix(),
@@ -203,9 +207,9 @@ def _require_ours(shard: Path) -> None:
         raise TierError(_NAME, f"{shard} has files that are not a disk tier's, so it is left alone")
 
 
-def _count_chunks(shard: Path, remarks: list[str]) -> int | None:
-    """Return how many headers are not empty; ``None``, with a remark, if they cannot all be read."""
-    count = 0
+def _count_chunks(shard: Path, remarks: list[str]) -> Counter[int] | None:
+    """Return how many chunks there are, by length; ``None``, with a remark, if not all headers can be read."""
+    count: Counter[int] = Counter()
     # A shard may be deleted meanwhile. Unlike ``glob``, a listing says if we may not list.
     with noted(remarks, shard), suppress(FileNotFoundError):
         for file in shard.iterdir():
@@ -215,12 +219,13 @@ def _count_chunks(shard: Path, remarks: list[str]) -> int | None:
     return None if remarks else count
 
 
-def _count_headers(path: Path) -> int:
-    count = 0
+def _count_headers(path: Path) -> Counter[int]:
+    count: Counter[int] = Counter()
     with suppress(FileNotFoundError):  # deleted meanwhile: an engine that starts deletes segments above its budget
         for piece in read_pieces(path):
             # Only headers begin like this. Details lie behind them, in steps of a header's size.
-            count += sum(piece.startswith(MAGIC, at) for at in range(0, len(piece), HEADER_BYTES))
+            starts = [at for at in range(0, len(piece), HEADER_BYTES) if piece.startswith(MAGIC, at)]
+            count.update([length_in(piece[at : at + HEADER_BYTES]) for at in starts])
     return count
 
 
@@ -264,55 +269,93 @@ def _not_described(shard: Path) -> str:
     return f"{shard / DESCRIPTION_FILE} is missing or damaged, so no chunk can be verified"
 
 
-def _verify(path: Path, geometry: Geometry, troubles: list[str], *, delete: bool) -> Iterator[Finding]:
-    """Yield a finding per chunk of a segment.
+class _Verification:
+    """Checks the chunks of one shard.
 
     Args:
-        path: path of the segment's files without their suffix.
-        geometry: their sizes.
+        shard: the shard.
         troubles: gets the reasons why chunks cannot be checked or deleted.
         delete: whether to delete damaged chunks.
+
+    Raises ``OSError`` and ``TierError`` as ``_segments`` does.
     """
-    _, headers = segment_files(path)
-    with noted(troubles, path):
-        segment = Segment(path, geometry, direct_io=True)
-        is_whole = segment.is_whole()
-        if not is_whole and may_hold_chunks(headers):
-            troubles.append(f"{path} is not whole, so no chunk in it can be verified")
-        for slot in range(geometry.slots_per_segment if is_whole else 0):
-            finding = _check(segment, slot, path.parent.name)
-            if finding is Finding.DAMAGED and delete:
-                with noted(troubles, headers):
-                    segment.write_header(slot)
-            if finding is not None:
-                yield finding
 
+    def __init__(self, shard: Path, troubles: list[str], *, delete: bool) -> None:
+        self._namespace_id, self._troubles, self._delete = shard.name, troubles, delete
+        found = list(_segments(shard))
+        self._segments = {path: self._open(path, geometry) for path, geometry in found}
+        self._per_segment = found[0][1].slots_per_segment if found else 1
+        self._links = Links(list(self._segments.values()), self._per_segment)
 
-def _check(segment: Segment, slot: int, namespace_id: str) -> Finding | None:
-    """Verify the chunk in a slot; return ``None`` if the slot is empty."""
-    try:
-        data = segment.read_header(slot)
-        if data == _EMPTY:
-            return None
-        header = unpack_header(data)
-        is_ours = header is not None and header.namespace.hex().startswith(namespace_id)
-        if header is None or not is_ours or header.num_bytes > segment.slot_bytes:
-            return Finding.DAMAGED
-        is_sound = is_good(header, _payload(segment, slot, header.num_bytes))
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        return Finding.DAMAGED  # a bad place on the disk; the slots behind it may well be good
-    return Finding.GOOD if is_sound else Finding.DAMAGED
+    def findings(self) -> Iterator[Finding]:
+        """Yield a finding per chunk."""
+        for number, (path, segment) in enumerate(self._segments.items()):
+            if segment is None:
+                continue
+            with noted(self._troubles, path):
+                for slot in range(self._per_segment):
+                    finding = self._check(segment, slot, number * self._per_segment + slot)
+                    if finding is Finding.DAMAGED and self._delete:
+                        with noted(self._troubles, segment_files(path)[1]):
+                            segment.write_header(slot)
+                    if finding is not None:
+                        yield finding
 
+    def _open(self, path: Path, geometry: Geometry) -> Segment | None:
+        """Open a segment; return ``None`` if that fails, or it is not whole."""
+        with noted(self._troubles, path):
+            segment = Segment(path, geometry, direct_io=True)
+            if segment.is_whole():
+                return segment
+            if may_hold_chunks(segment_files(path)[1]):
+                self._troubles.append(f"{path} is not whole, so no chunk in it can be verified")
+        return None
 
-def _payload(segment: Segment, slot: int, num_bytes: int) -> Iterator[memoryview]:
-    """Yield ``num_bytes`` bytes of a slot's payload, in pieces; each is valid until the next one."""
-    piece = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
-    for at in range(0, num_bytes, PIECE_BYTES):
-        part = piece[: num_bytes - at]
-        segment.read_payload(slot, part, at)
-        yield part
+    def _check(self, segment: Segment, at: int, slot: int) -> Finding | None:
+        """Verify the chunk that begins in a slot; return ``None`` if none does.
+
+        Args:
+            segment: the slot's segment.
+            at: its number in it.
+            slot: its number in the shard.
+        """
+        try:
+            data = segment.read_header(at)
+            if data == _EMPTY:
+                return None
+            header = unpack_header(data)
+            is_ours = header is not None and header.namespace.hex().startswith(self._namespace_id)
+            slots = None if header is None else self._slots_of(header, slot)
+            if header is None or not is_ours or slots is None:
+                return Finding.DAMAGED
+            is_sound = is_good(header, self._payload(slots, header.num_bytes))
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return Finding.DAMAGED  # a bad place on the disk; the slots behind it may well be good
+        return Finding.GOOD if is_sound else Finding.DAMAGED
+
+    def _slots_of(self, header: Header, first: int) -> Sequence[int] | None:
+        return self._links.follow(header, first, slots_for(header.num_bytes, self._slot_bytes))
+
+    @property
+    def _slot_bytes(self) -> int:
+        return next(segment.slot_bytes for segment in self._segments.values() if segment is not None)
+
+    def _payload(self, slots: Sequence[int], num_bytes: int) -> Iterator[memoryview]:
+        """Yield ``num_bytes`` bytes of a chunk's payload, in pieces; each is valid until the next one."""
+        piece, segments = memoryview(bytearray(min(num_bytes, PIECE_BYTES))), list(self._segments.values())
+        for slot in slots:
+            number, at = divmod(slot, self._per_segment)
+            segment = segments[number]
+            if segment is None:
+                return  # the checksum will be another
+            in_slot = min(num_bytes, segment.slot_bytes)
+            for begin in range(0, in_slot, PIECE_BYTES):
+                part = piece[: in_slot - begin]
+                segment.read_payload(at, part, begin)
+                yield part
+            num_bytes -= in_slot
 
 
 def _is_in_use(shard: Path, remarks: list[str]) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cargohold.option_values import parse_path
-from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
+from cargohold.tiers.disk.files import USE_BYTES
 from cargohold.tiers.disk.inventory import DiskInventory
 from cargohold.tiers.disk.options import DiskOptions
 from cargohold.tiers.disk.shard import check_place, require_place
+from cargohold.tiers.disk.slots import SlotPlan
 from cargohold.tiers.disk.tier import DiskTier
 from cargohold.tiers.places import is_url
 from cargohold.tiers.port import Tier
@@ -29,6 +32,12 @@ class DiskTierConfig(DiskOptions):
     def check(self, chunk_bytes: int, num_shards: int) -> None:
         """Refuse a directory that cannot be used, and an impossible budget."""
         check_place(self, chunk_bytes, num_shards)
+
+    def bytes_taken(self, chunk_sizes: Sequence[int], details_bytes: int) -> Sequence[int]:
+        """See ``TierConfig``. Headers, the room for details, and what stays empty of slots are a part of it."""
+        plan = SlotPlan.of(chunk_sizes)
+        of_slot = plan.slot_bytes + HEADER_BYTES + plan.details_room(details_bytes) + USE_BYTES
+        return [plan.count_for(size) * of_slot for size in chunk_sizes]
 
     @classmethod
     def inventory_of(cls, place: str) -> DiskInventory | None:

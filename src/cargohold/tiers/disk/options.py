@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -51,6 +51,7 @@ class DiskOptions(TierConfig):
             accrues evenly, and is kept for an hour. Each start may write what accrues in a minute, or a chunk.
         direct_io: whether to bypass the page cache, whose memory host memory could use, where the file system can.
         share: part of ``max_bytes`` that one tier in the directory may take; see ``with_share``.
+        chunk_sizes: bytes of a chunk of each group on one worker; empty if all are alike. See ``with_sizes``.
     """
 
     names_elsewhere: ClassVar[Mapping[str, str]] = NAMES_ELSEWHERE
@@ -66,6 +67,7 @@ class DiskOptions(TierConfig):
     max_daily_bytes: Annotated[int | str | None, SIZE] = None
     direct_io: bool = True
     share: float = field(default=1.0, init=False)
+    chunk_sizes: tuple[int, ...] = field(default=(), init=False)
 
     def of_replica(self, replica: int) -> Self:
         """See ``TierConfig``. Each replica needs its own directory: the first has this one, each other one a subdirectory."""
@@ -76,9 +78,18 @@ class DiskOptions(TierConfig):
     def with_share(self, share: float) -> Self:
         """See ``TierConfig``. The directory is one for all of them."""
         assert 0 < share <= 1
-        of_tier = replace(self)
-        object.__setattr__(of_tier, "share", share)
-        return of_tier
+        return self._with("share", share)
+
+    def with_sizes(self, chunk_sizes: Sequence[int]) -> Self:
+        """See ``TierConfig``. Slots are such that little of them stays empty."""
+        return self._with("chunk_sizes", tuple(chunk_sizes))
+
+    def _with(self, name: str, value: object) -> Self:
+        changed = replace(self)
+        for kept in ("share", "chunk_sizes"):
+            object.__setattr__(changed, kept, getattr(self, kept))
+        object.__setattr__(changed, name, value)
+        return changed
 
     def describe(self) -> str:
         """Return the directory, its limit and its eviction policy, for people."""

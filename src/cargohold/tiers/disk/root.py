@@ -315,6 +315,8 @@ def read_description(shard: Path) -> ShardDescription:
 def _geometry(data: dict[str, Any]) -> Geometry | None:
     slot_bytes, slots = data.get("slot_bytes"), data.get("slots_per_segment")
     details_bytes = data.get("details_bytes", 0)  # format 1 had none
-    if not (isinstance(slot_bytes, int) and isinstance(slots, int) and isinstance(details_bytes, int)):
+    link_bytes = data.get("link_bytes", 0)  # nor these
+    numbers = [number for number in (slot_bytes, slots, details_bytes, link_bytes) if isinstance(number, int)]
+    if len(numbers) < 4 or min(numbers) < 0 or 0 in numbers[:2]:
         return None
-    return Geometry(slot_bytes, slots, details_bytes) if min(slot_bytes, slots, details_bytes + 1) > 0 else None
+    return Geometry(*numbers)

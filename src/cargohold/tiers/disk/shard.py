@@ -38,7 +38,7 @@ from cargohold.tiers.disk.root import (
     warn_of_strangers,
     write_description,
 )
-from cargohold.tiers.memory import padded
+from cargohold.tiers.disk.slots import Place, SlotPlan, runs_of
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
 from cargohold.tiers.places import place_of, warn_of_owners, warn_of_writers
 
@@ -89,20 +89,22 @@ class Shard:
 
     Attributes:
         path: its subdirectory.
+        plan: how chunks lie in slots.
         geometry: sizes of its files.
         capacity: maximum number of slots within the budget.
 
     Args:
         config: the tier's options.
         namespace: namespace of the chunks.
-        chunk_bytes: bytes of the largest chunk.
+        plan: how chunks lie in slots.
         budget: the bytes that it may take.
 
     Raises:
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
     """
 
-    def __init__(self, config: DiskOptions, namespace: Namespace, chunk_bytes: int, budget: Budget) -> None:
+    def __init__(self, config: DiskOptions, namespace: Namespace, plan: SlotPlan, budget: Budget) -> None:
+        self.plan = plan
         self._root = _root_of(config)
         self._budget = budget
         self._direct_io = config.direct_io
@@ -114,7 +116,7 @@ class Shard:
             self._lock = self._take_lock(config)
             try:
                 check_budget(self._root, config, budget)
-                self.geometry = self._find_geometry(config, namespace, padded(chunk_bytes))
+                self.geometry = self._find_geometry(config, namespace)
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
                 self._open_segments(namespace)
                 warn_of_strangers(self._root)
@@ -141,6 +143,13 @@ class Shard:
         """Return a slot's segment, and the slot's number in it."""
         at, within = divmod(slot, self.geometry.slots_per_segment)
         return self._segments[at], within
+
+    def place_of(self, slots: Sequence[int]) -> Place:
+        """Return a chunk's slots in the files."""
+        if len(slots) == 1:
+            return Place(slots, [(*self.segment_of(slots[0]), 1)])
+        runs = runs_of(slots, self.geometry.slots_per_segment)
+        return Place(slots, [(*self.segment_of(first), count) for first, count in runs])
 
     def header_tables(self) -> Iterator[bytes]:
         """Yield, per segment, the headers of its slots.
@@ -236,17 +245,18 @@ class Shard:
                     raise
             time.sleep(_LOCK_POLL_S)
 
-    def _find_geometry(self, config: DiskOptions, namespace: Namespace, slot_bytes: int) -> Geometry:
+    def _find_geometry(self, config: DiskOptions, namespace: Namespace) -> Geometry:
         """Return the geometry of the existing files; if there are none, or they do not fit, delete them and choose a new one.
 
         Raises:
-            ConfigError: the budget is below one slot.
+            ConfigError: the budget is below one chunk.
             OSError: the files cannot be used, or it cannot be read what they are; then nothing is deleted.
         """
         known = read_description(self.path).geometry
         room = self._budget.shard_bytes - _OTHER_BYTES
-        single = Geometry(slot_bytes, 1, namespace.details_bytes)
-        if known is not None and replace(known, slots_per_segment=1) == single and known.segment_bytes <= room:
+        plan, most = self.plan, self.plan.most
+        single = Geometry(plan.slot_bytes, most, plan.details_room(namespace.details_bytes), plan.link_bytes)
+        if known is not None and _fits(known, single) and known.segment_bytes <= room:
             if _MOST_SEGMENTS * known.segment_bytes <= room - known.segment_bytes:
                 logger.warning(
                     "disk tier in %s: its files were made for a smaller budget and can hold only %s of %s; to use all, delete "
@@ -257,12 +267,12 @@ class Shard:
                 )
             return known
         _require_room(config, self._budget, single)
-        most = room // single.segment_bytes
         is_described = known is not None
         why = "they do not fit the chunks or max_bytes" if is_described else f"{DESCRIPTION_FILE} is missing or damaged"
         self._delete_segments(0, why)
-        usual = max(_SEGMENT_BYTES, room // _USUAL_SEGMENTS) // slot_bytes
-        geometry = replace(single, slots_per_segment=max(1, min(usual, most // _LEAST_SEGMENTS)))
+        usual = max(_SEGMENT_BYTES, room // _USUAL_SEGMENTS) // single.slot_bytes
+        in_room = room // single.segment_bytes * most // _LEAST_SEGMENTS
+        geometry = replace(single, slots_per_segment=max(most, min(usual, in_room)))
         write_description(self.path, namespace.describe(), geometry)
         return geometry
 
@@ -339,6 +349,17 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def slot_plan(config: DiskOptions, chunk_bytes: int) -> SlotPlan:
+    """Return how chunks lie in slots, of which the largest has ``chunk_bytes``."""
+    return SlotPlan.of(config.chunk_sizes or (chunk_bytes,))
+
+
+def _fits(known: Geometry, single: Geometry) -> bool:
+    """Whether files have slots like those of ``single``, and enough of them in a segment for a chunk."""
+    most = single.slots_per_segment
+    return known.slots_per_segment >= most and replace(known, slots_per_segment=most) == single
+
+
 def check_place(config: DiskOptions, chunk_bytes: int, num_shards: int) -> None:
     """Check options, as far as that is possible without a namespace. Creates the directory.
 
@@ -353,7 +374,8 @@ def check_place(config: DiskOptions, chunk_bytes: int, num_shards: int) -> None:
         check_budget(root, config, budget)
     except OSError as error:
         raise _unusable(config, error) from error
-    _require_room(config, budget, Geometry(padded(chunk_bytes), 1))
+    plan = slot_plan(config, chunk_bytes)
+    _require_room(config, budget, Geometry(plan.slot_bytes, plan.most, 0, plan.link_bytes))
 
 
 def require_place(config: DiskOptions) -> None:
@@ -408,7 +430,7 @@ def _unusable(config: DiskOptions, error: OSError) -> ConfigError:
 
 
 def _require_room(config: DiskOptions, budget: Budget, single: Geometry) -> None:
-    """Raise ``ConfigError`` if the budget has no room for a single slot."""
+    """Raise ``ConfigError`` if the budget has no room for a single chunk."""
     need = single.segment_bytes
     if budget.shard_bytes - _OTHER_BYTES < need:
         need_all = format_bytes(need + _OTHER_BYTES)

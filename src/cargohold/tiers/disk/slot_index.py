@@ -29,20 +29,29 @@ from cargohold.cache.shares import Shares
 from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, ChunkCodec, Header, unpack_header
 from cargohold.tiers.disk.files import USE_BYTES
 from cargohold.tiers.disk.shard import Shard
+from cargohold.tiers.disk.slots import ONE_EACH, Found, Links, SlotPlan, SlotTable, gather
 from cargohold.tiers.port import StoreOutcome
 
 
 class SlotIndex:
     """Slots of one shard. Not thread-safe: its owner holds a lock.
 
+    A chunk that is there has a number, with which it is pinned and committed: its slot, or what ``slots_of`` is asked with if
+    chunks take several.
+
     Args:
         capacity: maximum number of slots; at first there are none.
         policy: makes the policy that decides what is evicted, for a table.
+        plan: how many slots chunks take; by default one each.
     """
 
-    def __init__(self, capacity: int, policy: Callable[[ChunkTable], ReplacementPolicy]) -> None:
+    def __init__(
+        self, capacity: int, policy: Callable[[ChunkTable], ReplacementPolicy], plan: SlotPlan = ONE_EACH
+    ) -> None:
         self.capacity = capacity
-        self._table = ChunkTable(capacity, num_slots=0)
+        self._max_chunks = capacity // plan.most
+        self._several = SlotTable(capacity, plan) if plan.most > 1 else None
+        self._table = self._several or ChunkTable(capacity, num_slots=0)
         self._policy = policy(self._table)
         # Made when a hint asks for it first; a policy of somebody's own keeps its own order.
         self._levels: Levels | None = None
@@ -50,7 +59,7 @@ class SlotIndex:
     @property
     def num_slots(self) -> int:
         """Number of slots that there are."""
-        return self._table.num_slots
+        return self._table.num_slots if self._several is None else self._several.num_rows
 
     @property
     def num_ready(self) -> int:
@@ -58,26 +67,38 @@ class SlotIndex:
         return self._table.num_ready
 
     @property
+    def num_ready_slots(self) -> int:
+        """Number of slots of chunks that can be loaded."""
+        return self._table.num_ready if self._several is None else self._several.num_ready_rows
+
+    @property
     def has_free(self) -> bool:
         """Whether a chunk can be stored without evicting another."""
         return self._table.num_free > 0
 
+    def slots_of(self, number: int) -> tuple[int, ...]:
+        """Return the slots of a chunk that is pinned, in order."""
+        return (number,) if self._several is None else self._several.rows_at[number]
+
     def add_slots(self, count: int) -> None:
         """Add ``count`` free slots. Low ones are used first."""
-        self._table.add_slots(count)
+        if self._several is None:
+            self._table.add_slots(count)
+        else:
+            self._several.add_rows(count)
 
     def contains(self, key: OffloadKey) -> bool:
         """Whether a chunk can be loaded."""
         slot = self._table.find(key)
         return slot != NO_SLOT and self._table.states[slot] == READY
 
-    def chunks_in(self, slots: Iterable[int]) -> list[tuple[int, OffloadKey]]:
-        """Return those of the slots whose chunk can be loaded, each with the chunk's key."""
-        keys, states = self._table.keys, self._table.states
-        return [(slot, key) for slot in slots if states[slot] == READY and (key := keys[slot]) is not None]
+    def chunks_in(self, numbers: Iterable[int]) -> list[tuple[tuple[int, ...], OffloadKey]]:
+        """Return the chunks with these numbers that can be loaded: the slots of each, and its key."""
+        keys, states, slots_of = self._table.keys, self._table.states, self.slots_of
+        return [(slots_of(at), key) for at in numbers if states[at] == READY and (key := keys[at]) is not None]
 
     def prefixes(self) -> tuple[npt.NDArray[np.intc], npt.NDArray[np.bool_]]:
-        """Return, by slot, the slot of the chunk before, or ``NO_SLOT``, and whether its chunk can be loaded. Copies."""
+        """Return, by number, that of the chunk before, or ``NO_SLOT``, and whether the chunk can be loaded. Copies."""
         table = self._table
         parents = np.array(table.parents[: table.num_slots], dtype=np.intc)
         return parents, np.frombuffer(bytes(table.states[: table.num_slots]), dtype=np.uint8) == READY
@@ -86,26 +107,39 @@ class SlotIndex:
         """Whether a chunk can be loaded, or is being written."""
         return self._table.find(key) != NO_SLOT
 
-    def reserve(self, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
-        """Reserve a slot to write a chunk to, by evicting another chunk if need be.
+    def reserve(self, key: OffloadKey, parent: OffloadKey | None, num_slots: int = 1) -> int | StoreOutcome:
+        """Reserve slots to write a chunk to, by evicting other chunks if need be.
 
-        Returns the slot. If all other chunks are worth more, or busy, the outcome of the store: of those that are being
-        written, one may go in a moment.
+        Returns the chunk's number. If all other chunks are worth more, or busy, the outcome of the store: of those that are
+        being written, one may go in a moment.
         """
         table, before, keys = self._table, self._table.find(parent), [key]
         assert not self.is_known(key)
         is_worth_less = False
-        if not table.num_free:
+        if not self._has_room(num_slots):
             around = [] if before == NO_SLOT else [before]
             table.pin(around)
-            is_worth_less = self._policy.make_room(keys, before, 1)
+            is_worth_less = self._make_room(keys, before, num_slots)
             table.unpin(around)
-        if not table.num_free:
+        if not self._has_room(num_slots):
             return StoreOutcome.LATER if table.num_writing and not is_worth_less else StoreOutcome.REFUSED
-        slots = table.take(1)
-        table.place(keys, slots, before)
-        self._policy.add(keys, before, slots)
-        return slots[0]
+        numbers = table.take(1)
+        table.place(keys, numbers, before)
+        if self._several is not None:
+            self._several.give_rows(numbers[0], num_slots)
+        self._policy.add(keys, before, numbers)
+        return numbers[0]
+
+    def _has_room(self, num_slots: int) -> bool:
+        return self._table.num_free > 0 if self._several is None else self._several.has_room(num_slots)
+
+    def _make_room(self, keys: Sequence[OffloadKey], before: int, num_slots: int) -> bool:
+        """Evict chunks, one by one, until there is room; return whether that fails because the others are worth more."""
+        while True:
+            num_ready = self._table.num_ready
+            is_worth_less = self._policy.make_room(keys, before, 1)
+            if self._has_room(num_slots) or self._table.num_ready == num_ready:
+                return is_worth_less
 
     def take_evicted(self) -> list[OffloadKey]:
         """Return the chunks evicted since the last call. To be called after each ``reserve``."""
@@ -119,7 +153,7 @@ class SlotIndex:
         if not self.contains(key):
             return False
         if self._levels is None and retention != NO_RETENTION and isinstance(self._policy, RunsPolicy):
-            self._levels = Levels(self._table, self._policy)
+            self._levels = Levels(self._table, self._policy, self._max_chunks)
             self._policy = self._levels.shares
         if self._levels is not None:
             self._levels.set(key, retention, now_s)
@@ -130,16 +164,28 @@ class SlotIndex:
         if self._levels is not None:
             self._levels.expire(now_s)
 
-    def restore(self, keys: Sequence[OffloadKey], slots: Sequence[int], parent: OffloadKey) -> None:
-        """Add ready chunks, each the parent of the next, that were found in ``slots``; call ``forget_free`` for them first."""
+    def restore(self, keys: Sequence[OffloadKey], places: Sequence[tuple[int, ...]], parent: OffloadKey) -> None:
+        """Add ready chunks, each the parent of the next, found in these places; call ``forget_free`` for them first."""
         before = self._table.find(parent) if parent else NO_SLOT
-        self._table.place(keys, slots, before)
-        self._policy.add(keys, before, slots)
-        self._table.publish(slots)
+        numbers = self._numbers_for(places)
+        self._table.place(keys, numbers, before)
+        self._policy.add(keys, before, numbers)
+        self._table.publish(numbers)
 
-    def forget_free(self, used: Iterable[int]) -> None:
+    def forget_free(self, used: Iterable[Sequence[int]]) -> None:
         """Take slots off the list of free slots, because chunks were found in them."""
-        self._table.take_these(used)
+        if self._several is None:
+            self._table.take_these(chain.from_iterable(used))
+        else:
+            self._several.take_rows(chain.from_iterable(used))
+
+    def _numbers_for(self, places: Sequence[tuple[int, ...]]) -> list[int]:
+        if self._several is None:
+            return [place[0] for place in places]
+        numbers = self._several.take(len(places))
+        for number, place in zip(numbers, places, strict=True):
+            self._several.set_rows(number, place)
+        return numbers
 
     def commit(self, slot: int) -> None:
         """Make a chunk that was written ready: it can be loaded from now on."""
@@ -150,7 +196,7 @@ class SlotIndex:
         self._withdraw([slot])
 
     def pin(self, key: OffloadKey) -> int | None:
-        """Pin a chunk for reading; return its slot, which keeps its contents until ``unpin``, or ``None`` if not ready."""
+        """Pin a chunk for reading; return its number; its slots keep their contents until ``unpin``. ``None`` if not ready."""
         if not self.contains(key):
             return None
         slot = self._table.find(key)
@@ -162,7 +208,7 @@ class SlotIndex:
         self._table.unpin([slot])
 
     def discard(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Remove chunks that are ready; return their slots, which are free once nobody reads them any more."""
+        """Remove chunks that are ready; return their numbers. Their slots are free once nobody reads them any more."""
         slots = [self._table.find(key) for key in dict.fromkeys(keys) if self.contains(key)]
         self._withdraw(slots)
         return slots
@@ -172,13 +218,13 @@ class SlotIndex:
         return self._table.find(key) == slot
 
     def touch(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Tell the policy that a request uses these chunks, in prefix order; return the slots of those that are ready."""
+        """Tell the policy that a request uses these chunks, in prefix order; return the first slots of those that are ready."""
         slots = [self._table.find(key) for key in keys if self.contains(key)]
         if slots:
             self._policy.touch(slots, is_whole=False)
         if self._levels is not None:
             self._levels.note_used(keys)
-        return slots
+        return slots if self._several is None else [self._several.rows_at[slot][0] for slot in slots]
 
     def check(self) -> None:
         """Verify that no slot is lost. Raises ``AssertionError``."""
@@ -277,7 +323,9 @@ class LastUses:
 _MOST_USES: Final = 1024
 
 
-def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: ChunkCodec) -> list[int]:
+def restore_index(
+    index: SlotIndex, tables: Iterable[bytes], links: Links, uses: Uses, codec: ChunkCodec, plan: SlotPlan
+) -> list[int]:
     """Fill an index of free slots with the chunks whose headers are good.
 
     The index's policy learns of stores and last uses in the order in which they happened, as far as that is known. Chunks that
@@ -286,34 +334,37 @@ def restore_index(index: SlotIndex, tables: Iterable[bytes], uses: Uses, codec: 
     Args:
         index: has as many slots as there are headers, all free; mutated.
         tables: headers of consecutive slots.
-        uses: time at which each slot was last used. Times before the chunk was stored or in the future are ignored.
+        links: their links.
+        uses: time at which each slot was last used: of a chunk, its first one. Times before the chunk was stored or in the
+            future are ignored.
         codec: tells which headers are of this namespace, and what time it is.
+        plan: how chunks lie in slots.
 
     Returns:
-        Slots whose header must be wiped: damaged, of another namespace, of a chunk that is stored twice, or with a key of
-        unusual length.
+        Slots whose header must be wiped: damaged, of another namespace, of a chunk that is stored twice or not as a whole, or
+        with a key of unusual length.
     """
-    good, bad = _sort_out(tables, codec)
-    index.forget_free(slot for _, slot in good)
+    good, bad = _sort_out(tables, codec, links, plan)
+    index.forget_free(place for _, place in good)
     later = _used_later(good, uses, codec.now_ns())
     use = next(later, None)
     for run in _runs(good):
         while use is not None and use[0] < run[0][0].stored_ns:
             index.touch(use[1])
             use = next(later, None)
-        index.restore([header.key for header, _ in run], [slot for _, slot in run], run[0][0].parent)
+        index.restore([header.key for header, _ in run], [place for _, place in run], run[0][0].parent)
     for _, keys in () if use is None else chain([use], later):
         index.touch(keys)
     now_s = codec.now_ns() / 1e9
-    for header, slot in good:
+    for header, place in good:
         # A lowered chunk that was used later is normal again.
         asked = header.retention
-        if asked is not NO_RETENTION and not (asked.level < NORMAL and uses[slot] > header.stored_ns):
+        if asked is not NO_RETENTION and not (asked.level < NORMAL and uses[place[0]] > header.stored_ns):
             index.rank(header.key, asked, now_s)
     return bad
 
 
-def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) -> Iterator[tuple[int, list[bytes]]]:
+def _used_later(found: Sequence[Found], uses: Uses, now_ns: int) -> Iterator[tuple[int, list[bytes]]]:
     """Yield times of use with the chunks that were last used then, after they were stored; the oldest time first.
 
     Chunks used at the same time are in the order in which they were stored. If there are more than ``_MOST_USES`` times,
@@ -322,7 +373,7 @@ def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) ->
     """
     used = [
         (when, header.key)
-        for (header, _), when in zip(found, uses[[slot for _, slot in found]].tolist(), strict=True)
+        for (header, _), when in zip(found, uses[[place[0] for _, place in found]].tolist(), strict=True)
         if header.stored_ns < when <= now_ns
     ]
     used.sort(key=itemgetter(0))
@@ -333,24 +384,37 @@ def _used_later(found: Sequence[tuple[Header, int]], uses: Uses, now_ns: int) ->
         yield part[-1][0], [key for _, keys in reversed(part) for key in keys]
 
 
-def _sort_out(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[Header, int]], list[int]]:
-    """Return the good headers with their slots, the oldest first, and the slots with bad headers."""
-    newest: dict[bytes, tuple[Header, int]] = {}
-    bad = []
+def _sort_out(
+    tables: Iterable[bytes], codec: ChunkCodec, links: Links, plan: SlotPlan
+) -> tuple[list[Found], list[int]]:
+    """Return the good headers with their places, the oldest first, and the slots with bad headers."""
+    good, bad = _good_headers(tables, codec)
+    found, left = gather(good, links, plan)
+    bad += left
+    newest: dict[bytes, Found] = {}
+    for header, place in found:
+        other = newest.get(header.key)
+        if other is not None and other[0].stored_ns > header.stored_ns:
+            bad += place
+            continue
+        if other is not None:
+            bad += other[1]
+        newest[header.key] = (header, place)
+    for key in _strange(newest):
+        bad += newest.pop(key)[1]
+    return sorted(newest.values(), key=lambda found: (found[0].stored_ns, found[1])), bad
+
+
+def _good_headers(tables: Iterable[bytes], codec: ChunkCodec) -> tuple[list[tuple[Header, int]], list[int]]:
+    """Return the headers of this namespace with their slots, and the slots with others."""
+    good, bad = [], []
     for slot, data in _used_slots(tables):
         header = unpack_header(data)
         if header is None or not codec.is_ours(header):
             bad.append(slot)
-            continue
-        other = newest.get(header.key)
-        if other is not None and other[0].stored_ns > header.stored_ns:
-            bad.append(slot)
-            continue
-        if other is not None:
-            bad.append(other[1])
-        newest[header.key] = (header, slot)
-    bad += [newest.pop(key)[1] for key in _strange(newest)]
-    return sorted(newest.values(), key=lambda found: (found[0].stored_ns, found[1])), bad
+        else:
+            good.append((header, slot))
+    return good, bad
 
 
 def _strange(keys: Collection[bytes]) -> list[bytes]:
@@ -367,21 +431,22 @@ def _strange(keys: Collection[bytes]) -> list[bytes]:
 
 def _used_slots(tables: Iterable[bytes]) -> Iterator[tuple[int, memoryview]]:
     """Yield the slots whose header is not empty, with their headers."""
-    empty = bytes(len(MAGIC))
-    headers = chain.from_iterable(
-        (memoryview(table)[at : at + HEADER_BYTES] for at in range(0, len(table), HEADER_BYTES)) for table in tables
-    )
-    return ((slot, data) for slot, data in enumerate(headers) if data[: len(MAGIC)] != empty)
+    first = 0
+    for table in tables:
+        begins = np.frombuffer(table, dtype=np.uint64)[:: HEADER_BYTES // len(MAGIC)]
+        for at in begins.nonzero()[0].tolist():
+            yield first + at, memoryview(table)[at * HEADER_BYTES :][:HEADER_BYTES]
+        first += len(begins)
 
 
-def _runs(found: Iterable[tuple[Header, int]]) -> Iterator[list[tuple[Header, int]]]:
+def _runs(found: Iterable[Found]) -> Iterator[list[Found]]:
     """Cut headers into runs in which each chunk is the parent of the next."""
-    run: list[tuple[Header, int]] = []
-    for header, slot in found:
+    run: list[Found] = []
+    for header, place in found:
         if run and header.parent != run[-1][0].key:
             yield run
             run = []
-        run.append((header, slot))
+        run.append((header, place))
     if run:
         yield run
 
@@ -396,17 +461,17 @@ class Levels:
     Args:
         table: the chunks.
         policy: decides among chunks of one level.
+        capacity: number of chunks for which there is room in any case.
 
     Attributes:
         shares: the policy with levels.
     """
 
-    def __init__(self, table: ChunkTable, policy: RunsPolicy) -> None:
+    def __init__(self, table: ChunkTable, policy: RunsPolicy, capacity: int) -> None:
         self.shares = Shares(policy)
         self._table = table
         self._retained: dict[OffloadKey, Retention] = {}
         self._ends = Ends[OffloadKey]()
-        capacity = table.capacity
         self._budgets = Budgets(
             {
                 Budget.PINNED: capacity // LEASED_PART,

@@ -18,8 +18,9 @@ from cargohold.deadlines import GROWTH
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note, unpack_header
 from cargohold.tiers.disk.options import DiskOptions
-from cargohold.tiers.disk.shard import Budget, Shard
+from cargohold.tiers.disk.shard import Budget, Shard, slot_plan
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
+from cargohold.tiers.disk.slots import Links
 from cargohold.tiers.port import (
     MAX_LOSSES,
     NO_LOSSES,
@@ -65,11 +66,12 @@ class DiskTier(Tier):
         self._damage, self._unsaved = SparingLog(logger), SparingLog(logger)
         self._lost: list[OffloadKey] = []
         self._is_all_lost = self._is_gone = False
-        self._shard = shard = Shard(config, codec.namespace, chunk_bytes, Budget.of(config, num_shards))
-        self._index = SlotIndex(shard.capacity, find_policy(config.policy))
+        plan = slot_plan(config, chunk_bytes)
+        self._shard = shard = Shard(config, codec.namespace, plan, Budget.of(config, num_shards))
+        self._index = SlotIndex(shard.capacity, find_policy(config.policy), plan)
         self._uses = LastUses(shard)
         self._restore()
-        # What is being listed: slots, in order.
+        # What is being listed: chunks by number, in order.
         self._roll = np.zeros(0, dtype=np.intp)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -80,23 +82,23 @@ class DiskTier(Tier):
     def store(
         self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
     ) -> StoreOutcome:
-        """Write a chunk to a free slot, or to the slot of a chunk that the policy evicts for it."""
+        """Write a chunk to free slots, or to those of chunks that the policy evicts for it."""
         with self._errors():
             self._require_directory()
-            slot = self._reserve(key, parent)
-            if isinstance(slot, StoreOutcome):
-                return slot
+            number = self._reserve(key, parent, self._shard.plan.count_for(len(payload)))
+            if isinstance(number, StoreOutcome):
+                return number
             asked = self._codec.asked_now(note.retention)
             try:
-                self._write(slot, key, payload, parent, asked, note.details)
+                self._write(self._index.slots_of(number), key, payload, parent, asked, note.details)
             except BaseException as error:
                 with self._lock:
-                    self._index.forfeit(slot)
+                    self._index.forfeit(number)
                 if isinstance(error, OSError) and error.errno in _FULL:
                     return StoreOutcome.REFUSED
                 raise
             with self._lock:
-                self._index.commit(slot)
+                self._index.commit(number)
                 if asked is not NO_RETENTION:
                     self._index.rank(key, asked, self._now_s())
         return StoreOutcome.STORED
@@ -104,17 +106,17 @@ class DiskTier(Tier):
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
         """Read a chunk and verify its header and payload."""
         with self._lock:
-            slot = None if self._is_gone else self._index.pin(key)
-        if slot is None:
+            number = None if self._is_gone else self._index.pin(key)
+        if number is None:
             return LoadOutcome.ABSENT
         try:
             with self._errors():
-                is_good = self._read(slot, key, into)
+                is_good = self._read(number, key, into)
                 if not is_good:
-                    self._quarantine(slot, key)
+                    self._quarantine(number, key)
         finally:
             with self._lock:
-                self._index.unpin(slot)
+                self._index.unpin(number)
         return LoadOutcome.LOADED if is_good else LoadOutcome.CORRUPT
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -135,17 +137,17 @@ class DiskTier(Tier):
             for key, retention in zip(keys, retentions, strict=True):
                 asked = self._codec.asked_now(retention)
                 with self._lock:
-                    slot = self._index.pin(key) if self._index.rank(key, asked, self._now_s()) else None
-                if slot is None:
+                    number = self._index.pin(key) if self._index.rank(key, asked, self._now_s()) else None
+                if number is None:
                     continue
                 try:
-                    self._write_retention(slot, key, asked)
+                    self._write_retention(self._index.slots_of(number)[0], key, asked)
                 finally:
                     with self._lock:
-                        self._index.unpin(slot)
+                        self._index.unpin(number)
 
     def _write_retention(self, slot: int, key: OffloadKey, asked: Retention) -> None:
-        """Write another retention into the header of a pinned slot, unless it is not its chunk's any more."""
+        """Write another retention into the header of a pinned chunk, unless it is another's by now."""
         segment, at = self._shard.segment_of(slot)
         header = unpack_header(segment.read_header(at))
         if header is not None and header.key == key and header.retention != asked:
@@ -161,24 +163,23 @@ class DiskTier(Tier):
             with self._lock:
                 parents, is_ready = self._index.prefixes()
             self._roll = parents_first(parents, is_ready)
-        slots, end = self._roll, first + limit
+        roll, end = self._roll, first + limit
         with self._lock:
             if self._is_gone:
                 return NOTHING_LISTED  # which is a loss of everything
-            chunks = self._index.chunks_in(slots[first:end].tolist())
-        cursor = end.to_bytes(_CURSOR_BYTES, "little") if end < len(slots) else b""
+            chunks = self._index.chunks_in(roll[first:end].tolist())
+        cursor = end.to_bytes(_CURSOR_BYTES, "little") if end < len(roll) else b""
         if not cursor:
-            self._roll = slots[:0]
+            self._roll = roll[:0]
         if not with_details:
             return Listing(tuple([key for _, key in chunks]), (), cursor)
-        described = {key: known for slot, key in chunks if (known := self._details(slot, key)) is not None}
+        described = {key: known for slots, key in chunks if (known := self._details(slots, key)) is not None}
         return Listing(tuple(described), tuple(described.values()), cursor)
 
-    def _details(self, slot: int, key: OffloadKey) -> Details | None:
-        """Return what is kept of a slot's chunk. A bad place on the disk counts as nothing."""
-        segment, at = self._shard.segment_of(slot)
+    def _details(self, slots: Sequence[int], key: OffloadKey) -> Details | None:
+        """Return what is kept of a chunk. A bad place on the disk counts as nothing."""
         try:
-            return self._codec.decode_details(key, segment.read_details(at))
+            return self._codec.decode_details(key, self._shard.place_of(slots).read_details())
         except OSError:
             return None
 
@@ -202,7 +203,7 @@ class DiskTier(Tier):
         with self._lock:
             shard, index = self._shard, self._index
             slot_bytes = shard.geometry.segment_bytes // shard.geometry.slots_per_segment
-            return TierUsage(index.num_ready, index.num_ready * slot_bytes, shard.capacity * slot_bytes)
+            return TierUsage(index.num_ready, index.num_ready_slots * slot_bytes, shard.capacity * slot_bytes)
 
     def close(self) -> None:
         """Save the last uses, let other processes use the directory, and close the files."""
@@ -220,7 +221,8 @@ class DiskTier(Tier):
         """Put the chunks that an earlier process has left into the index."""
         shard, index = self._shard, self._index
         index.add_slots(shard.num_slots)
-        for slot in restore_index(index, shard.header_tables(), self._uses.snapshot(), self._codec):
+        links, uses = Links(shard.segments, shard.geometry.slots_per_segment), self._uses.snapshot()
+        for slot in restore_index(index, shard.header_tables(), links, uses, self._codec, shard.plan):
             with suppress(OSError):  # the slot counts as free anyway, and the next write to it wipes the header first
                 shard.wipe_header(slot)
         logger.info("disk tier in %s: %d chunks are there", shard.path, index.num_ready)
@@ -247,8 +249,8 @@ class DiskTier(Tier):
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, key: OffloadKey, parent: OffloadKey | None) -> int | StoreOutcome:
-        """Reserve a slot for a chunk; return the slot, or the outcome of the store if there is none."""
+    def _reserve(self, key: OffloadKey, parent: OffloadKey | None, num_slots: int) -> int | StoreOutcome:
+        """Reserve slots for a chunk; return its number, or the outcome of the store if there are none."""
         with self._lock:
             if self._index.contains(key):
                 return StoreOutcome.PRESENT
@@ -263,9 +265,9 @@ class DiskTier(Tier):
             if not self._index.num_slots:
                 return StoreOutcome.REFUSED
             self._index.expire(self._now_s())
-            slot = self._index.reserve(key, parent)
+            number = self._index.reserve(key, parent, num_slots)
             self._note_lost(self._index.take_evicted())
-        return slot
+        return number
 
     def _grow(self) -> bool:
         """Add a segment if budget and disk allow it.
@@ -292,52 +294,53 @@ class DiskTier(Tier):
             if is_alone:
                 self._growing.release()
 
-    def _write(  # all that a slot holds
+    def _write(  # all that is kept of a chunk
         self,
-        slot: int,
+        slots: Sequence[int],
         key: OffloadKey,
         payload: memoryview,
         parent: OffloadKey | None,
         asked: Retention,
         known: Details,
     ) -> None:
-        segment, at = self._shard.segment_of(slot)
-        segment.write_header(at)  # from now on the slot is empty
+        place = self._shard.place_of(slots)
+        place.wipe()  # from now on the slots are empty
         header, body = self._codec.encode(key, payload, parent, asked)
-        segment.write_payload(at, body)
+        place.write_payload(body)
         details = self._codec.encode_details(key, known)
         if details:  # without them, those of an earlier chunk stay, but count for that chunk only
-            segment.write_details(at, details)
-        segment.write_header(at, header)
+            place.write_details(details)
+        place.write_header(header)
 
-    def _read(self, slot: int, key: OffloadKey, into: memoryview) -> bool:
-        segment, at = self._shard.segment_of(slot)
+    def _read(self, number: int, key: OffloadKey, into: memoryview) -> bool:
+        place = self._shard.place_of(self._index.slots_of(number))
         try:
-            header = self._codec.header_of(segment.read_header(at), key, len(into))
+            header = self._codec.header_of(place.read_header(), key, len(into))
             if header is None:
                 return False
             body = self._codec.body_for(into)
-            segment.read_payload(at, body.view)
+            place.read_payload(body.view)
         except OSError:
             # One bad place on the disk must not fail every request that wants this chunk. The next write to the slot may well
             # succeed, because disks replace bad places when they are written to.
-            self._forget(slot, key)
+            self._forget(number, key)
             raise
         return self._codec.decode(header, key, body, into)
 
-    def _quarantine(self, slot: int, key: OffloadKey) -> None:
+    def _quarantine(self, number: int, key: OffloadKey) -> None:
         """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
+        slot = self._index.slots_of(number)[0]
         self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
-        if self._forget(slot, key):
+        if self._forget(number, key):
             self._shard.wipe_header(slot)
 
-    def _forget(self, slot: int, key: OffloadKey) -> bool:
-        """Take a chunk out of the index if it is in a slot that is pinned; return whether it was there.
+    def _forget(self, number: int, key: OffloadKey) -> bool:
+        """Take a chunk out of the index if it is the one that is pinned; return whether it was there.
 
-        Another reader may have found the damage first, and a good copy may be in another slot by now.
+        Another reader may have found the damage first, and a good copy may be in other slots by now.
         """
         with self._lock:
-            is_current = self._index.is_current(key, slot)
+            is_current = self._index.is_current(key, number)
             if is_current:
                 self._index.discard([key])
                 self._note_lost([key])
@@ -345,17 +348,17 @@ class DiskTier(Tier):
 
     def _discard(self, keys: Sequence[OffloadKey]) -> None:
         with self._lock:
-            pinned = [slot for key in keys if (slot := self._index.pin(key)) is not None]
+            pinned = [number for key in keys if (number := self._index.pin(key)) is not None]
             self._index.discard(keys)
             self._note_lost(keys)
         try:
             # While slots are pinned, nobody writes to them.
-            for slot in pinned:
-                self._shard.wipe_header(slot)
+            for number in pinned:
+                self._shard.wipe_header(self._index.slots_of(number)[0])
         finally:
             with self._lock:
-                for slot in pinned:
-                    self._index.unpin(slot)
+                for number in pinned:
+                    self._index.unpin(number)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

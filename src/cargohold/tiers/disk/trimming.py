@@ -15,21 +15,9 @@ import numpy as np
 from cargohold.cache.manager import OffloadKey
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
 from cargohold.tiers.disk.files import USE_BYTES, Segment
+from cargohold.tiers.disk.slots import Links, SlotPlan, gather
 
 _EMPTY = bytes(HEADER_BYTES)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """Where a chunk is.
-
-    Attributes:
-        segment: number of the segment.
-        slot: number of the slot in it.
-    """
-
-    segment: int
-    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,64 +25,78 @@ class Plan:
     """What would be done. Nothing is, before ``carry_out``.
 
     Attributes:
-        doomed: the chunks that go.
+        doomed: the slots of the chunks that go.
         num_left: number of chunks that stay.
         num_bytes: bytes that are deleted.
         unused: the slots without a chunk, before the chunks go.
     """
 
-    doomed: Sequence[Place]
+    doomed: Sequence[int]
     num_left: int
     num_bytes: int
-    unused: Sequence[Place]
+    unused: Sequence[int]
 
 
 def plan(segments: Sequence[Segment], num_bytes: int) -> Plan:
     """Return how to delete at least ``num_bytes`` bytes of chunks, or all chunks. Raises ``OSError``."""
-    headers: dict[Place, Header | None] = {}
-    used_ns: dict[Place, int] = {}
-    unused: list[Place] = []
-    for number, segment in enumerate(segments):
+    slot_bytes = segments[0].slot_bytes if segments else 1
+    found: list[tuple[Header, int]] = []
+    doomed: list[int] = []
+    used_ns: dict[int, int] = {}
+    for slot, data, used in _headers(segments):
+        header = unpack_header(data)
+        if header is None:
+            doomed += [] if data == _EMPTY else [slot]
+        else:
+            found.append((header, slot))
+            used_ns[slot] = max(header.stored_ns, used, int(header.retention.until_s) * 10**9)
+    links = Links(segments, segments[0].num_slots if segments else 0)
+    chunks, left = gather(found, links, SlotPlan(slot_bytes, most=links.num_slots))
+    taken = {slot for _, slots in chunks for slot in slots}.union(doomed, left)
+    unused = [slot for slot in range(links.num_slots) if slot not in taken]
+    doomed += left
+    num_left, num_slots = len(chunks), -(-num_bytes // slot_bytes)
+    del doomed[num_slots:]
+    slots_of = {slots[0]: slots for _, slots in chunks}
+    for first in least_worth_first({slots[0]: header for header, slots in chunks}, used_ns):
+        if len(doomed) >= num_slots:
+            break
+        doomed += slots_of[first]
+        num_left -= 1
+    return Plan(doomed, num_left, len(doomed) * slot_bytes, unused)
+
+
+def _headers(segments: Sequence[Segment]) -> Iterator[tuple[int, bytes, int]]:
+    """Yield all slots, what is in the place of their headers, and when they were used last, if that is known."""
+    first = 0
+    for segment in segments:
         table, uses = segment.read_headers(), segment.read_uses()
         times = np.frombuffer(uses, np.dtype("<i8"), len(uses) // USE_BYTES)
-        for slot in range(len(table) // HEADER_BYTES):
-            place, data = Place(number, slot), table[slot * HEADER_BYTES :][:HEADER_BYTES]
-            if data == _EMPTY:
-                unused.append(place)
-                continue
-            header = headers[place] = unpack_header(data)
-            if header is not None:
-                used = int(times[slot]) if slot < len(times) else 0
-                used_ns[place] = max(header.stored_ns, used, int(header.retention.until_s) * 10**9)
-    slot_bytes = segments[0].slot_bytes if segments else 1
-    doomed = list(least_worth_first(headers, used_ns))[: -(-num_bytes // slot_bytes)]
-    return Plan(doomed, len(headers) - len(doomed), len(doomed) * slot_bytes, unused)
+        for slot in range(segment.num_slots):
+            used = int(times[slot]) if slot < len(times) else 0
+            yield first + slot, table[slot * HEADER_BYTES :][:HEADER_BYTES], used
+        first += segment.num_slots
 
 
-def least_worth_first(headers: Mapping[Place, Header | None], used_ns: Mapping[Place, int]) -> Iterator[Place]:
-    """Yield chunks in the order in which they go: damaged ones, then those used longest ago.
+def least_worth_first(headers: Mapping[int, Header], used_ns: Mapping[int, int]) -> Iterator[int]:
+    """Yield chunks in the order in which they go: those used longest ago first.
 
     A chunk goes after those behind it in its prefix, which nobody finds without it.
 
     Args:
-        headers: by place; ``None`` for damaged ones.
-        used_ns: when each of the others was used last.
+        headers: by the place of the first slot.
+        used_ns: when each was used last.
     """
-    yield from (place for place, header in headers.items() if header is None)
-    newest_first = sorted(used_ns, key=used_ns.__getitem__, reverse=True)
-    by_key: dict[OffloadKey, Place] = {}
-    for place in reversed(newest_first):  # so that of a chunk that is there twice the newer one counts
-        header = headers[place]
-        assert header is not None
-        by_key[header.key] = place
-    kept: dict[Place, None] = {}
+    newest_first = sorted(headers, key=used_ns.__getitem__, reverse=True)
+    # Reversed, so that of a chunk that is there twice the newer one counts.
+    by_key: dict[OffloadKey, int] = {headers[place].key: place for place in reversed(newest_first)}
+    kept: dict[int, None] = {}
     for place in newest_first:
-        way: dict[Place, None] = {}
-        at: Place | None = place
+        way: dict[int, None] = {}
+        at: int | None = place
         while at is not None and at not in kept and at not in way:  # damaged keys may claim to be before each other
             way[at] = None
-            header = headers[at]
-            at = None if header is None else by_key.get(header.parent)
+            at = by_key.get(headers[at].parent)
         kept.update(reversed(way.items()))
     yield from reversed(kept)
 
@@ -106,10 +108,11 @@ def carry_out(planned: Plan, segments: Sequence[Segment]) -> None:
     """
     for segment in segments:
         segment.give_back(segment.num_slots, 1)  # behind the end, where there is nothing: only to try whether it can
-    for place in planned.doomed:
-        segments[place.segment].write_header(place.slot)
-    for number, of in groupby(sorted((*planned.unused, *planned.doomed)), lambda place: place.segment):
-        for first, count in _runs([place.slot for place in of]):
+    per_segment = segments[0].num_slots if segments else 1
+    for slot in planned.doomed:
+        segments[slot // per_segment].write_header(slot % per_segment)
+    for number, of in groupby(sorted((*planned.unused, *planned.doomed)), lambda slot: slot // per_segment):
+        for first, count in _runs([slot % per_segment for slot in of]):
             segments[number].give_back(first, count)
 
 

@@ -224,6 +224,6 @@ class Allowance:
         self._counted_at = now
         return int(self._saved)
 
-    def spend(self, num_chunks: int) -> None:
+    def spend(self, num_chunks: float) -> None:
         """Take ``num_chunks`` chunks, which are being written, off the allowance."""
         self._saved -= num_chunks

@@ -113,9 +113,9 @@ class LowerTiers:
         return self._fetches.num_never_there
 
     @property
-    def max_chunks(self) -> Mapping[str, int]:
-        """The number of chunks that each tier may hold, by its name, for those that have a limit of ours."""
-        return {tier.name: most for tier in self.tiers if (most := tier.options.max_chunks) is not None}
+    def max_bytes(self) -> Mapping[str, int]:
+        """The bytes that each tier may take, by its name, for those that have a limit of ours."""
+        return {tier.name: most for tier in self.tiers if (most := tier.options.max_bytes) is not None}
 
     @property
     def has_renamed(self) -> bool:

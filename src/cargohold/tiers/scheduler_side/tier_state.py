@@ -32,8 +32,10 @@ class TierOptions:
         name: the tier's name for users.
         admission: which chunks are written to it.
         write_mode: when they are written.
+        max_bytes: maximum number of bytes that it may take; ``None`` if the medium sets the limit.
         max_chunks: maximum number of chunks that it can hold; ``None`` if that is not known.
-        max_daily_chunks: maximum number of chunks written per day; ``None`` for no limit.
+        max_daily_chunks: maximum number of the largest chunks written per day; ``None`` for no limit.
+        chunk_parts: which part of the largest chunk one of each group is; empty if all are as large.
         has_index: whether the tier keeps an index of its chunks. Then it answers probes without asking its medium, and its
             policy must be told of the use of chunks that host memory gives back, or it would evict them.
         locality: whether it is local or shared; see ``TierConfig``.
@@ -48,8 +50,10 @@ class TierOptions:
     name: str
     admission: Admission = Admission.ALL
     write_mode: WriteMode = WriteMode.THROUGH
+    max_bytes: int | None = None
     max_chunks: int | None = None
     max_daily_chunks: int | None = None
+    chunk_parts: Sequence[float] = ()
     has_index: bool = True
     locality: Locality | None = None
     is_listed: bool = False

@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Final
 
 from cargohold.blocks import READY
-from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
+from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, split_key
 from cargohold.protocol import Clock, metrics
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import BreakerState
@@ -156,10 +156,15 @@ class Writes:
             on_end = partial(self._end_write, pins, self._writing)
             task = TierTask(JobKind.STORE, self._at, keys, on_end, tuple(parents.values()), pins.slots)
             if self._allowance is not None:
-                self._allowance.spend(len(keys))
+                self._allowance.spend(self._parts_of(keys))
             self._writing.update(keys)
             self.num_writing += len(keys)
             yield task
+
+    def _parts_of(self, keys: Sequence[OffloadKey]) -> float:
+        """Return how many of the largest chunks have as many bytes as these."""
+        parts = self._options.chunk_parts
+        return sum(parts[split_key(key)[1]] for key in keys) if parts else len(keys)
 
     def _writable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks that the tier is to get and host memory has."""
