@@ -266,6 +266,17 @@ def test_workers_share_what_is_kept_of_latent_attention_where_all_of_them_surely
         assert count == 1 and "several machines" in reason
 
 
+def test_with_fewer_heads_than_workers_each_keeps_its_own_and_the_log_says_why() -> None:
+    """Found by reading: the page said that the log says it. vLLM's number of heads need not be that of each layer."""
+    parallel = SimpleNamespace(tensor_parallel_size=8, distributed_executor_backend="mp", nnodes=1)
+    attention = SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {})())
+    for num_heads in (1, 2, 8, 16):
+        model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda num_heads=num_heads: num_heads)
+        asked = SimpleNamespace(model_config=model, parallel_config=parallel)
+        count, reason = replicas(asked, SimpleNamespace(kv_cache_groups=[attention], kv_tp_replicas=1))
+        assert count == 1 and ("does not say which hold the same" in reason) == (num_heads < 8)
+
+
 def test_workers_share_what_is_kept_where_vllm_says_that_fewer_than_all_hold_the_same() -> None:
     parallel = SimpleNamespace(tensor_parallel_size=8, distributed_executor_backend="mp", nnodes=1)
     asked = SimpleNamespace(model_config=SimpleNamespace(use_mla=False), parallel_config=parallel)

@@ -17,6 +17,7 @@ import torch
 
 from cargohold.integrations.vllm import compat, plugin
 from cargohold.integrations.vllm.groups import Groups, groups_of, is_latent, layer_specs
+from cargohold.option_values import format_count
 from cargohold.process import can_share_memory
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, ServedModel
 
@@ -286,8 +287,9 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
     """How many workers hold the same KV and share what is kept of it.
 
     Since 0.32 vLLM says so of all layers together. Without that it is known of latent attention alone: it is not split, all
-    workers project the same hidden states with the same weights. Of keys and values with fewer heads than workers, 0.32 does
-    not say it, so each worker keeps its own.
+    workers project the same hidden states with the same weights. Of keys and values with fewer heads than workers, vLLM says
+    that it is not known (``max_tp_shards``): its number of heads is one for the whole model, but layers may differ in it, as
+    those of Step-3.5 do, while on each worker all have one. So each worker keeps its own.
 
     Returns:
         Their number; and, if there are such workers but they do not share, the reason as a sentence, else nothing.
@@ -299,7 +301,7 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
         num_latent = sum(map(is_latent, layers))
         num_alike = int(getattr(parallel, "tensor_parallel_size", 1))
         if num_alike == 1 or not num_latent or not getattr(model, "use_mla", False):
-            return 1, ""
+            return 1, _fewer_heads(model, num_alike)
         if num_latent < len(layers):
             return 1, "the model also keeps KV that differs between them"
     if parallel.distributed_executor_backend != "mp" or may_span_machines(parallel):
@@ -307,6 +309,14 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
     if compat.tensor_parallel_group is None or not can_share_memory():
         return 1, "they cannot share memory here"
     return num_alike, ""
+
+
+def _fewer_heads(model_config: Any, num_workers: int) -> str:
+    """Why workers keep their own where there are fewer KV heads than workers; empty if there are not."""
+    num_heads = getattr(model_config, "get_total_num_kv_heads", int)()
+    if not 0 < num_heads < num_workers:
+        return ""
+    return f"there are {num_workers} and {format_count(num_heads, 'KV head')}, but vLLM does not say which hold the same ones"
 
 
 def may_span_machines(parallel_config: Any) -> bool:
