@@ -114,12 +114,12 @@ test-vllm: $(VLLM_VENV)$(VLLM_SUFFIX)/.installed ## Test the connectors inside v
 		$(PARALLEL) tests/vllm $(ARGS)
 
 # In their directory and without our settings, so that their helpers are found. Their conftest.py imports what this environment has not.
-test-vllm-own: $(VLLM_VENV)/.installed ## Run vLLM's own tests with our connector attached; they are fetched from the package index
-	tests=$$($(VLLM_VENV)/bin/python tools/vllm_tests.py $(VLLM_VENV)/own-tests) && cd $$tests && \
+test-vllm-own: $(VLLM_VENV)/.installed ## Run vLLM's own tests with our connector attached, then inside MultiConnector; they are fetched from the package index
+	tests=$$($(VLLM_VENV)/bin/python tools/vllm_tests.py $(VLLM_VENV)/own-tests) && cd $$tests && for around in "" --inside-multi; do \
 		HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 \
 		PYTHONPATH=$(CURDIR)/tests/vllm_own $(CURDIR)/$(VLLM_VENV)/bin/python -m pytest -p plugin --noconftest \
 		-c /dev/null --rootdir . -p no:cacheprovider --disable-warnings --tb native -rfE --timeout 120 \
-		@$(CURDIR)/tests/vllm_own/files.txt $(ARGS)
+		@$(CURDIR)/tests/vllm_own/files.txt $$around $(ARGS) || exit; done
 
 test-sglang: $(SGLANG_VENV)/.installed ## Test the storage for SGLang's HiCache in SGLang itself, on CPU tensors, in an environment of its own
 	$(SGLANG_VENV)/bin/python -m pytest -o filterwarnings=default tests/sglang $(ARGS)

@@ -52,7 +52,7 @@ _REPLACED: Final = ("ExampleConnector", "NixlConnector")
 
 _RANDOM: Final = "test_priority_scheduler_random.py"
 _MOST_STEPS: Final = 500
-"""Of 20,000 that its tests take each."""
+"""Of 20,000 that each of its twelve tests takes: most of them are vLLM's own work, with up to 256 requests in each."""
 
 _ATTACHED: Final[set[str]] = set()
 """Tests in which our connector was made."""
@@ -76,8 +76,15 @@ def _saved(kind: str) -> str:
     return model
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of a run."""
+    parser.addoption("--inside-multi", action="store_true", help="attach MultiConnector with ours alone inside")
+    parser.addoption("--random-steps", type=int, default=_MOST_STEPS, help="steps of each test of random priorities")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let vLLM configure a tiny model and our connector, give the connector memory, and a worker that copies."""
+    is_inside = config.getoption("--inside-multi")
     model_made, config_made = ModelConfig.__post_init__, VllmConfig.__post_init__
     connector_made, updated = KVConnectorFactory.create_connector, Scheduler.update_from_output
 
@@ -87,21 +94,22 @@ def pytest_configure() -> None:
         model_made(self, *args, **kwargs)
 
     def with_ours(self: Any) -> None:
-        self.kv_transfer_config = _attached(self.kv_transfer_config)
+        self.kv_transfer_config = _attached(self.kv_transfer_config, is_inside)
         config_made(self)
 
     def with_memory(config: Any, role: Any, kv_cache_config: Any) -> Any:
         transfer = config.kv_transfer_config
-        if transfer.kv_connector == _OURS:
+        if (options := _own_options(transfer)) is not None:
             # Our option sets vLLM's, and tests set vLLM's after the configuration is made.
-            transfer.kv_connector_extra_config["load_failure_policy"] = transfer.kv_load_failure_policy
+            options["load_failure_policy"] = transfer.kv_load_failure_policy
             kv_cache_config = _with_tensors(kv_cache_config)
             _ATTACHED.add(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0])
         return connector_made(config, role, kv_cache_config)
 
     def with_worker(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        # Some tests make a step's output by hand, without messages of connectors.
-        if type(self.connector).__name__ == _OURS and scheduler_output.kv_connector_metadata is not None:
+        # Some tests make a step's output by hand, without messages of connectors, or put a connector of their own in place.
+        is_attached = type(self.connector).__name__ == (_MULTI if is_inside else _OURS)
+        if is_attached and scheduler_output.kv_connector_metadata is not None:
             model_runner_output = _with_report(
                 _worker_of(self), self.vllm_config, scheduler_output, model_runner_output
             )
@@ -121,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     collected = {item.nodeid: item for item in items}
     files = {item.nodeid.partition("::")[0] for item in items}
     for module in {item.module for item in items if isinstance(item, pytest.Function) and item.path.name == _RANDOM}:
-        module.range = lambda *ends: range(*(min(end, _MOST_STEPS) for end in ends))
+        module.range = lambda *ends: range(*(min(end, config.getoption("--random-steps")) for end in ends))
     for test, why in reasons.items():
         if test in collected:
             collected[test].add_marker(pytest.mark.xfail(reason=why, strict=True))
@@ -134,10 +142,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"our connector was made in {len(_ATTACHED)} tests")
 
 
-def _attached(transfer: Any) -> Any:
+def _own_options(transfer: Any) -> Any:
+    """Options of our connector where it is what was attached, alone or alone inside ``MultiConnector``. Else, ``None``."""
+    if transfer is not None and transfer.kv_connector == _MULTI:
+        children = transfer.kv_connector_extra_config["connectors"]
+        is_ours = [each["kv_connector"] for each in children] == [_OURS]
+        return children[0]["kv_connector_extra_config"] if is_ours else None
+    return transfer.kv_connector_extra_config if transfer is not None and transfer.kv_connector == _OURS else None
+
+
+def _attached(transfer: Any, is_inside: bool) -> Any:
     """The configuration of a connector: ours, unless a test configures one of which it asks something.
 
     To connectors inside ``MultiConnector``, ours is added as the last.
+
+    Args:
+        transfer: what the test configures.
+        is_inside: let ``MultiConnector`` stand around ours.
     """
     if transfer is not None and transfer.kv_connector == _MULTI:
         added = transfer.kv_connector_extra_config["connectors"]
@@ -149,9 +170,11 @@ def _attached(transfer: Any) -> Any:
     if transfer is not None and transfer.kv_connector not in _REPLACED:
         return transfer
     kept = transfer or KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    return KVTransferConfig(
-        **deepcopy(_ATTACHMENT), kv_role=kept.kv_role, kv_load_failure_policy=kept.kv_load_failure_policy
-    )
+    attached = {**deepcopy(_ATTACHMENT), "kv_role": kept.kv_role}
+    if is_inside:
+        multi = {"kv_connector": _MULTI, "kv_connector_extra_config": {"connectors": [attached]}}
+        attached = {**multi, "kv_role": kept.kv_role}
+    return KVTransferConfig(**attached, kv_load_failure_policy=kept.kv_load_failure_policy)
 
 
 def _with_tensors(kv_cache_config: Any) -> Any:
