@@ -15,7 +15,8 @@ from cargohold.cache import StoreOffer, TierManager, make_manager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.chunk_table import READY as READY_SLOT
 from cargohold.cache.policies import DEFAULT_POLICY
-from cargohold.cache.policies.reuse_index import _NEW, AbsentChunks, ReuseIndexPolicy
+from cargohold.cache.policies.kinds import NEW, AbsentChunks
+from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_bucket
 from cargohold.protocol import TurnEnd
 from tests.cache.common import DEPTH, EVERY_PATH, chain, key, numbered
@@ -285,12 +286,12 @@ def test_what_is_known_of_absent_chunks_is_found_by_their_tags(num_others: int) 
     first, second, third = tags = [0x12345678, 0x23456789, 0x3456789A]
     absent.remember_each([first, second, *others], [3, 5, *([1] * num_others)], [100, 200, *([300] * num_others)])
     found = dict(absent.recall([*tags, *others], 1_000))
-    assert {at: kind for at, kind in found.items() if at < len(tags)} == {0: 4 * _NEW + 40 + 5, 1: 6 * _NEW + 40 + 5}
+    assert {at: kind for at, kind in found.items() if at < len(tags)} == {0: 4 * NEW + 40 + 5, 1: 6 * NEW + 40 + 5}
     assert len(found) == 2 + num_others
     absent.remember_each([third], [255], [1 << 32])
-    assert list(absent.recall([third], (1 << 32) + 7)) == [(0, 255 * _NEW + 60 + 2)]
+    assert list(absent.recall([third], (1 << 32) + 7)) == [(0, 255 * NEW + 60 + 2)]
     absent.remember_each([*others, third, third], [*([1] * num_others), 2, 3], [*([300] * num_others), 1, 1 << 32])
-    assert dict(absent.recall([third], (1 << 32) + 7)) == {0: 4 * _NEW + 40 + 2}, "the last one counts"
+    assert dict(absent.recall([third], (1 << 32) + 7)) == {0: 4 * NEW + 40 + 2}, "the last one counts"
     every_place = list(range(1 << 16))
     assert not list(AbsentChunks(16).recall(every_place, 0)), "something is known before anything was told"
 

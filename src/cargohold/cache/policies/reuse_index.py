@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 from zlib import crc32
-
-import numpy as np
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.policies.base import Newcomers, RunsPolicy
+from cargohold.cache.policies.kinds import (
+    ADDED_BY_END,
+    CLASS,
+    CLASS_BITS,
+    DETAILS,
+    LAST,
+    NEW,
+    NUM_CLASSES,
+    AbsentChunks,
+    is_last,
+    kind_behind,
+    kind_used_again,
+    stretches,
+)
 from cargohold.cache.policies.reuse_model import NUM_AGES, Index, ReuseModel, age_bucket
 from cargohold.cache.policies.runs import Order, Run, Runs
 from cargohold.protocol import TurnEnd
-
-_MAX_USES: Final = 255
-
-# A class combines a level (1, 2-3, 4-7, 8 or more uses), whether the chunk was the last of its request, and a detail: for a new
-# chunk, how often the prefix that it continues was used; for others, the time between the last two uses, by powers of four.
-# When the turn has ended, it is another class.
-# A kind is a class and, in the bits above, the number of uses.
-_NUM_LEVELS: Final = 4
-_DETAILS: Final = 10
-_LAST: Final = _DETAILS
-_PER_LEVEL: Final = 2 * _DETAILS
-_NUM_CLASSES: Final = _NUM_LEVELS * _PER_LEVEL
-_ENDS: Final = {end: number * _NUM_CLASSES for number, end in enumerate(TurnEnd)}
-"""What is added to a class when the turn that used the chunk last has ended so."""
-_CONTINUES_OFTEN: Final = 3
-_CLASS_BITS: Final = 9
-_CLASS: Final = (1 << _CLASS_BITS) - 1
-_NEW: Final = 1 << _CLASS_BITS
-
-_MIN_ENTRIES: Final = 1 << 14
-_ENTRIES_PER_SLOT: Final = 2
-_USES_MASK: Final = 0xFF
-_TIME_BITS: Final = 32
-_TIME_MASK: Final = (1 << _TIME_BITS) - 1
-
-_MANY: Final = 32
-"""Number of chunks from which on arrays are quicker than a loop."""
 
 _AGED_AFTER_PART: Final = 64
 _AGED_AFTER: Final = range(1, 256)
@@ -51,14 +36,28 @@ _JOINED_WITHIN_PART: Final = 64
 """A generated chunk joins the run of the chunks before it if these were used within this part of the tier's chunks."""
 
 
+class _Met(NamedTuple):
+    """Chunks on offer.
+
+    Attributes:
+        keys: the chunks, of one prefix.
+        tags: their tags.
+        kinds: their kinds, if they come in.
+    """
+
+    keys: Sequence[bytes]
+    tags: list[int]
+    kinds: list[int]
+
+
 class ReuseIndexPolicy(RunsPolicy):
     """Keeps the chunks that bring most reuse for the time that they take a slot.
 
-    Each chunk's worth is its reuse index, learned from the traffic (see ``ReuseModel``). It depends on how often the chunk was
-    used, whether it was the last of its request, how its use continues others, and its age. Only leaves are evicted, so a
-    prefix is worth at least as much as its best continuation. A chunk that is worth less than the victim that it needs is not
-    stored, nor are those that follow it: one-shot prompts do not flush the tier, and are not written. The uses of evicted and
-    refused chunks are remembered for a while. After ``admit_all`` the policy refuses no chunk, and only chooses victims.
+    Each chunk's worth is its reuse index, learned from the traffic (see ``ReuseModel``), by its class (see ``kinds``) and age.
+    Only leaves are evicted, so a prefix is worth at least as much as its best continuation. A chunk that is worth less than the
+    victim that it needs is not stored, nor are those that follow it: one-shot prompts do not flush the tier, and are not
+    written. The uses of evicted and refused chunks are remembered for a while. After ``admit_all`` the policy refuses no chunk,
+    and only chooses victims.
 
     Until it has learned something, it behaves like LRU.
 
@@ -78,15 +77,15 @@ class ReuseIndexPolicy(RunsPolicy):
         self._now = 0
         self._admits_all = False
         self._tags = array("I", bytes(4 * capacity))
-        self._model = ReuseModel(_NUM_CLASSES, _DETAILS, capacity, len(_ENDS))
+        self._model = ReuseModel(NUM_CLASSES, DETAILS, capacity, len(ADDED_BY_END))
         self._absent = AbsentChunks(capacity)
         self._cells: dict[int, Cell] = {}
         self._queue: list[tuple[float, int]] = []
         self._use_index()
         self._aged_at, self._aged_after = 0, min(max(_AGED_AFTER.start, capacity // _AGED_AFTER_PART), _AGED_AFTER.stop)
         self._joined_within = capacity // _JOINED_WITHIN_PART
-        # The chunks for which room was made last, by their first key, and their tags and kinds: they come in next.
-        self._met: dict[bytes, tuple[Sequence[bytes], list[int], list[int]]] = {}
+        # By their first key, the chunks for which room was made last: they come in next.
+        self._met: dict[bytes, _Met] = {}
 
     def admit_all(self) -> None:  # noqa: D102
         self._admits_all = True
@@ -94,34 +93,20 @@ class ReuseIndexPolicy(RunsPolicy):
     def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:  # noqa: D102
         if not slots:
             return
-        parts: list[tuple[int, list[int]]] = []
-        at = 0
-        for run, same in groupby(map(self.runs.run_of.__getitem__, slots)):
-            assert run is not None
-            kind = _kind_of_known(run.kind >> _CLASS_BITS, self._now - run.time)
-            num_chunks = sum(1 for _ in same)
-            if not parts or parts[-1][0] != kind:
-                parts.append((kind, []))
-            parts[-1][1].extend(slots[at : at + num_chunks])
-            at += num_chunks
-        if is_whole:
-            kind, last = parts[-1][0], parts[-1][1].pop()
-            parts.append((kind + _LAST, [last]))
-        for kind, part in parts:
-            if part:
-                self.runs.move(part, self._cell(kind, 0), self._now, kind)
+        for kind, part in self._kinds_of_used(slots, is_whole=is_whole):
+            self.runs.move(part, self._cell(kind, 0), self._now, kind)
         tags, end, run_of = self._tags, self._model.sample_end, self.runs.run_of
         sampled = [slot for slot in slots if tags[slot] < end]
         if sampled:
-            classes = [run.kind & _CLASS for run in map(run_of.__getitem__, sampled) if run is not None]
+            classes = [run.kind & CLASS for run in map(run_of.__getitem__, sampled) if run is not None]
             self._model.observe_each([tags[slot] for slot in sampled], classes, self._now)
         self._now += len(slots)
 
     def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: D102
-        added = _ENDS[end]
-        self._model.note_end(list(map(crc32, keys)), added // _NUM_CLASSES)
+        added = ADDED_BY_END[end]
+        self._model.note_end(list(map(crc32, keys)), added // NUM_CLASSES)
         for run in self.runs.before(slot):
-            if (run.kind & _CLASS) >= _NUM_CLASSES:
+            if (run.kind & CLASS) >= NUM_CLASSES:
                 break  # of another turn, which ended
             kind = run.kind + added
             self.runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
@@ -132,13 +117,10 @@ class ReuseIndexPolicy(RunsPolicy):
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
         if self._model.fit(self._now):
             self._use_index()
-        met = self._met.get(keys[0])
-        if met is None:
+        if keys[0] not in self._met:
             self._met.clear()  # those for which room was made before did not all come in
-        if met is None or met[0] is not keys:
-            met = self._met[keys[0]] = keys, *self._meet(keys, parent)
-        kinds = met[2]
-        for kind, num_chunks in _stretches(kinds[len(kinds) - num_slots :]):
+        kinds = self._meet(keys, parent).kinds
+        for kind, num_chunks in stretches(kinds[len(kinds) - num_slots :]):
             num_evicted, is_refused = self._evict(num_chunks, self._worth(kind))
             if num_evicted < num_chunks:
                 return is_refused
@@ -162,21 +144,21 @@ class ReuseIndexPolicy(RunsPolicy):
         self._remember(victims)
 
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
-        met = self._met.pop(keys[0], None) if self._met else None
-        tags, kinds = self._meet(keys, parent) if met is None or met[0] is not keys else met[1:]
+        _, tags, kinds = self._meet(keys, parent)
+        del self._met[keys[0]]
         if parent != NO_SLOT:
             self._go_on(parent)
         at, now = 0, self._now
-        for kind, num_chunks in _stretches(kinds[: len(slots)]):
+        for kind, num_chunks in stretches(kinds[: len(slots)]):
             self.runs.add(slots[at : at + num_chunks], self._cell(kind, 0), now, kind)
             at += num_chunks
         known = self._tags
         for slot, tag in zip(slots, tags, strict=False):
             known[slot] = tag
         if len(slots) < len(tags):
-            uses = [kind >> _CLASS_BITS for kind in kinds[len(slots) :]]
+            uses = [kind >> CLASS_BITS for kind in kinds[len(slots) :]]
             self._absent.remember_each(tags[len(slots) :], uses, [now] * len(uses))
-        self._model.observe_each(tags, [kind & _CLASS for kind in kinds], now)
+        self._model.observe_each(tags, [kind & CLASS for kind in kinds], now)
         self._now += len(tags)
         self._age_if_due()
 
@@ -194,45 +176,59 @@ class ReuseIndexPolicy(RunsPolicy):
         queued = [number for _, number in self._queue]
         assert len(set(queued)) == len(queued) and cells <= set(queued), "a cell with chunks is not in the queue once"
 
+    def _kinds_of_used(self, slots: Sequence[int], *, is_whole: bool) -> list[tuple[int, list[int]]]:
+        """Return stretches of chunks that are used now, each with the kind that they have from now on. See ``touch``."""
+        parts: list[tuple[int, list[int]]] = []
+        at = 0
+        for run, same in groupby(map(self.runs.run_of.__getitem__, slots)):
+            assert run is not None
+            kind = kind_used_again(run.kind >> CLASS_BITS, self._now - run.time)
+            first, at = at, at + len(list(same))
+            if not parts or parts[-1][0] != kind:
+                parts.append((kind, []))
+            parts[-1][1].extend(slots[first:at])
+        if is_whole:
+            kind, last = parts[-1][0], parts[-1][1].pop()
+            parts.append((kind + LAST, [last]))
+        return [(kind, part) for kind, part in parts if part]
+
     # --- newcomers ----------------------------------------------------------------------------------------------------
 
-    def _meet(self, keys: Sequence[bytes], parent: int) -> tuple[list[int], list[int]]:
-        """Return tags and kinds of chunks on offer, if they get in."""
-        tags = list(map(crc32, keys))
-        kinds = [_NEW + self._detail_behind(parent)] * len(tags)
-        for at, kind in self._absent.recall(tags, self._now):
-            kinds[at] = kind
-        kinds[-1] += _LAST
-        return tags, kinds
+    def _meet(self, keys: Sequence[bytes], parent: int) -> _Met:
+        """Find out what is known of chunks on offer, if it was not done when room was made for them."""
+        met = self._met.get(keys[0])
+        if met is None or met.keys is not keys:
+            tags = list(map(crc32, keys))
+            kinds = [self._kind_behind(parent)] * len(tags)
+            for at, kind in self._absent.recall(tags, self._now):
+                kinds[at] = kind
+            kinds[-1] += LAST
+            met = self._met[keys[0]] = _Met(keys, tags, kinds)
+        return met
 
     def _meet_each(self, newcomers: Sequence[Newcomers]) -> list[int]:
         """Do ``_meet`` for several prefixes; return the kinds of all their chunks."""
         tags = list(map(crc32, chain.from_iterable([keys for keys, _ in newcomers])))
         kinds: list[int] = []
         for keys, parent in newcomers:
-            kinds += [_NEW + self._detail_behind(parent)] * len(keys)
+            kinds += [self._kind_behind(parent)] * len(keys)
         for at, kind in self._absent.recall(tags, self._now):
             kinds[at] = kind
         end = 0
         for keys, _ in newcomers:
             first, end = end, end + len(keys)
-            kinds[end - 1] += _LAST
-            self._met[keys[0]] = keys, tags[first:end], kinds[first:end]
+            kinds[end - 1] += LAST
+            self._met[keys[0]] = _Met(keys, tags[first:end], kinds[first:end])
         return kinds
 
     def _worth(self, kind: int) -> float:
         """Return the worth of a chunk that comes in: none that is worth more may be evicted for it."""
-        return float("inf") if self._admits_all else self._index[kind & _CLASS][0]
+        return float("inf") if self._admits_all else self._index[kind & CLASS][0]
 
-    def _detail_behind(self, parent: int) -> int:
-        """Return the detail of the class of new chunks behind the chunk in slot ``parent``."""
+    def _kind_behind(self, parent: int) -> int:
+        """Return the kind of new chunks behind the chunk in slot ``parent``."""
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
-        if run is None:
-            return 0
-        uses = run.kind >> _CLASS_BITS
-        if uses == 1:  # the same request goes on, whose chunks come in parts
-            return (run.kind & _CLASS) % _DETAILS
-        return min((uses.bit_length() + 1) // 2, _CONTINUES_OFTEN)
+        return NEW if run is None else kind_behind(run.kind)
 
     def _go_on(self, parent: int) -> None:
         """Change the class of the chunk in ``parent``: it is not its request's last any more, because the request goes on.
@@ -241,9 +237,9 @@ class ReuseIndexPolicy(RunsPolicy):
         """
         runs = self.runs
         run = runs.run_of[parent]
-        if run is None or (run.kind & _CLASS) % _PER_LEVEL < _LAST:
+        if run is None or not is_last(run.kind):
             return
-        kind, before = run.kind - _LAST, self.table.parents[parent]
+        kind, before = run.kind - LAST, self.table.parents[parent]
         stem = None if before == NO_SLOT else runs.run_of[before]
         if (
             stem is not None
@@ -297,19 +293,19 @@ class ReuseIndexPolicy(RunsPolicy):
         times: list[int] = []
         for run, slots in victims:
             tags += map(self._tags.__getitem__, slots)
-            uses += [run.kind >> _CLASS_BITS] * len(slots)
+            uses += [run.kind >> CLASS_BITS] * len(slots)
             times += [run.time] * len(slots)
         self._absent.remember_each(tags, uses, times)
 
     def _cell(self, kind: int, bucket: int) -> Cell:
         """Return the cell of chunks of a kind in an age bucket, to put a run there."""
-        number = (kind & _CLASS) * NUM_AGES + bucket
+        number = (kind & CLASS) * NUM_AGES + bucket
         cell = self._cells.get(number)
         if cell is None:
             cell = self._cells[number] = Cell(bucket, self._cell_of)
         if not cell.is_queued:
             cell.is_queued = True
-            heappush(self._queue, (self._index[kind & _CLASS][bucket], number))
+            heappush(self._queue, (self._index[kind & CLASS][bucket], number))
         return cell
 
     def _cell_of(self, run: Run[int]) -> Cell:
@@ -376,68 +372,3 @@ class Cell(Order[int]):
     def put_back(self, run: Run[int]) -> None:
         """Add a run that was parked, and may have grown older meanwhile, where it belongs."""
         Order.put_back(self._cell_of(run), run)
-
-
-class AbsentChunks:
-    """How often chunks that are not in the tier were used, and when last, by tag.
-
-    A tag is a short digest of a key, the same in every run. Keys may share one: good for statistics, not for identity. There is
-    one place for several tags, so a new entry overwrites an old one: the table forgets at random, costs eight bytes per entry,
-    and needs no upkeep. A wrong tag means a wrong guess about one chunk, nothing more.
-
-    Args:
-        capacity: number of slots of the tier.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        num_entries = 1 << min((max(_MIN_ENTRIES, capacity * _ENTRIES_PER_SLOT) - 1).bit_length(), _TIME_BITS)
-        self._mask = num_entries - 1
-        # The tag with the number of uses in place of its lowest byte, which the place implies; and the time.
-        self._known = array("I", bytes(4 * num_entries))
-        self._times = array("I", bytes(4 * num_entries))
-        # The same memory: many entries cost a third of the time this way.
-        self._views = np.frombuffer(self._known, np.uint32), np.frombuffer(self._times, np.uint32)
-
-    def recall(self, tags: Sequence[int], now: int) -> list[tuple[int, int]]:
-        """Return the indices of the chunks of which something is known, and their kinds if they are used now."""
-        known, mask = self._known, self._mask
-        indices: Sequence[int] = range(len(tags))
-        if len(tags) >= _MANY:
-            wanted = np.array(tags, np.uint32)
-            indices = np.flatnonzero((self._views[0][wanted & mask] ^ wanted) <= _USES_MASK).tolist()
-        kinds: list[tuple[int, int]] = []
-        for at in indices:
-            tag = tags[at]
-            entry = known[tag & mask]
-            uses = entry & _USES_MASK if entry ^ tag <= _USES_MASK else 0
-            if uses:
-                # Times are modulo 2**32: nobody needs to know longer ages.
-                kinds.append((at, _kind_of_known(uses, (now - self._times[tag & mask]) & _TIME_MASK)))
-        return kinds
-
-    def remember_each(self, tags: Sequence[int], uses: Sequence[int], times: Sequence[int]) -> None:
-        """Remember the uses of chunks that leave the tier, or were not stored; ``times`` are those of the last ones."""
-        if len(tags) >= _MANY:
-            last = np.array(tags, np.uint32)
-            known, known_times = self._views
-            known[last & self._mask] = last & ~np.uint32(_USES_MASK) | np.array(uses, np.uint32)
-            known_times[last & self._mask] = np.array(times, np.int64) & _TIME_MASK
-            return
-        for tag, num_uses, time in zip(tags, uses, times, strict=True):
-            self._known[tag & self._mask] = tag & ~_USES_MASK | num_uses
-            self._times[tag & self._mask] = time & _TIME_MASK
-
-
-def _stretches(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Return the kind of each stretch of chunks of one kind, and how many there are."""
-    if len(kinds) == 1:
-        return ((kinds[0], 1),)  # of what is generated, nearly always
-    return [(kind, len(list(same))) for kind, same in groupby(kinds)]
-
-
-def _kind_of_known(uses_before: int, age: int) -> int:
-    """Return the kind of a chunk used now and ``age`` ago, that is not the last of its request."""
-    uses = min(uses_before + 1, _MAX_USES)
-    level = min(uses.bit_length(), _NUM_LEVELS) - 1
-    detail = min((max(age, 1).bit_length() + 1) // 2, _DETAILS - 1)
-    return (uses << _CLASS_BITS) + level * _PER_LEVEL + detail
