@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from benchmarks.found import ALONE, CONNECTORS, MODELS, flood, found, lacks
 from cargohold.integrations.vllm import compat
-from tests.vllm.common import tokens
+from tests.vllm.common import EAGER, tokens
 
 pytestmark = pytest.mark.skipif(not compat.KEEPS_SHARED_PREFIXES, reason="this vLLM keeps no shared prefixes")
 
@@ -41,3 +41,17 @@ def test_what_the_device_would_find_is_found_after_it_forgot(
         assert not lacks(counts, expected, model.chunk_tokens), f"{name}: {counts}, and vLLM alone {expected}"
         if kind != "qwen3-next-many-heads":  # of bfloat16 even vLLM's own cache changes tokens
             assert tokens(answers) == tokens(alone)
+
+
+def test_states_are_found_as_with_single_blocks_if_larger_chunks_are_asked_for(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by the simulation: a state is seldom kept where a chunk of several blocks ends, so forks found less."""
+    path, model = vllm_model("lfm2"), OF_KIND["lfm2"]
+    counts = []
+    for blocks_per_chunk in (1, 2):
+        options = {**EAGER, "blocks_per_chunk": blocks_per_chunk}
+        answers = found(start(path, options, num_blocks=model.num_blocks, **model.options), "forks", flood)
+        counts.append([answer.device for answer in answers])
+        assert ("blocks_per_chunk is taken as 1" in caplog.text) == (blocks_per_chunk > 1)
+    assert counts[0] == counts[1]

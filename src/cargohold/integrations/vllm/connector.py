@@ -136,6 +136,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             return
         translation = self._translate()
         self._groups = translation.groups
+        written, self._settings = self._settings, self._settings.of_groups(self._groups.served)
+        if self._settings is not written and self._is_scheduler:
+            logger.warning("%s", start.SINGLE_BLOCKS)
         is_off = self._turn_off(translation.obstacles)
         if not self._is_scheduler:
             # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.

@@ -15,7 +15,7 @@ from cargohold.connector.tenants import Tenants
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, KEEP
 from cargohold.options import Options, declared, made, one_of
-from cargohold.protocol import KVConnectorFactory
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVConnectorFactory
 from cargohold.tiers import TierConfig, check_place_here, require_packages
 
 DISABLE: Final = "disable"
@@ -92,10 +92,17 @@ class Settings:
 
     def of_role(self, *, stores: bool) -> Self:
         """The settings of an engine in one of vLLM's roles: consumers store nothing."""
-        if stores:
+        return self if stores else self._with(read_only=True)
+
+    def of_groups(self, groups: Sequence[KVCacheGroup]) -> Self:
+        """The settings for a model: with recurrent states, chunks are single blocks.
+
+        vLLM keeps a state where a step has ended with a block, and that is seldom where a chunk of several blocks ends.
+        """
+        is_whole = all(not _is_ours(child) or child.blocks_per_chunk == 1 for child in self._children)
+        if is_whole or all(group.kind is not AttentionKind.RECURRENT for group in groups):
             return self
-        children = [replace(child, read_only=True) if _is_ours(child) else child for child in self._children]
-        return replace(self, offload=children if isinstance(self.offload, Sequence) else children[0])
+        return self._with(blocks_per_chunk=1)
 
     @property
     def load_timeout_s(self) -> float:
@@ -152,6 +159,10 @@ class Settings:
     def _tiers(self) -> list[TierConfig]:
         """The tiers below host memory of all connectors of ours."""
         return [tier for _, tier, _ in tiers_of(self.offload)]
+
+    def _with(self, **options: Any) -> Self:
+        children = [replace(child, **options) if _is_ours(child) else child for child in self._children]
+        return replace(self, offload=children if isinstance(self.offload, Sequence) else children[0])
 
     @property
     def _children(self) -> Sequence[Offload]:

@@ -38,6 +38,10 @@ _UNHEARD: Final = (
     "calls to the workers (collective_rpc) may change weights, and vLLM's engine core was not found, which tells of them, so "
     "KV cannot outlive the engine"
 )
+SINGLE_BLOCKS: Final = (
+    "blocks_per_chunk is taken as 1: vLLM keeps a recurrent state where a step has ended with a block, which is seldom where a "
+    "chunk of several ends"
+)
 _LAZY_ENDS: Final = (
     "mode=lazy keeps what vLLM's prefix cache evicts, and of this model that has windows and recurrent states only of where "
     "prompts end: a prompt that leaves an earlier one before its end finds nothing; mode=eager keeps more"
