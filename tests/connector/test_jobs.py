@@ -7,11 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import OffloadManager, make_manager
+from cargohold.cache.manager import ChunkKeys
 from cargohold.connector.kernel.jobs import JobTable, Load, Origins, Store
 from cargohold.lab.simulation import VirtualClock
-from cargohold.protocol import Clock
+from cargohold.protocol import AttentionKind, Clock, KVCacheGroup
 
 KEYS = [bytes([at]) * 36 for at in range(6)]
+OF_REQUEST = ChunkKeys(KVCacheGroup(0, AttentionKind.FULL, 8, ("layer",)), 1, 8)
+"""A request whose tokens have these chunks."""
+OF_REQUEST.keys += KEYS
 
 
 class Jobs:
@@ -66,10 +70,15 @@ def test_the_table_knows_what_is_in_flight(data: st.DataObject) -> None:
             loads = {at for at, load in jobs.loads.items() if not set(keys).isdisjoint(load.handle.keys)}
             found = table.load_of_any(keys)
             assert not loads if found is None else found in loads
-            for num_tokens in (8, 16, 24):
-                ending = {at for at in loads if 8 + 8 * len(jobs.loads[at].handle.keys) == num_tokens}
-                found = table.load_up_to(num_tokens, keys)
-                assert not ending if found is None else found in ending
+        for first, num_tokens in ((0, 16), (8, 24), (16, 40)):
+            ends = {at: 8 + 8 * len(load.handle.keys) for at, load in jobs.loads.items()}
+            ending = {
+                at
+                for at, end in ends.items()
+                if first < end <= num_tokens and OF_REQUEST.keys[end // 8 - 1] in jobs.loads[at].handle.keys
+            }
+            found = table.load_up_to([OF_REQUEST], first, num_tokens)
+            assert not ending if found is None else ends[found] == max(ends[at] for at in ending)
         assert [at for at in [0, *ids] if table.is_loading(at)] == [at for at in ids if at in jobs.loads]
         assert not table.is_loading(None)
         assert before == jobs.is_loading() or table.version != version
@@ -105,7 +114,7 @@ def test_a_job_that_does_not_end_in_time_is_overdue_once_while_others_begin_and_
     table = jobs.table
     assert counts_of(table) == (1, 0, len(overdue[0].block_ids), 1)
     assert table.load_of_any(KEYS) is None and not table.is_loading(lost), "nobody waits for it"
-    assert table.load_up_to(24, KEYS) is None
+    assert table.load_up_to([OF_REQUEST], 0, 40) is None
     clock.advance(100)
     assert not table.take_overdue(10.0)
     assert table.is_stuck(lost) and table.end(lost) is overdue[0]

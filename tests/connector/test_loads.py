@@ -82,7 +82,7 @@ class SparseOffloading(SimulatedOffloading):
 
 
 @pytest.mark.parametrize("keeps_ends", [True, False])
-def test_where_only_the_end_of_a_load_is_kept_other_requests_do_not_wait_for_it(keeps_ends: bool) -> None:
+def test_where_only_the_end_of_a_load_is_kept_only_requests_that_go_on_there_wait_for_it(keeps_ends: bool) -> None:
     offloading = SparseOffloading(60)
     offloading.keeps_ends = keeps_ends
     engine = SimulatedEngine(simulated_layout(100), offloading)
@@ -95,10 +95,41 @@ def test_where_only_the_end_of_a_load_is_kept_other_requests_do_not_wait_for_it(
     engine.add("ends with the prompt", prompt(0, 40), 1)
     engine.step()
     loads = [len(job.block_ids) for job in transfers.pending if job.direction is Direction.LOAD]
-    assert loads == ([10, 5, 10] if keeps_ends else [10, 10, 5, 10])
+    assert loads == ([10, 5] if keeps_ends else [10, 10, 5, 10])
     transfers.auto = True
     finish(engine, offloading)
     assert engine.outputs["ends there"].cache_report.restored_tokens == ({} if keeps_ends else {"host": 40})
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_what_requests_share_is_loaded_once_where_one_of_them_ends_there(windows: tuple[int | None, ...]) -> None:
+    """Conversations that begin with the same system prompt load only what each has behind it."""
+    offloading = SparseOffloading(120)
+    engine = SimulatedEngine(simulated_layout(120, windows=windows), offloading)
+    known = [[*prompt(0, 20), *prompt(seed, 20)] for seed in (1, 2)]
+    for at, tokens in enumerate((prompt(0, 20), *known)):
+        engine.add(f"before {at}", tokens, 1)
+        finish(engine, offloading)
+    evict_everything(engine)
+    (transfers,) = offloading.transfers
+    transfers.auto = False
+    engine.add("ends there", [*prompt(0, 20), 5], 1)
+    for at, tokens in enumerate(known):
+        engine.add(f"goes on {at}", [*tokens, 6], 1)
+    num_loaded: list[int] = []
+    while engine.scheduler.has_work():
+        engine.step()
+        loads = [job for job in transfers.pending if job.direction is Direction.LOAD]
+        num_loaded += [len(job.block_ids) for job in loads]
+        for job in list(transfers.pending):
+            transfers.complete(job)
+    num_groups = len(windows)
+    assert num_loaded == ([5, 5, 5] if num_groups == 1 else [7, 7, 7])
+    transfers.auto = True
+    finish(engine, offloading)
+    for at, tokens in enumerate(known):
+        assert engine.tokens(f"goes on {at}") == alone([*tokens, 6], 1)
+        assert engine.outputs[f"goes on {at}"].cache_report.restored_tokens == {"host": 20}
 
 
 def test_a_request_does_not_wait_for_loads_of_what_it_has_on_the_device() -> None:

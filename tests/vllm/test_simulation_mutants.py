@@ -181,7 +181,7 @@ def does_not_mark_what_prompts_share(patch: Patch) -> None:
 
 @mutant(workload="windows", connector="eager", faults="late,slow")
 def loads_a_prefix_twice_at_a_time(patch: Patch) -> None:
-    patch.setattr(JobTable, "load_up_to", lambda self, num_tokens, last_keys: None)
+    patch.setattr(JobTable, "load_up_to", lambda self, keys, first_token, num_tokens: None)
 
 
 @mutant(workload="limits", connector="lazy")

@@ -216,6 +216,27 @@ def test_requests_do_not_wait_for_a_load_that_ends_elsewhere(
 
 
 @pytest.mark.skipif(not compat.KEEPS_SHARED_PREFIXES, reason="this version of vLLM marks no shared prefixes")
+@pytest.mark.parametrize(("kind", "num_blocks"), SPARSE)
+def test_what_requests_share_is_loaded_once_where_one_of_them_ends_there(
+    kind: str, num_blocks: int, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    """Conversations that go on behind the same beginning load only what each has behind it."""
+    model = vllm_model(kind)
+    (shared,) = make_prompts(1, 320)
+    known = [[*shared, *tail] for tail in make_prompts(2, 160, seed=3)]
+    prompts = [[*prompt, *tail] for prompt, tail in zip([shared, *known], make_prompts(3, 50, 6), strict=True)]
+    reference = start(model, num_blocks=1500)
+    expected = tokens([reference.ask([prompt], 1)[0] for prompt in prompts])
+    engine = start(model, EAGER, num_blocks=num_blocks)
+    for prompt in [shared, *known]:
+        engine.ask([[*prompt, 5, 6, 7]], 1)
+    forget(engine)
+    crowd = ask_together(engine, prompts, faults)
+    assert tokens(crowd.answers) == expected
+    assert [(answer.restored, answer.device) for answer in crowd.answers] == [(320, 320), (160, 480), (160, 480)]
+
+
+@pytest.mark.skipif(not compat.KEEPS_SHARED_PREFIXES, reason="this version of vLLM marks no shared prefixes")
 @pytest.mark.parametrize("drops", [True, False])
 def test_loads_are_not_shared_by_their_ends_where_vllm_drops_the_last_block_of_a_hit(drops: bool) -> None:
     speculation = SimpleNamespace(use_eagle=lambda: drops, use_eagle_block_drop=lambda: drops)

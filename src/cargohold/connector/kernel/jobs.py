@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from cargohold.cache.manager import LoadHandle, OffloadKey, StoreHandle
+from cargohold.cache.manager import ChunkKeys, LoadHandle, OffloadKey, StoreHandle
 from cargohold.deadlines import Patience
 from cargohold.protocol import (
     Clock,
@@ -306,22 +306,18 @@ class JobTable:
             if job_id not in self._stuck and not wanted.isdisjoint(load.handle.keys)
         )
 
-    def load_up_to(self, num_tokens: int, last_keys: Sequence[OffloadKey]) -> int | None:
-        """Return the id of a load whose end at this token, with one of these chunks, is shared; ``None`` if there is none."""
-        if self._loading.keys().isdisjoint(last_keys):
-            return None
-        wanted = set(last_keys)
-        return next(
-            (
-                job_id
-                for job_id, load in self._loads.items()
-                if load.num_tokens == num_tokens
-                and load.is_end_shared
-                and job_id not in self._stuck
-                and not wanted.isdisjoint(load.handle.keys)
-            ),
-            None,
-        )
+    def load_up_to(self, keys: Sequence[ChunkKeys], first_token: int, num_tokens: int) -> int | None:
+        """Return the id of a load whose end is shared, behind ``first_token`` and at most at ``num_tokens``, with these chunks.
+
+        That of the longest if there are several; ``None`` if there is none.
+        """
+        ending: dict[int, int] = {}
+        for job_id, load in self._loads.items():
+            if load.is_end_shared and first_token < load.num_tokens <= num_tokens and job_id not in self._stuck:
+                ends = {of.keys[load.num_tokens // of.chunk_tokens - 1] for of in keys}
+                if not ends.isdisjoint(load.handle.keys):
+                    ending[load.num_tokens] = job_id
+        return ending[max(ending)] if ending else None
 
     def _forget_loading(self, keys: Sequence[OffloadKey]) -> None:
         self.version += 1

@@ -177,18 +177,16 @@ class TierLookup:
         """Return the id of a load for another request, after which this one finds blocks of its hit on the device."""
         if self._shares_loads:
             return self._load_of_part(state, num_computed_tokens, num_hit_tokens)
-        return self._load_of_whole(state, num_hit_tokens) if self._shares_load_ends else None
+        return self._load_of_start(state, num_computed_tokens, num_hit_tokens) if self._shares_load_ends else None
 
-    def _load_of_whole(self, state: RequestState, num_hit_tokens: int) -> int | None:
-        """Return the id of a job that loads the same prefix for another request, and ends where the hit ends.
+    def _load_of_start(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
+        """Return the id of a job that loads the hit for another request, or its beginning, and ends within it.
 
         Of any other load, windows and states before its end are not kept, so waiting for it would be in vain. Nor is a hit of
         all tokens found again: the prefix cache gives back a block less, whose window begins before the one that was loaded.
         """
-        if num_hit_tokens == state.request.num_tokens:
-            return None
-        last_keys = [keys.keys[num_hit_tokens // keys.chunk_tokens - 1] for keys in state.keys]
-        return self._jobs.load_up_to(num_hit_tokens, last_keys)
+        limit = min(num_hit_tokens, state.request.num_tokens - 1)
+        return self._jobs.load_up_to(state.keys, num_computed_tokens, limit)
 
     def _load_of_part(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
         """Return the id of a job that loads part of the hit for another request: the prefix cache will soon have its blocks.
