@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import cargohold
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import KVConnectorMetadata, KVConnectorSchedulerOutput, RequestView, StepView
 from cargohold.tiers.scheduler_side import TierOptions
+from tests.held_tiers import SimulatedTiering
 
 SOURCES = Path(cargohold.__file__).parent
 NOT_THE_CONNECTOR = (SOURCES / "engine", SOURCES / "lab")

@@ -16,7 +16,6 @@ from cargohold.cache.manager import ChunkKeys, offload_key, split_key
 from cargohold.connector.guests import events as events_module
 from cargohold.connector.guests.events import Contents, Medium, TierEvents
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import (
     MEDIUM_DEVICE,
     MEDIUM_HOST,
@@ -35,6 +34,7 @@ from cargohold.tiers.scheduler_side import ChunksFound
 from tests.connector.common import evict_everything, finish, prompt
 from tests.connector.tiering import make_engine
 from tests.effort import examples
+from tests.held_tiers import SimulatedTiering
 
 BLOCK_TOKENS = 4
 SALTS = (None, None, "mine")

@@ -14,12 +14,12 @@ from cargohold.connector.guests.lower_tiers import TiersBelow
 from cargohold.connector.guests.meters import Meters
 from cargohold.connector.kernel.guest import FACTS, QUESTIONS, Guest
 from cargohold.lab.simulation import SimulatedEngine
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import Hint, HintKind, StepView
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, finish, make_engine, restored, serve
+from tests.held_tiers import SimulatedTiering
 
 GUESTS: tuple[type[Guest], ...] = (TierEvents, Meters, HandingOff, Hints, TiersBelow)
 METHODS = [

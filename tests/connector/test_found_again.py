@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cargohold.cache.manager import offload_key
 from cargohold.connector.guests.events import Contents, contents_in
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
-from cargohold.lab.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.protocol import MEDIUM_STORAGE, Adapter, BlockRemoved, BlockStored, ExtraKey, TransferOutcome
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.chunk_format import TOKEN_TYPE, Details
@@ -29,6 +28,7 @@ from tests.connector.common import evict_everything, prompt
 from tests.connector.test_events import RouterIndex, blocks_of, finish_all
 from tests.connector.tiering import lose_host_memory, make_engine, restored, serve
 from tests.effort import examples
+from tests.held_tiers import HeldMedium, HeldQueue, SimulatedTiering
 
 LISTED = TierOptions(name="disk", is_listed=True)
 
@@ -282,7 +282,7 @@ def test_what_a_disk_evicts_is_taken_back_once() -> None:
 
 def test_a_chunk_that_is_lost_while_its_job_goes_on_with_others_is_not_announced_for_good() -> None:
     """The job says that it was stored, but only after the tier has said that it was lost."""
-    medium = SimulatedMedium()
+    medium = HeldMedium()
     queue = HeldQueue(medium, VirtualClock(), auto=False, is_listed=True)
     worker = TierWorker({"disk": queue}, np.zeros((4, 8), np.uint8), 1, VirtualClock())
     names = (b"a" * 36, b"b" * 36)

@@ -12,10 +12,10 @@ import pytest
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.lab.simulation import SimulatedEngine, simulated_layout
 from cargohold.lab.simulation.connectors import SimulatedOffloading
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import KVConnectorFactory
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
+from tests.held_tiers import SimulatedTiering
 
 REQUESTS_PER_ROUND = 12
 DISK, SHARED = TierOptions(name="disk"), TierOptions(name="shared")

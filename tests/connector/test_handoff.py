@@ -12,13 +12,13 @@ from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
-from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.protocol import TransferOutcome, metrics
 from cargohold.tiers import JobKind, JobStatus, StoreOutcome
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.offloading import keys_of
 from tests.connector.tiering import finish, make_engine, restored
+from tests.held_tiers import HeldQueue, SimulatedTiering
 
 STORES: dict[str, MakeStores] = {"eager": EagerStores, "lazy": partial(LazyStores, lookahead=4)}
 REMOTE_DECODE: dict[str, Any] = {"do_remote_decode": True}

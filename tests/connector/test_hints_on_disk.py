@@ -7,12 +7,12 @@ import pytest
 from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL
 from cargohold.lab.simulation import SimulatedEngine
 from cargohold.lab.simulation.campaign import Recipe, play_seed
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import Hint, HintStatus
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
 from tests.connector.test_hints import later, prefix
 from tests.connector.tiering import finish, make_engine, serve
+from tests.held_tiers import SimulatedTiering
 
 DISK = TierOptions(name="disk", is_listed=True)
 TOKENS = prompt(0, 41)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from cargohold.lab.simulation import SimulatedEngine
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers import JobKind
 from cargohold.tiers.port import JobStatus
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
 from tests.connector.test_hints import later
 from tests.connector.tiering import finish, lose_host_memory, make_engine, restored, serve
+from tests.held_tiers import SimulatedTiering
 
 DISK = TierOptions(name="disk", is_listed=True)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, finish, make_engine, restored, serve
+from tests.held_tiers import SimulatedTiering
 
 
 def test_a_request_whose_beginning_the_device_has_lost_while_it_waited_gets_it_from_below() -> None:

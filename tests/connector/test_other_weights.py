@@ -14,7 +14,6 @@ from cargohold.connector.kernel.stores import EagerStores
 from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.scheduler import MAX_WEIGHTS, OffloadingScheduler
 from cargohold.lab.simulation import SimulatedEngine
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import MEDIUM_HOST, MEDIUM_STORAGE, Hint, SchedulerEnvironment
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import prompt
@@ -22,6 +21,7 @@ from tests.connector.test_events import RouterIndex, blocks_of, finish_all
 from tests.connector.test_found_again import LISTED
 from tests.connector.test_handoff import REMOTE_DECODE, announcement, shared
 from tests.connector.tiering import DISK, fetching_engine, finish, make_engine, restored, serve
+from tests.held_tiers import SimulatedTiering
 
 NAMES = {0: "", 1: "first of the trainer's", 2: "second"}
 STORES: dict[str, Any] = {"eager": EagerStores, "lazy": partial(LazyStores, lookahead=60)}

@@ -8,13 +8,13 @@ from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
 from cargohold.cache.manager import offload_key
 from cargohold.connector.offloading import HintConfig, OffloadingScheduler, TenantQuota
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import MEDIUM_HOST, BlockStored, Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side.ahead import MAX_AHEAD
 from tests.connector.common import prompt
 from tests.connector.offloading import keys_of
 from tests.connector.tiering import finish, make_engine, restored, serve
+from tests.held_tiers import SimulatedTiering
 
 TOKENS = prompt(0, 44)
 

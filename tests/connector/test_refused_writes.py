@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers import StoreOutcome
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import evict_everything, prompt
 from tests.connector.tiering import finish, lose_host_memory, make_engine, restored, serve
+from tests.held_tiers import SimulatedTiering
 
 
 @pytest.mark.parametrize("has_index", [True, False])

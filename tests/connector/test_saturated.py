@@ -7,9 +7,9 @@ import random
 import pytest
 
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.tiering import finish, make_engine, restored
+from tests.held_tiers import SimulatedTiering
 
 NUM_CONVERSATIONS, NUM_ROUNDS = 12, 4
 BLOCK_TOKENS = 4

@@ -10,12 +10,12 @@ import pytest
 
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import MEDIUM_STORAGE, BlockRemoved, BlockStored, metrics
 from cargohold.tiers import JobKind, TierJob
 from cargohold.tiers.scheduler_side import TierOptions, fetches
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, SHARED, finish, make_engine, measured_engine, restored, serve
+from tests.held_tiers import SimulatedTiering
 
 BUCKET = TierOptions(name="shared", has_index=False)
 

@@ -6,9 +6,9 @@ import pytest
 
 from cargohold.connector.config import RESTORE_ALWAYS, RESTORE_IF_FASTER
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock, simulated_layout
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import alone, prompt
+from tests.held_tiers import SimulatedTiering
 
 TIMEOUT_S = 0.5
 TIERS = {

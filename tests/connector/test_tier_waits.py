@@ -11,13 +11,13 @@ import pytest
 from cargohold.engine.core.request import FinishReason
 from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
-from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.lab.simulation.transfers import HeldTransfers
 from cargohold.protocol import metrics
 from cargohold.tiers import JobKind, TierJob
 from cargohold.tiers.scheduler_side import Chain, Fetch, Waiting, prefetch, tier_state
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import fetching_engine, finish, make_engine, measured_engine, restored, serve
+from tests.held_tiers import HeldQueue, SimulatedTiering
 
 
 def test_a_request_reports_the_time_that_it_waited_for_a_lower_tier() -> None:

@@ -13,13 +13,13 @@ from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.core.request import FinishReason
 from cargohold.lab.simulation import SimulatedEngine
 from cargohold.lab.simulation.fingerprints import GroupPlan, layout_of
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import MEDIUM_STORAGE, AttentionKind, BlockRemoved, BlockStored, metrics
 from cargohold.tiers import JobKind, JobStatus, TierJob
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, SHARED, fetching_engine, finish, make_engine, restored, serve
 from tests.effort import examples
+from tests.held_tiers import SimulatedTiering
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (9, None, 3)])

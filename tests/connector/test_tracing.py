@@ -18,9 +18,9 @@ from opentelemetry.trace import Tracer
 from cargohold.connector import observers
 from cargohold.connector.observers import Spans, TracingFactory
 from cargohold.lab.simulation import SimulatedEngine, simulated_layout
-from cargohold.lab.simulation.tiers import SimulatedTiering
 from cargohold.protocol import CacheReport, Episode, KVConnectorFactory
 from tests.connector.common import alone, prompt
+from tests.held_tiers import SimulatedTiering
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTHER = "00-1bf7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cargohold.lab.simulation import SimulatedEngine, simulated_layout
-from cargohold.lab.simulation.tiers import HeldQueue, SimulatedTiering
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import alone, evict_everything, prompt
+from tests.held_tiers import HeldQueue, SimulatedTiering
 
 DISK = TierOptions(name="disk")
 SHARED = TierOptions(name="shared")

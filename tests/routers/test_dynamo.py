@@ -14,12 +14,12 @@ from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.manager import offload_key
 from cargohold.engine.events import ZmqEventPublisher
 from cargohold.lab.simulation import SimulatedEngine
-from cargohold.lab.simulation.tiers import HeldQueue, SimulatedMedium, SimulatedTiering
 from cargohold.protocol import MEDIUM_DEVICE, MEDIUM_HOST, MEDIUM_STORAGE, BlockRemoved, BlockStored, Locality
 from cargohold.tiers import JobKind, JobStatus
 from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import evict_everything, prompt
 from tests.connector.tiering import lose_host_memory, make_engine
+from tests.held_tiers import HeldMedium, HeldQueue, SimulatedTiering
 from tests.routers.dynamo import Found, Indexer, needs_dynamo, running_indexer
 
 pytestmark = needs_dynamo
@@ -216,7 +216,7 @@ def disturb(replica: Replica, what: str, request_id: str) -> None:
             replica.restart()
 
 
-def fail_jobs(queue: HeldQueue, medium: SimulatedMedium) -> None:
+def fail_jobs(queue: HeldQueue, medium: HeldMedium) -> None:
     """Let loads and stores fail. What they have written all the same is gone: nobody would know of it."""
     for job in [job for job in queue.pending if job.kind in (JobKind.LOAD, JobKind.STORE)]:
         before = set(medium.chunks)
