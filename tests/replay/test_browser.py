@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from cargohold.lab.replay.advice import recommend
 from cargohold.lab.replay.costs import CostModel
 from cargohold.lab.replay.html import page, plan_page
 from cargohold.lab.replay.planning import Budget, Planner
 from cargohold.lab.replay.replaying import replay
-from cargohold.lab.replay.report import Report, recommend
+from cargohold.lab.replay.report import Report
 from cargohold.lab.replay.traces import read_trace
 from cargohold.lab.replay.workload import load_workload
 from tests.data.make_trace import TRACE

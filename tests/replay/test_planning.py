@@ -12,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ConfigError
-from cargohold.lab.replay.costs import CostModel
-from cargohold.lab.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
-from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
-from cargohold.lab.replay.report import (
+from cargohold.lab.replay.advice import (
     Machine,
     advise,
     as_facts,
@@ -25,6 +22,9 @@ from cargohold.lab.replay.report import (
     plan_table,
     recommend,
 )
+from cargohold.lab.replay.costs import CostModel
+from cargohold.lab.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
+from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
 from cargohold.lab.replay.tiers import DISK, HOST
 from cargohold.lab.replay.traces import TraceRequest, read_trace
 from cargohold.lab.replay.workload import Selection, Workload, load_workload

@@ -29,25 +29,12 @@ from cargohold.cli.traces import (
     replay_all,
 )
 from cargohold.errors import ConfigError
+from cargohold.lab.replay.advice import Machine, advise, as_facts, disk_table, fits, plan_table, recommend, unit_of_gain
 from cargohold.lab.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.lab.replay.html import page, plan_page, write_text
 from cargohold.lab.replay.planning import BASELINE, Budget, Plan, Planner
 from cargohold.lab.replay.replaying import BOUNDS, HINTED, INFINITE, Capacities, ReplayResult, check_policies
-from cargohold.lab.replay.report import (
-    Machine,
-    Report,
-    advise,
-    as_facts,
-    describe_amount,
-    describe_size,
-    describe_trace,
-    disk_table,
-    fits,
-    format_seconds,
-    plan_table,
-    recommend,
-    unit_of_gain,
-)
+from cargohold.lab.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.lab.replay.workload import Workload
 from cargohold.option_values import format_bytes, is_positive_number, parse_bytes
 from cargohold.process import memory_limit_bytes

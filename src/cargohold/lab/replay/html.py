@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError, one_line
+from cargohold.lab.replay.advice import disk_problems, disk_table, plan_table, unit_of_gain
 from cargohold.lab.replay.planning import BASELINE, Plan, Planner
 from cargohold.lab.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
 from cargohold.lab.replay.report import (
@@ -19,12 +20,8 @@ from cargohold.lab.replay.report import (
     describe_costs,
     describe_size,
     describe_trace,
-    disk_problems,
-    disk_table,
     format_amount,
     format_seconds,
-    plan_table,
-    unit_of_gain,
 )
 from cargohold.option_values import format_bytes
 
