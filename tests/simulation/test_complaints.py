@@ -8,7 +8,8 @@ import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.lab.simulation.connectors import ConnectorPlan
-from cargohold.lab.simulation.run import RecentTimeline, Run, RunResult
+from cargohold.lab.simulation.run import Run, RunResult
+from cargohold.lab.simulation.timeline import RecentTimeline
 from cargohold.lab.simulation.world import draw_scenario
 from cargohold.protocol import BlockIds, ClassFactory, RequestView, SchedulerContext
 from examples.own_connector.shelf import FACTORY, ShelfScheduler, ShelfWorker

@@ -117,7 +117,7 @@ _PLAY = """
 from hashlib import sha256
 from cargohold.lab.simulation.run import Run
 from cargohold.lab.simulation.world import draw_scenario
-from cargohold.lab.simulation.run import RecentTimeline
+from cargohold.lab.simulation.timeline import RecentTimeline
 for seed in (7, 11):
     timeline = RecentTimeline(10**6)
     result = Run(draw_scenario(seed), timeline=timeline).play()

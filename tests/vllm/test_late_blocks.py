@@ -15,9 +15,9 @@ pytest.importorskip(
 from cargohold.lab.simulation.campaign import Recipe
 from cargohold.lab.simulation.faults import parse_faults
 from cargohold.lab.simulation.run import RunResult
-from cargohold.lab.vllm.engine import VllmRecipe, with_late_blocks
 from cargohold.lab.vllm.late_blocks import LateBlocks
 from cargohold.lab.vllm.others.recipe import StrangerRecipe
+from cargohold.lab.vllm.recipe import VllmRecipe, with_late_blocks
 
 OURS = "vllm:cargohold.integrations.vllm.connector:CargoholdConnector"
 OURS_CONFIG = {"host_bytes": "1MiB", "kv_events_salted": True}

@@ -21,7 +21,7 @@ from cargohold.lab.simulation.fingerprints import GroupPlan, num_blocks_needed
 from cargohold.lab.simulation.run import quiet_logging
 from cargohold.lab.simulation.workloads import Ask
 from cargohold.lab.simulation.world import Scenario, draw_scenario
-from cargohold.lab.vllm.engine import APPLICABLE, VllmRecipe, fitted
+from cargohold.lab.vllm.recipe import APPLICABLE, VllmRecipe, fitted
 from tests.vllm.layouts import published
 
 WORKLOADS = ("shared-prefix", "multi-turn", "agents", "aborts", "full-hit", "preemption", "shared-beginnings", "forks")

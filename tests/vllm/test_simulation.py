@@ -25,7 +25,7 @@ pytest.importorskip(
 )
 
 from cargohold.lab.vllm.configuration import ASYNC
-from cargohold.lab.vllm.engine import APPLICABLE, VllmRecipe
+from cargohold.lab.vllm.recipe import APPLICABLE, VllmRecipe
 from cargohold.lab.vllm.worker import AlignedStateBlocks, RunningStates, StateMove, WriteFirstRunner
 
 

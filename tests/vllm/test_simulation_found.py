@@ -23,7 +23,7 @@ from cargohold.lab.simulation.transfers import LinkProfile
 from cargohold.lab.simulation.workloads import Ask
 from cargohold.lab.simulation.world import Scenario, Shape
 from cargohold.lab.vllm.configuration import ASYNC, CAN_RETAIN_LESS, MATCH_UNIT, MAX_MODEL_LEN, RETAINED
-from cargohold.lab.vllm.engine import VllmRecipe
+from cargohold.lab.vllm.recipe import VllmRecipe
 from cargohold.protocol import AttentionKind, KVCacheGroup
 from tests.vllm.test_simulation import play
 

@@ -30,7 +30,7 @@ from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.lab.simulation.campaign import play_seed
 from cargohold.lab.simulation.world import Scenario
-from cargohold.lab.vllm.engine import VllmRecipe, with_late_blocks
+from cargohold.lab.vllm.recipe import VllmRecipe, with_late_blocks
 from cargohold.protocol import AttentionKind, KVCacheGroup, OutputAggregator
 from tests.simulation.mutants import loads_the_state_of_one_block_too_early
 from tests.simulation.mutation import Mutant, Patch, registrar

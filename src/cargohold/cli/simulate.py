@@ -25,7 +25,7 @@ from cargohold.errors import ConfigError
 from cargohold.lab.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
 from cargohold.lab.simulation.connectors import CONNECTORS
 from cargohold.lab.simulation.faults import Fault, parse_faults
-from cargohold.lab.simulation.run import RecentTimeline
+from cargohold.lab.simulation.timeline import RecentTimeline
 from cargohold.lab.simulation.workloads import WORKLOADS
 from cargohold.lab.simulation.world import ANY, Scenario
 from cargohold.option_values import format_count
@@ -217,7 +217,7 @@ def _recipe_for_others(
     _recipe_class(engine)
     if engine == OWN:
         _recipe_class(VLLM)  # a class of vLLM's interface needs vLLM, whatever engine runs it
-        from cargohold.lab.vllm.bridge.recipe import BridgeRecipe  # noqa: PLC0415  # takes seconds
+        from cargohold.lab.vllm.bridge import BridgeRecipe  # noqa: PLC0415  # takes seconds
 
         return BridgeRecipe(workload, connector, faults, config)
     from cargohold.lab.vllm.others.recipe import StrangerRecipe  # noqa: PLC0415  # takes seconds
@@ -236,7 +236,7 @@ def _recipe_class(engine: str) -> type[Recipe]:
             "engine", engine, "vLLM is not installed in this environment; make test-vllm makes one that has it"
         )
     try:
-        from cargohold.lab.vllm.engine import VllmRecipe  # noqa: PLC0415  # takes seconds
+        from cargohold.lab.vllm.recipe import VllmRecipe  # noqa: PLC0415  # takes seconds
     except ImportError as error:
         raise ConfigError(
             "engine", engine, f"this follows the inside of vLLM 0.32, and that is another: {error}"

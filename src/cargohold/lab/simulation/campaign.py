@@ -11,7 +11,8 @@ from time import monotonic
 
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.faults import Fault
-from cargohold.lab.simulation.run import NO_TIMELINE, RecentTimeline, Run, Timeline
+from cargohold.lab.simulation.run import Run
+from cargohold.lab.simulation.timeline import NO_TIMELINE, RecentTimeline, Timeline
 from cargohold.lab.simulation.world import ANY, Scenario, check_names, draw_scenario
 from cargohold.process import WorkerPool, collected_in_one_go
 

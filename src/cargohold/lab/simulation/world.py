@@ -253,7 +253,7 @@ class World:
         self._queues: list[LinkedQueue] = []
         self.tiers: list[SimulatedOffloading] = []
         self._tiered: list[TieredOffloading] = []
-        self._factory = scenario.connector.build(self._make_tier, self._faulty_connector)
+        self.factory = scenario.connector.build(self._make_tier, self._faulty_connector)
         if beside is not None:
             self._share_tiers(beside)
 
@@ -264,7 +264,7 @@ class World:
         self.copies = [CopiesInFlight(rank) for rank in range(shape.world_size)]
         engine = SimulatedEngine(
             layout_of(shape.groups, shape.num_blocks, shape.world_size, shape.num_replicas),
-            self._factory,
+            self.factory,
             clock=self.clock,
             with_context=connector.with_context,
             applies_locks=connector.applies_locks,

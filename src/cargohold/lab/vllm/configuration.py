@@ -1,10 +1,9 @@
-"""A scenario's engine in vLLM's terms: vLLM's configuration, its KV-cache groups, and the adapter over simulated tiers."""
+"""A scenario's engine in vLLM's terms: vLLM's configuration and its KV-cache groups."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from copy import copy
 from functools import cache
@@ -16,7 +15,6 @@ import torch
 from vllm.config import (
     CacheConfig,
     KVEventsConfig,
-    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -35,12 +33,10 @@ from vllm.v1.kv_cache_interface import (
 
 from cargohold.deadlines import CONNECTOR
 from cargohold.engine.core.request_queues import QueuePolicy
-from cargohold.integrations.vllm.connector import CargoholdConnector
-from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, layout_of
 from cargohold.lab.simulation.replica import VOCAB_SIZE
-from cargohold.lab.simulation.world import Shape
-from cargohold.protocol import AttentionKind, Clock, KVCacheGroup, KVCacheLayout, KVConnectorFactory
+from cargohold.lab.simulation.world import Shape, World
+from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
 
 ASYNC: Final = "async_scheduling"
 """Key in a shape's scheduler options: whether vLLM schedules a step before it has the output of the one before."""
@@ -55,6 +51,9 @@ MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
 TRANSFER_TIMEOUT_S: Final = 0.5
 LOAD_TIMEOUT_S: Final = CONNECTOR.seconds(TRANSFER_TIMEOUT_S)
+
+WORLD: Final[ContextVar[World]] = ContextVar("world")
+"""Where connectors that vLLM makes find what surrounds them: vLLM cannot pass it on to them."""
 
 # A model of which only the shape matters. Twelve heads can be shared among up to four workers.
 _MODEL: Final[Mapping[str, Any]] = {
@@ -119,7 +118,7 @@ def _speculation(num_tokens: int) -> Any:
 def config_of_rank(config: Any, rank: int) -> Any:
     """A copy of the configuration for the worker of this rank."""
     own = copy(config)
-    own.parallel_config = copy(config.parallel_config)
+    own.parallel_config, own.compilation_config = copy(config.parallel_config), copy(config.compilation_config)
     own.parallel_config.rank = rank
     return own
 
@@ -154,23 +153,6 @@ def num_blocks_needed(shape: Shape) -> int:
     config = vllm_config(shape)
     specs = [group.kv_cache_spec for group in kv_cache_config(shape).kv_cache_groups]
     return 1 + sum(int(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)) for spec in specs)
-
-
-def transfer_config(load_failure_policy: str) -> Any:
-    """Configuration of our adapter over simulated tiers."""
-    return KVTransferConfig(
-        kv_connector=NAME,
-        kv_connector_module_path=__name__,
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            # The simulated tiers have sizes of their own.
-            "host_bytes": "64MiB",
-            "if_unsupported": "refuse",
-            "load_failure_policy": load_failure_policy,
-            "transfer_timeout_s": TRANSFER_TIMEOUT_S,
-            "kv_events_salted": True,
-        },
-    )
 
 
 def _spec(group: KVCacheGroup, layout: KVCacheLayout) -> Any:
@@ -217,39 +199,3 @@ def model_config() -> Any:
 @cache
 def _model() -> Any:
     return ModelConfig(model=_directory().name, skip_tokenizer_init=True, dtype="float32")
-
-
-# --- the adapter over simulated tiers ---------------------------------------------------------------------------------
-
-NAME: Final = "SimulatedConnector"
-
-_GROUND: ContextVar[tuple[KVConnectorFactory, Clock]] = ContextVar("ground")
-_HELD: ContextVar[Callable[[], str]] = ContextVar("held")
-
-
-@contextmanager
-def standing_on(factory: KVConnectorFactory, clock: Clock) -> Iterator[None]:
-    """Within the ``with`` block, connectors that vLLM makes use this factory and clock: vLLM itself cannot pass them on."""
-    token = _GROUND.set((factory, clock))
-    try:
-        yield
-    finally:
-        _GROUND.reset(token)
-
-
-def hold_weights(look: Callable[[], str]) -> None:
-    """Let workers whose connectors vLLM makes from now on say that they hold what ``look`` returns."""
-    _HELD.set(look)
-
-
-class SimulatedConnector(CargoholdConnector):
-    """The adapter, with a simulated factory and clock."""
-
-    def _factory(self) -> KVConnectorFactory:
-        return _GROUND.get()[0]
-
-    def _clock(self) -> Clock:
-        return _GROUND.get()[1]
-
-    def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
-        return _HELD.get()

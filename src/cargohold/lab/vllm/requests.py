@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from vllm import SamplingParams
@@ -30,6 +30,7 @@ from cargohold.protocol import (
     ConnectorGuard,
     KVCacheGroup,
     KVEvent,
+    NullConnectorScheduler,
 )
 
 _HASH: Final = "sha256"
@@ -134,6 +135,15 @@ def hash_function() -> Any:
     return function
 
 
+ENDS: Final = ("finished_sending", "finished_recving", "failed_recving")
+"""What vLLM's reports and ours call the requests whose transfers have ended."""
+
+
+def ends_in(report: Any) -> dict[str, Any]:
+    """The requests in a report of vLLM's, where an empty set may be ``None``."""
+    return {name: frozenset(getattr(report, name) or ()) for name in ENDS}
+
+
 # --- KV events as vLLM publishes them ---------------------------------------------------------------------------------
 
 
@@ -164,6 +174,19 @@ def from_vllm(event: Any, medium: str) -> KVEvent:
             return AllBlocksCleared(medium)
         case _:
             raise TypeError(f"vLLM publishes {event!r}")
+
+
+def watch(source: Any, follow: Callable[[Any], None]) -> None:
+    """Let ``follow`` hear of all events that vLLM takes from ``source``."""
+    take = source.take_events
+
+    def take_and_follow() -> list[Any]:
+        events = list(take() or ())
+        for event in events:
+            follow(event)
+        return events
+
+    source.take_events = take_and_follow
 
 
 # --- views of vLLM's scheduler and block pool with the interface that the simulation's oracles need -------------------
@@ -230,18 +253,25 @@ class CacheView:
     Args:
         scheduler: vLLM's own.
         pool: its block pool.
+        tells_holds: whether the connector tells which blocks it holds, for which vLLM's interface has no word.
     """
 
-    def __init__(self, scheduler: Any, pool: PoolView) -> None:
+    def __init__(self, scheduler: Any, pool: PoolView, *, tells_holds: bool) -> None:
         self._scheduler = scheduler
         self.pool = pool
+        self._tells_holds = tells_holds
 
     def reference_counts(self) -> Counter[int]:
-        """References that requests hold by block id, including those that vLLM gives back when a step in flight has ended."""
+        """References that requests hold by block id, including those that vLLM gives back when a step in flight has ended.
+
+        Where it is not told what the connector holds, that is counted as well.
+        """
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         tables = [table for manager in managers for table in manager.req_to_blocks.values()]
         tables += [blocks for _, blocks in self._scheduler.deferred_frees]
-        return Counter(block.block_id for table in tables for block in table if not block.is_null)
+        counts = Counter(block.block_id for table in tables for block in table if not block.is_null)
+        blocks = () if self._tells_holds else self._scheduler.kv_cache_manager.block_pool.blocks
+        return counts | Counter({block.block_id: block.ref_cnt for block in blocks if not block.is_null})
 
     def check(self) -> None:
         """Verify that no block is lost. Raises ``AssertionError``."""
@@ -253,28 +283,32 @@ class SchedulerView:
 
     Args:
         scheduler: vLLM's own.
-        guard: what contains the connector.
         groups: the KV-cache groups.
         is_busy: whether steps are in flight.
+        guard: contains our connector, of which more can be seen than of others'; ``None`` with these.
+
+    Attributes:
+        connector: the guard; with connectors of others, one around nothing.
     """
 
     def __init__(
-        self, scheduler: Any, guard: ConnectorGuard, groups: tuple[KVCacheGroup, ...], is_busy: Callable[[], bool]
+        self,
+        scheduler: Any,
+        groups: tuple[KVCacheGroup, ...],
+        is_busy: Callable[[], bool],
+        guard: ConnectorGuard | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._guard = guard
         self._is_busy = is_busy
-        self.kv = CacheView(scheduler, PoolView(scheduler.kv_cache_manager.block_pool, groups))
+        self._is_ours = guard is not None
+        pool = PoolView(scheduler.kv_cache_manager.block_pool, groups)
+        self.connector = guard or ConnectorGuard(NullConnectorScheduler(), pool.num_blocks)
+        self.kv = CacheView(scheduler, pool, tells_holds=self._is_ours)
         self._events: list[KVEvent] = []
         self._num_resets = 0
-        manager, connector = scheduler.kv_cache_manager, scheduler.connector
-        manager.take_events = self._watched(manager.take_events, MEDIUM_DEVICE)
-        connector.take_events = self._watched(connector.take_events, MEDIUM_HOST)
-
-    @property
-    def connector(self) -> ConnectorGuard:
-        """The connector, contained."""
-        return self._guard
+        self._sources = [scheduler.kv_cache_manager, scheduler.connector][: 1 + self._is_ours]
+        for source, medium in zip(self._sources, (MEDIUM_DEVICE, MEDIUM_HOST), strict=False):
+            watch(source, partial(self._note, medium))
 
     def has_work(self) -> bool:
         """Whether vLLM's engine would go on stepping."""
@@ -285,13 +319,14 @@ class SchedulerView:
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
 
     def reset_cache(self) -> bool:
-        """Reset vLLM's prefix cache; whether it could be. Every other time, the connector is not to be reset with it."""
+        """Reset vLLM's prefix cache; whether it could be. Every other time, our connector is not to be reset with it."""
         self._num_resets += 1
-        return bool(self._scheduler.reset_prefix_cache(reset_connector=self._num_resets % 2 == 0))
+        is_meant_too = not self._is_ours or self._num_resets % 2 == 0
+        return bool(self._scheduler.reset_prefix_cache(reset_connector=is_meant_too))
 
     def take_events(self) -> list[KVEvent]:
         """Events that vLLM published since the last call, and those that it is about to publish."""
-        for source in (self._scheduler.kv_cache_manager, self._scheduler.connector):
+        for source in self._sources:
             source.take_events()
         events, self._events = self._events, []
         return events
@@ -306,12 +341,5 @@ class SchedulerView:
         num_used, num_stuck = pool.num_usable_blocks - pool.num_free_blocks, len(self.connector.held_references())
         assert num_used == num_stuck, f"{num_used} device blocks are referenced, {num_stuck} of them for stuck copies"
 
-    def _watched(self, take: Callable[[], Any], medium: str) -> Callable[[], Any]:
-        """Wrap ``take`` so that events taken are noted here, too. ``medium`` is for vLLM's event of a cleared medium."""
-
-        def take_and_note() -> Any:
-            events = take()
-            self._events += [from_vllm(event, medium) for event in events or ()]
-            return events
-
-        return take_and_note
+    def _note(self, medium: str, event: Any) -> None:
+        self._events.append(from_vllm(event, medium))

@@ -16,11 +16,11 @@ over hold no state, and a block is a state at a boundary only if a step has ende
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
@@ -190,19 +190,6 @@ def place_of_state(share: ScheduledTokens, block_tokens: int) -> int:
 # --- the fingerprint model --------------------------------------------------------------------------------------------
 
 
-class _NoHooks:
-    """For connectors that do not want to hear of layers."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        pass
-
-
-_NO_HOOKS: Final = _NoHooks()
-
-
 class WriteFirstRunner(FingerprintRunner):
     """Writes the KV of a whole batch before any of it is read, layer by layer, as vLLM's model runner does.
 
@@ -244,8 +231,8 @@ class WriteFirstRunner(FingerprintRunner):
         """Write the step's fingerprints, and check everything that the step reads."""
         self.wrong.clear()
         self.before_forward()
+        assert hooks is not None
         layers = [name for group in self._groups for name in group.layer_names]
-        hooks = hooks or _NO_HOOKS
         for name in layers:
             hooks.wait_for_layer_load(name)
         pairs = [(share, group) for share in step.scheduled for group in self._groups]
@@ -281,8 +268,6 @@ class WriteFirstRunner(FingerprintRunner):
 
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
-_GLOBAL: Final = "_KV_CONNECTOR_AGENT"
-
 
 class SimulatedWorker:
     """Executes vLLM's scheduler outputs.
@@ -295,12 +280,10 @@ class SimulatedWorker:
         runner: the model and the paged KV.
         tokens_of: gives the prompt and answer of a request.
         copies: this worker's copies in flight.
-        as_layers: gives the connector each layer's KV in the shape of attention, not whole blocks of bytes.
 
     Attributes:
-        connector: the adapter.
+        connector: the connector.
         runner: the model.
-        hooks: hears of every layer; ``None`` if the connector does not want to.
     """
 
     def __init__(
@@ -309,9 +292,7 @@ class SimulatedWorker:
         kv_cache_config: Any,
         runner: WriteFirstRunner,
         tokens_of: Callable[[str], Sequence[int]],
-        *,
         copies: CopiesInFlight,
-        as_layers: bool = False,
     ) -> None:
         self.runner = runner
         self._config = config
@@ -319,21 +300,14 @@ class SimulatedWorker:
         self._batch = InputBatch(tokens_of)
         self.connector: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
         memory = torch.from_numpy(runner.memory).view(torch.uint8)
-        groups = kv_cache_config.kv_cache_groups
-        layers = {
-            name: _layer(memory, group) if as_layers else memory[:, : own.block_bytes]
-            for group, own in zip(groups, runner.groups, strict=True)
-            for name in group.layer_names
+        self._layers = {
+            name: _layer(memory, group) for group in kv_cache_config.kv_cache_groups for name in group.layer_names
         }
-        self.connector.register_kv_caches(layers)
-        self._attention = dict.fromkeys(layers)
-        self.hooks: LayerHooks | None = None
-        if as_layers:
-            self.hooks = _LayerHooks(self.connector, layers)
-            # Where connectors find layers that were not registered with them.
-            config.compilation_config.static_forward_context = {
-                name: SimpleNamespace(kv_cache=tensor) for name, tensor in layers.items()
-            }
+        self.connector.register_kv_caches(self._layers)
+        # Where connectors find layers that were not registered with them.
+        config.compilation_config.static_forward_context = {
+            name: SimpleNamespace(kv_cache=tensor) for name, tensor in self._layers.items()
+        }
 
     def execute(self, message: bytes) -> tuple[SchedulerStep, bytes]:
         """Run one step.
@@ -345,7 +319,9 @@ class SimulatedWorker:
             The step, and the pickled model runner output.
         """
         output = pickle.loads(message)  # noqa: S301  # our own bytes
-        with _is_the_connector(self.connector):
+        with patch.object(
+            kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector
+        ):  # one per process; here of all ranks
             self.connector.handle_preemptions(output.kv_connector_metadata)
             step = self._batch.follow(output)
             self._prepare(output)
@@ -367,6 +343,14 @@ class SimulatedWorker:
         """Let transfers end."""
         self.connector.shutdown()
 
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Tell the connector that a layer is about to be computed, as vLLM's attention does."""
+        self.connector.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """Tell the connector that a layer has been computed."""
+        self.connector.save_kv_layer(layer_name, self._layers[layer_name], None)
+
     def _prepare(self, output: Any) -> None:
         """What vLLM's model runner does between taking a step's message and its forward pass."""
         if output.kv_cache_block_copies:
@@ -377,10 +361,10 @@ class SimulatedWorker:
 
     def _forward(self, output: Any, step: SchedulerStep) -> Any:
         with (
-            set_forward_context(self._attention, self._config),
+            set_forward_context(dict.fromkeys(self._layers), self._config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as report,
         ):
-            sampled = self.runner.execute(step, self.hooks)
+            sampled = self.runner.execute(step, self)
             for share in step.scheduled:
                 self.runner.reject(share, self._batch.drafted.get(share.request_id, (0, 0))[1])
         ids = [share.request_id for share in step.scheduled]
@@ -405,20 +389,6 @@ class SimulatedWorker:
         return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
 
 
-class _LayerHooks:
-    """Tells a connector of every layer, as vLLM's attention does."""
-
-    def __init__(self, connector: Any, layers: Mapping[str, Any]) -> None:
-        self._connector = connector
-        self._layers = layers
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._connector.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        self._connector.save_kv_layer(layer_name, self._layers[layer_name], None)
-
-
 def _layer(memory: Any, group: Any) -> Any:
     """A layer's KV: for attention, shape ``(blocks, heads, tokens per block, key and value)``; a state is bytes."""
     spec, num_blocks = group.kv_cache_spec, memory.shape[0]
@@ -426,13 +396,3 @@ def _layer(memory: Any, group: Any) -> Any:
         return memory.view(num_blocks, 1, 1, -1)
     used = memory[:, : spec.block_size * FINGERPRINT_BYTES]
     return used.unflatten(1, (1, spec.block_size, FINGERPRINT_BYTES)).view(torch.float32)
-
-
-@contextmanager
-def _is_the_connector(connector: Any) -> Iterator[None]:
-    """Within the ``with`` block, vLLM finds ``connector`` in its global variable, which here all ranks share."""
-    vars(kv_transfer_state)[_GLOBAL] = connector
-    try:
-        yield
-    finally:
-        vars(kv_transfer_state)[_GLOBAL] = None

@@ -1,9 +1,10 @@
-"""Makes both sides of the bridge. What a class needs and the embedded engine has not is refused by name."""
+"""Makes both sides of the bridge, and its scenarios. What a class needs and the embedded engine has not is refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, Final
 
 from vllm.config import KVTransferConfig
@@ -11,13 +12,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVC
 
 from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.errors import ConfigError
+from cargohold.lab.simulation.campaign import Recipe
+from cargohold.lab.simulation.connectors import ConnectorPlan
 from cargohold.lab.simulation.fingerprints import GroupPlan
 from cargohold.lab.simulation.transfers import LinkProfile
-from cargohold.lab.simulation.world import Shape
+from cargohold.lab.simulation.world import ANY, Scenario, Shape, check_names, draw_scenario
 from cargohold.lab.vllm.bridge.scheduler import BridgedScheduler
 from cargohold.lab.vllm.bridge.worker import BridgedWorker
 from cargohold.lab.vllm.configuration import ASYNC, MAX_MODEL_LEN, caches_of, config_of_rank, vllm_config
-from cargohold.lab.vllm.others.plan import connector_class, transfer_options
+from cargohold.lab.vllm.others.plan import PREFIX, connector_class, transfer_options
 from cargohold.protocol import AttentionKind, KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
 
 LONGEST: Final = 1 << 20
@@ -105,3 +108,29 @@ class Bridge:
         if layout.model is not None:
             config.model_config.model = layout.model.path
         return config
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeRecipe(Recipe):
+    """Scenarios for a class of vLLM's interface in the embedded engine.
+
+    Attributes:
+        config: the class's own options.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_names(self.workload, ANY)
+        self._bridge()
+
+    def scenario(self, seed: int) -> Scenario:
+        """The scenario of a seed."""
+        scenario = draw_scenario(seed, self.workload, "none", self.faults)
+        random = Random(f"{seed}/bridge")  # noqa: S311  # repeatable, on purpose
+        plan = ConnectorPlan(self.connector, (), with_context=random.random() < 0.7, custom=(self._bridge(),))
+        shape = replace(scenario.shape, num_replicas=1)  # with more, workers would share memory between processes
+        return replace(scenario, shape=shape, connector=plan)
+
+    def _bridge(self) -> Bridge:
+        return Bridge(self.connector.removeprefix(PREFIX), dict(self.config))

@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from cargohold.lab.vllm.bridge.worker import Message, WorkerReports
-from cargohold.lab.vllm.requests import from_vllm
+from cargohold.lab.vllm.requests import ENDS, from_vllm
 from cargohold.protocol import (
     MEDIUM_HOST,
     NULL_BLOCK_ID,
@@ -197,9 +197,8 @@ class BridgedScheduler(KVConnectorScheduler):
             if request_id in connector_output.failed_recving or not mirrored.loaded.isdisjoint(invalid):
                 mirrored.num_loaded = 0
         report = self._merged(connector_output.kv_connector_worker_meta)
-        report.finished_sending = set(connector_output.finished_sending)
-        report.finished_recving = set(connector_output.finished_recving)
-        report.failed_recving = set(connector_output.failed_recving)
+        for name in ENDS:
+            setattr(report, name, set(getattr(connector_output, name)))
         report.invalid_block_ids = set(invalid)
         self._inner.update_connector_output(report)
 

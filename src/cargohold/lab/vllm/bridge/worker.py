@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cargohold.errors import ConfigError
+from cargohold.lab.vllm.requests import ends_in
 from cargohold.protocol import (
     KVCacheLayout,
     KVConnectorMetadata,
@@ -108,12 +109,7 @@ class BridgedWorker(KVConnectorWorker):
 
     def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """The requests whose transfers have ended."""
-        results = self._inner.get_transfer_results(set(finished_req_ids))
-        return KVConnectorTransferResults(
-            finished_sending=frozenset(results.finished_sending),
-            finished_recving=frozenset(results.finished_recving),
-            failed_recving=frozenset(results.failed_recving),
-        )
+        return KVConnectorTransferResults(**ends_in(self._inner.get_transfer_results(set(finished_req_ids))))
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         """Blocks that hold garbage."""

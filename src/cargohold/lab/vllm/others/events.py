@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import get_offload_block_hash, get_offload_group_id
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation.oracles import Oracle
 from cargohold.lab.vllm.engine import VllmEngine
+from cargohold.lab.vllm.requests import watch
 
 Prefixes = Counter[tuple[bytes, int]]
 """How often each prefix of a group is there."""
@@ -42,7 +43,7 @@ class HostEventOracle(Oracle):
         parts = getattr(connector, "_connectors", [connector])
         self._followers = [_Follower(part, self) for part in parts if type(part) in _CONTENTS]
         self._complaint = ""
-        _watch(engine.vllm.kv_cache_manager, self._follow_device)
+        watch(engine.vllm.kv_cache_manager, self._follow_device)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Take what is about to be published, and compare."""
@@ -85,7 +86,7 @@ class _Follower:
         self.announced: Prefixes = Counter()
         self.doubted: Prefixes = Counter()
         self.chunks: dict[tuple[bytes, int], list[tuple[bytes, int]]] = {}
-        _watch(connector, self._follow)
+        watch(connector, self._follow)
 
     def doubt(self) -> None:
         """The device was cleared, and maybe host memory with it."""
@@ -129,19 +130,6 @@ class _Follower:
 def _told(prefixes: Prefixes) -> str:
     names = [f"{block_hash.hex()[:8]} of group {group}" for block_hash, group in sorted(prefixes)[:_SHOWN]]
     return f"{prefixes.total()} ({', '.join(names)})" if names else "none"
-
-
-def _watch(source: Any, follow: Callable[[Any], None]) -> None:
-    """Let ``follow`` hear of all events that vLLM takes from ``source``."""
-    take = source.take_events
-
-    def take_and_follow() -> list[Any]:
-        events = list(take() or ())
-        for event in events:
-            follow(event)
-        return events
-
-    source.take_events = take_and_follow
 
 
 # --- contents ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 
 from cargohold.lab.simulation.faults import Fault
-from cargohold.lab.vllm.others.copies import ROOM
+from cargohold.lab.vllm.others.world import surroundings
 
 _TIERING: Final = "vllm.v1.kv_offload.tiering"
 _flush: Final = AsyncLookupManager.flush
@@ -27,7 +27,8 @@ class SimulatedRegion:
     """In the place of ``SharedOffloadRegion``: host memory of all ranks, in this process."""
 
     def __init__(self, engine_id: str, num_chunks: int, rank: int | None, kv_bytes_per_chunk: int, **_: Any) -> None:
-        self.chunks = ROOM.get().regions.setdefault(engine_id, np.zeros((num_chunks, kv_bytes_per_chunk), np.uint8))
+        chunks = np.zeros((num_chunks, kv_bytes_per_chunk), np.uint8)
+        self.chunks = surroundings().regions.setdefault(engine_id, chunks)
 
     def create_kv_memoryview(self) -> memoryview:
         """All bytes of all chunks."""
@@ -58,18 +59,18 @@ class SimulatedPool:
     """In the place of ``DualQueueThreadPool``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._room = ROOM.get()
-        self._random = self._room.new_random("files")
+        self._world = surroundings()
+        self._random = self._world.new_random("files")
         self._jobs: list[_Job] = []
         self._ended: list[tuple[int, bool, float]] = []
 
     def enqueue_load(self, job_id: int, n_tasks: int, tasks: list[Callable[[], None]]) -> None:
         """Take a job that reads files."""
-        self._jobs.append(_Job(job_id, tasks, self._random.choice(self._room.polls), Fault.GONE))
+        self._jobs.append(_Job(job_id, tasks, self._random.choice(self._world.polls), Fault.GONE))
 
     def enqueue_store(self, job_id: int, n_tasks: int, tasks: list[Callable[[], None]]) -> None:
         """Take a job that writes files."""
-        self._jobs.append(_Job(job_id, tasks, self._random.choice(self._room.polls), Fault.FULL))
+        self._jobs.append(_Job(job_id, tasks, self._random.choice(self._world.polls), Fault.FULL))
 
     def get_finished(self) -> list[tuple[int, bool, float]]:
         """Let time pass; number, success and seconds of each job that has ended."""
@@ -91,7 +92,7 @@ class SimulatedPool:
 
     def _end(self, job: _Job) -> None:
         self._jobs.remove(job)
-        is_done = not self._room.source.strikes(job.fault)
+        is_done = not self._world.source.strikes(job.fault)
         try:
             for task in job.tasks if is_done else ():
                 task()
@@ -105,8 +106,8 @@ class _Thread:
 
     def __init__(self, target: Callable[[], None], **_: Any) -> None:
         self._target = target
-        self._room = ROOM.get()
-        self._random = self._room.new_random("look-ups")
+        self._longest = max(surroundings().polls)
+        self._random = surroundings().new_random("look-ups")
 
     def start(self) -> None:
         """Do nothing yet."""
@@ -117,7 +118,7 @@ class _Thread:
 
     def is_late(self) -> bool:
         """Whether the answers of this step come later."""
-        return self._random.random() * max(self._room.polls) > 1
+        return self._random.random() * self._longest > 1
 
 
 def _flush_and_look(lookups: Any) -> None:

@@ -1,10 +1,9 @@
-"""What must hold with any connector: nothing stands still, nothing goes on for ever, and nobody remembers what is over."""
+"""What must hold with any connector, whatever it is asked: nothing stands still, and nothing goes on for ever."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation.oracles import Oracle, OracleError
@@ -60,47 +59,3 @@ class StandstillOracle(Oracle):
             f"for {num_steps} steps {what}, and {len(vllm.requests)} requests wait: {holders}, "
             f"{pool.num_free_blocks} of {pool.num_usable_blocks} are free"
         )
-
-
-class LeftoverOracle(Oracle):
-    """At the end, vLLM waits for nothing, and no part of the connector's scheduler side still knows a request.
-
-    Args:
-        engine: the replica.
-    """
-
-    name = "leftovers"
-
-    def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
-
-    def at_end(self) -> None:
-        """Look at all that is remembered."""
-        vllm, aggregator = self._engine.vllm, self._engine.aggregator
-        for what, left in {
-            "vLLM waits for loads that have ended": vllm.finished_recving_kv_req_ids,
-            "vLLM remembers failed loads": vllm.failed_recving_kv_req_ids,
-            "vLLM has not freed blocks": vllm.deferred_frees,
-            "vLLM waits for more ranks to end loads": aggregator._recv_remaining_count,
-            "vLLM waits for more ranks to end sending": aggregator._send_remaining_count,
-        }.items():
-            self.require(not left, f"{what}: {left}")
-        for path, names in _remembered(vllm.connector, set(self._engine.requests), type(vllm.connector).__name__):
-            self.fail(f"{path} still knows {', '.join(names)}, which have ended")
-
-
-def _remembered(part: Any, names: set[str], path: str, depth: int = 4) -> Iterator[tuple[str, list[str]]]:
-    """Attributes that are sets or dictionaries with ids of requests in them, in ``part`` and what it is made of."""
-    for name, value in list(getattr(part, "__dict__", {}).items()):
-        where = f"{path}.{name}"
-        if isinstance(value, dict | set | frozenset):
-            left = sorted(str(key) for key in value if isinstance(key, str) and key in names)
-            if left:
-                yield where, left
-        elif isinstance(value, list):
-            for at, item in enumerate(value):
-                yield from _remembered(item, names, f"{where}[{at}]", depth - 1)
-        elif depth and type(value).__module__.startswith(
-            ("vllm.distributed.kv_transfer", "vllm.v1.kv_offload", "vllm.v1.simple")
-        ):
-            yield from _remembered(value, names, where, depth - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -103,14 +104,11 @@ class StrangerPlan(ConnectorPlan):
 
     def transfer_config(self, scratch: str) -> Any:
         """VLLM's configuration; ``scratch`` is a folder for the connector's files."""
-        configs = [transfer_options(name, _filled(config, scratch)) for name, config in self.parts]
+        parts = json.loads(json.dumps(self.parts).replace(SCRATCH, scratch))
+        configs = [transfer_options(name, config) for name, config in parts]
         if len(configs) > 1:
             configs = [transfer_options(MULTI, {"connectors": configs})]
         return KVTransferConfig(**configs[0])
-
-    def classes(self) -> list[Any]:
-        """Classes of the connectors."""
-        return [connector_class(name) for name, _ in self.parts]
 
 
 def transfer_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,15 +116,6 @@ def transfer_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     module, _, attribute = name.rpartition(":")
     options = {"kv_connector": attribute, "kv_role": "kv_both", "kv_connector_extra_config": dict(config)}
     return options | ({"kv_connector_module_path": module} if module else {})
-
-
-def _filled(option: Any, scratch: str) -> Any:
-    """An option with the folder in the place of ``SCRATCH``, wherever that is in it."""
-    if isinstance(option, str):
-        return option.replace(SCRATCH, scratch)
-    if isinstance(option, Mapping):
-        return {name: _filled(value, scratch) for name, value in option.items()}
-    return [_filled(value, scratch) for value in option] if isinstance(option, list) else option
 
 
 def drawn_config(name: str, random: Random, shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:

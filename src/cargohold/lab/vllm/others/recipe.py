@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from time import sleep
@@ -16,23 +14,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, sup
 
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.connectors import ConnectorPlan
-from cargohold.lab.simulation.faults import Fault, Spells
+from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.fingerprints import GroupPlan, WrongTokenError
-from cargohold.lab.simulation.oracles import Oracle, OracleError
-from cargohold.lab.simulation.replica import Replica
-from cargohold.lab.simulation.run import NO_TIMELINE, Run, RunResult, Timeline
-from cargohold.lab.simulation.transfers import CopiesInFlight, CopyConflictError
-from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset, without_used_ids
-from cargohold.lab.simulation.world import ANY, Scenario, Shape, World, check_names, draw_scenario
+from cargohold.lab.simulation.oracles import OracleError
+from cargohold.lab.simulation.run import Run, RunResult
+from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.lab.simulation.transfers import CopyConflictError
+from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset
+from cargohold.lab.simulation.world import ANY, Scenario, Shape, check_names, draw_scenario
 from cargohold.lab.vllm.configuration import ASYNC, DRAFTED
-from cargohold.lab.vllm.engine import VllmEngine, VllmRecipe, VllmRun, VllmWorld, fitted
-from cargohold.lab.vllm.others.copies import ROOM, CopyRoom, simulated_copies
-from cargohold.lab.vllm.others.engine import StrangerEngine
-from cargohold.lab.vllm.others.events import HostEventOracle
+from cargohold.lab.vllm.others.copies import simulated_copies
 from cargohold.lab.vllm.others.files import simulated_files
-from cargohold.lab.vllm.others.oracles import LeftoverOracle, StandstillOracle
 from cargohold.lab.vllm.others.plan import MULTI, PREFIX, StrangerPlan, check_tiers, connector_class, drawn_config
 from cargohold.lab.vllm.others.report import StepTable, script
+from cargohold.lab.vllm.others.world import StrangerWorld, told
+from cargohold.lab.vllm.recipe import VllmRecipe, VllmRun, VllmWorld, fitted
 from cargohold.protocol import AttentionKind
 
 FAULTS: Final = frozenset({Fault.LATE, Fault.LATE_WORKER, Fault.SLOW, Fault.FULL, Fault.GONE})
@@ -41,40 +37,6 @@ FAULTS: Final = frozenset({Fault.LATE, Fault.LATE_WORKER, Fault.SLOW, Fault.FULL
 
 class StrangerError(Exception):
     """A connector, or vLLM because of it, has raised; the message says what and where."""
-
-
-class StrangerWorld(World):
-    """Makes engines around somebody else's connector.
-
-    Attributes:
-        scratch: a folder for the connector's files.
-    """
-
-    scratch = ""
-
-    def new_engine(self) -> Replica:
-        """An engine as after a start of its process."""
-        scenario = self._scenario
-        plan = scenario.connector
-        assert isinstance(plan, StrangerPlan)
-        self.copies = [CopiesInFlight(rank) for rank in range(scenario.shape.world_size)]
-        is_slow = Spells(self.source, Fault.SLOW)
-        room = CopyRoom(scenario.seed, plan.polls, self.copies, self.source, is_slow, self.scratch)
-        random = Random(f"{scenario.seed}/vllm")  # noqa: S311  # repeatable, on purpose
-        token = ROOM.set(room)
-        try:
-            return StrangerEngine(plan, room, scenario.shape, clock=self.clock, copies=self.copies, random=random)
-        except Exception as error:
-            names = "+".join(name for name, _ in plan.parts)
-            raise ConfigError("connector", PREFIX + names, f"vLLM could not start with it: {_told(error)}") from error
-        finally:
-            ROOM.reset(token)
-
-    def oracles(self, engine: Replica) -> list[Oracle]:
-        """What must hold with any connector."""
-        assert isinstance(engine, VllmEngine)
-        oracles: list[Oracle] = [StandstillOracle(engine), LeftoverOracle(engine)]
-        return [*oracles, HostEventOracle(engine)] if engine.config.emit_events else oracles
 
 
 class StrangerRun(VllmRun):
@@ -91,15 +53,13 @@ class StrangerRun(VllmRun):
         ):
             result = super().play()
         if result.error is not None and not isinstance(result.error, (ConfigError, *EXPECTED)):
-            told = StrangerError(_told(result.error))
-            told.__cause__ = result.error
-            result.error = told
+            raised, result.error = result.error, StrangerError(told(result.error))
+            result.error.__cause__ = raised
         return result
 
     def _sleep(self, next_action: float) -> None:
         """Give real threads of a connector some real time; simulated copies take steps."""
-        assert isinstance(self._engine, StrangerEngine)
-        if self._engine.copies_in_real_time:
+        if not self._world.num_streams:
             sleep(_REAL_NAP_S)
 
     def _let_lower_tiers_settle(self) -> None:
@@ -122,19 +82,6 @@ _LEAST_STEPS: Final = 4
 _STEP_TOKENS: Final = "max_num_batched_tokens"
 _REAL_NAP_S: Final = 0.001
 _LAST_STEPS: Final = 2000
-
-
-def _told(error: BaseException) -> str:
-    """What was raised, and where: the innermost line outside of Cargohold."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if "cargohold" not in Path(frame.filename).parts
-    ]
-    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a message'}"
-    if not frames:
-        return text
-    parts = Path(frames[-1].filename).parts
-    place = parts[-parts[::-1].index("vllm") - 1 :] if "vllm" in parts else parts[-1:]
-    return f"{text} ({'/'.join(place)}, line {frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line})"
 
 
 def kind_of(error: Exception | None) -> str | None:
@@ -192,15 +139,14 @@ class StrangerRecipe(VllmRecipe):
     def _drawn(self, seed: int, workload: str) -> Scenario:
         scenario = draw_scenario(seed, workload, "eager", self.faults & (FAULTS | self._asked_for()))
         classes = [connector_class(name) for name in self._names()]
+        shape = replace(scenario.shape, scheduler={**scenario.shape.scheduler, "prefix_caching": True})
         if not all(supports_hma(kind) for kind in classes):
-            scenario = replace(scenario, shape=_of_one_group(scenario.shape))
-        scheduler = {**scenario.shape.scheduler, "prefix_caching": True}
-        scenario = replace(scenario, shape=replace(scenario.shape, scheduler=scheduler))
-        scenario = fitted(scenario, Random(f"{seed}/vllm scenario"))  # noqa: S311  # repeatable, on purpose
-        scenario = replace(scenario, shape=_with_drafts(scenario.shape, Random(f"{seed}/speculative tokens")))  # noqa: S311  # so, too
+            shape = replace(shape, groups=(GroupPlan(block_tokens=shape.groups[0].block_tokens),))
+        scenario = fitted(replace(scenario, shape=shape), Random(f"{seed}/vllm scenario"))  # noqa: S311  # repeatable, on purpose
+        shape = _with_drafts(scenario.shape, Random(f"{seed}/speculative tokens"))  # noqa: S311  # so, too
         random = Random(f"{seed}/native")  # noqa: S311  # repeatable, on purpose
         parts = tuple(
-            (name, {**drawn_config(name, random, scenario.shape, self.config), **self.config}) for name in self._names()
+            (name, {**drawn_config(name, random, shape, self.config), **self.config}) for name in self._names()
         )
         polls = random.choice(((1,), (1, 2), (1, 3, 8), (2, 20)))
         plan = StrangerPlan(self.connector, parts=parts, polls=polls)
@@ -208,10 +154,10 @@ class StrangerRecipe(VllmRecipe):
         kept = (Ask, Abort, Reset) if may_reset else (Ask, Abort)
         actions = tuple(
             replace(action, params=None, hints=()) if isinstance(action, Ask) else action
-            for action in without_used_ids(scenario.actions)
+            for action in scenario.actions
             if isinstance(action, kept)
         )
-        return replace(scenario, connector=plan, actions=actions)
+        return replace(scenario, shape=shape, connector=plan, actions=actions)
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
         """A run of ``scenario``."""
@@ -282,7 +228,3 @@ def _with_drafts(shape: Shape, random: Random) -> Shape:
     num_held = 1 + 2 * num_tokens + num_more_in_step
     num_more = sum(-(-num_held // plan.block_tokens) for plan in shape.groups)
     return replace(shape, scheduler=options, num_blocks=shape.num_blocks + num_more)
-
-
-def _of_one_group(shape: Shape) -> Shape:
-    return replace(shape, groups=(GroupPlan(block_tokens=shape.groups[0].block_tokens),))

@@ -12,7 +12,7 @@ from typing import Any, Final
 from cargohold.engine.core.request import RequestStatus, SchedulerStep, StepOutput
 from cargohold.integrations.vllm import compat
 from cargohold.lab.simulation.replica import Replica
-from cargohold.lab.simulation.run import RecentTimeline
+from cargohold.lab.simulation.timeline import RecentTimeline
 from cargohold.lab.simulation.transfers import CopiesInFlight
 from cargohold.lab.simulation.world import Scenario
 from cargohold.transfer import Direction

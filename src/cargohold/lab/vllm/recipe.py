@@ -1,0 +1,173 @@
+"""Scenarios that can be played with vLLM's scheduler, what surrounds its engines, and the runs that play them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from random import Random
+from typing import Any, ClassVar, Final
+from unittest.mock import patch
+
+from cargohold.errors import ConfigError
+from cargohold.lab.simulation.campaign import Recipe
+from cargohold.lab.simulation.connectors import CONNECTORS
+from cargohold.lab.simulation.fingerprints import GroupPlan
+from cargohold.lab.simulation.fingerprints import num_blocks_needed as num_own_blocks_needed
+from cargohold.lab.simulation.oracles import Oracle
+from cargohold.lab.simulation.replica import Replica
+from cargohold.lab.simulation.run import Run, RunResult, quiet_logging
+from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.lab.simulation.transfers import CopiesInFlight
+from cargohold.lab.simulation.workloads import REUSING, Action, Ask, Tell, without_used_ids
+from cargohold.lab.simulation.world import ANY, Scenario, World, draw_scenario
+from cargohold.lab.vllm.adapter import AdapterEngine, transfer_config
+from cargohold.lab.vllm.configuration import (
+    ASYNC,
+    CAN_RETAIN_LESS,
+    MATCH_UNIT,
+    MAX_MODEL_LEN,
+    RETAINED,
+    WORLD,
+    num_blocks_needed,
+)
+from cargohold.lab.vllm.engine import VllmEngine
+from cargohold.lab.vllm.late_blocks import LATE_BLOCKS
+from cargohold.lab.vllm.oracles import LeftoverOracle
+from cargohold.protocol import AttentionKind
+
+APPLICABLE: Final = tuple(name for name, kind in CONNECTORS.items() if kind.with_context and kind.applies_locks)
+"""Names of our connectors that can be played: inside vLLM there is always a view of the pool."""
+_WHOLE_HASHES: Final = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}
+"""Environment in which vLLM's events name blocks by whole hashes, which can be looked up, not by 64 bits of them."""
+
+
+class VllmWorld(World):
+    """Makes engines around vLLM's scheduler, in the same world of links, tiers and faults.
+
+    Attributes:
+        engine_class: their class.
+    """
+
+    engine_class: ClassVar[type[VllmEngine]] = AdapterEngine
+
+    def new_engine(self) -> Replica:
+        """An engine as after a start of its process."""
+        scenario, shape = self._scenario, self._scenario.shape
+        self._links, self._faulty, self._queues = [], [], []
+        self.copies = [CopiesInFlight(rank) for rank in range(shape.world_size)]
+        random = Random(f"{scenario.seed}/vllm")  # noqa: S311  # repeatable, on purpose
+        WORLD.set(self)
+        engine = self.engine_class(shape, self.transfer_config(), clock=self.clock, copies=self.copies, random=random)
+        engine.workers[0].runner.before_forward = self._advance_links
+        return engine
+
+    def transfer_config(self) -> Any:
+        """VLLM's configuration of the connector."""
+        return transfer_config(self._scenario.shape.scheduler["load_failure_policy"].value)
+
+    def oracles(self, engine: Replica) -> list[Oracle]:
+        """The oracle for what must hold in vLLM and in the connector."""
+        assert isinstance(engine, VllmEngine)
+        return [LeftoverOracle(engine)]
+
+
+class VllmRun(Run):
+    """A run whose engines are vLLM's. Sets the environment variable that vLLM needs, and quiets its log."""
+
+    def play(self) -> RunResult:
+        """Play to the end, or to the first failure."""
+        with quiet_logging("vllm"), patch.dict(os.environ, _WHOLE_HASHES):
+            return super().play()
+
+
+class VllmRecipe(Recipe):
+    """The same scenarios, with vLLM's scheduler in the place of ours. Raises ``ConfigError`` for an inapplicable connector."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.connector in CONNECTORS and self.connector not in APPLICABLE:
+            expected = f"with vLLM, where connectors always see the pool, {ANY} or one of {', '.join(APPLICABLE)}"
+            raise ConfigError("connector", self.connector, expected)
+
+    def scenario(self, seed: int) -> Scenario:
+        """The scenario of a seed, fitted for vLLM."""
+        random = Random(f"{seed}/vllm scenario")  # noqa: S311  # repeatable, on purpose
+        connector = random.choice(APPLICABLE) if self.connector == ANY else self.connector
+        with quiet_logging("vllm"):
+            scenario = fitted(draw_scenario(seed, self.workload, connector, self.faults), random)
+        late = Random(f"{seed}/late blocks")  # noqa: S311  # so, too
+        if scenario.workload in REUSING or late.random() < 0.8:
+            return scenario
+        return with_late_blocks(scenario, late.uniform(0.1, 0.6))
+
+    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
+        """A run of ``scenario``."""
+        return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
+
+
+def with_late_blocks(scenario: Scenario, rate: float) -> Scenario:
+    """The scenario with a vLLM that tells the connector late of blocks, and takes nothing of some hits."""
+    scheduler = {**scenario.shape.scheduler, LATE_BLOCKS: rate}
+    return replace(scenario, shape=replace(scenario.shape, scheduler=scheduler))
+
+
+def fitted(scenario: Scenario, random: Random) -> Scenario:
+    """Change the scenario's engine into one that vLLM supports. Options that our own engine does not have are drawn.
+
+    * Recurrent state needs a prefix cache, and blocks no larger than those of other groups.
+    * With chunked local attention, vLLM needs blocks of one size, and chunks of whole blocks.
+    * vLLM gives every request an id of its own, and knows its tenant by its salt.
+    * The pool keeps its number of spare blocks, beyond those without which vLLM does not start. Where a prefix may end
+      inside a block, it gets one more per group: vLLM copies such blocks, and does not make sure that it ever has room to.
+    """
+    asks = [action for action in scenario.actions if isinstance(action, Ask)]
+    longest = max((len(ask.prompt) + ask.max_tokens for ask in asks), default=1)
+    shape, options = scenario.shape, dict(scenario.shape.scheduler)
+    num_needed = num_own_blocks_needed(shape.groups, longest, options["max_num_batched_tokens"])
+    num_spare = max(shape.num_blocks - num_needed, 0)  # with fewer groups than were drawn, the pool may be too small
+    if any(plan.kind is AttentionKind.RECURRENT for plan in shape.groups):
+        options["prefix_caching"] = True  # without it vLLM keeps one state per request, which is no prefix of anything
+    options |= {
+        # vLLM refuses to start without room for one token of each request in a step.
+        "max_num_batched_tokens": max(options["max_num_batched_tokens"], options["max_num_seqs"]),
+        MAX_MODEL_LEN: longest + 1,
+        ASYNC: random.random() < 0.4,
+    }
+    groups = _fitted_groups(shape.groups)
+    if CAN_RETAIN_LESS and random.random() < 0.3:
+        options[RETAINED] = 0  # vLLM's default
+    match_unit = _match_unit(groups, random)
+    if match_unit is not None:
+        options[MATCH_UNIT] = match_unit
+        num_spare += len(groups)
+    shape = replace(shape, groups=groups, scheduler=options)
+    shape = replace(shape, num_blocks=num_blocks_needed(shape) + num_spare)
+    plan = replace(scenario.connector, with_context=True, applies_locks=True)
+    actions = tuple(map(_with_salt, without_used_ids(scenario.actions)))
+    return replace(scenario, shape=shape, connector=plan, actions=actions)
+
+
+def _with_salt(action: Action) -> Action:
+    return replace(action, salt=action.tenant or action.salt, tenant=None) if isinstance(action, Ask | Tell) else action
+
+
+def _match_unit(groups: tuple[GroupPlan, ...], random: Random) -> int | None:
+    """Draw tokens per block hash where users may set it: with recurrent state beside attention. States are left there, too."""
+    if len(groups) == 1 or not any(plan.kind is AttentionKind.RECURRENT for plan in groups):
+        return None
+    return random.choice((None, random.choice((1, 2, min(plan.block_tokens for plan in groups)))))
+
+
+def _fitted_groups(groups: tuple[GroupPlan, ...]) -> tuple[GroupPlan, ...]:
+    smallest = min(plan.block_tokens for plan in groups)
+    fitted = [replace(plan, block_tokens=smallest) if plan.kind is AttentionKind.RECURRENT else plan for plan in groups]
+    if any(plan.kind is AttentionKind.CHUNKED_LOCAL for plan in groups):
+        block_tokens = groups[0].block_tokens
+        fitted = [replace(plan, block_tokens=block_tokens) for plan in fitted]
+        fitted = [
+            replace(plan, window_tokens=-(-plan.window_tokens // block_tokens) * block_tokens)
+            if plan.kind is AttentionKind.CHUNKED_LOCAL and plan.window_tokens is not None
+            else plan
+            for plan in fitted
+        ]
+    return tuple(fitted)
