@@ -30,7 +30,7 @@ from cargohold.lab.simulation.oracles import (
 )
 from cargohold.lab.simulation.replica import STEP_S, Replica, SimulatedEngine
 from cargohold.lab.simulation.run import RunResult, quiet_logging
-from cargohold.lab.simulation.workloads import Ask
+from cargohold.lab.simulation.traffic import Ask
 from cargohold.lab.simulation.world import Scenario, World
 
 MAX_SECONDS = 600.0

@@ -16,8 +16,8 @@ from cargohold.lab.simulation.faults import Fault, VirtualClock
 from cargohold.lab.simulation.fingerprints import GroupPlan
 from cargohold.lab.simulation.run import Run, RunResult
 from cargohold.lab.simulation.tiers import MediumPlan
+from cargohold.lab.simulation.traffic import Action, Ask, Reset, Restart
 from cargohold.lab.simulation.transfers import LinkProfile, LinkTransfers
-from cargohold.lab.simulation.workloads import Action, Ask, Reset, Restart
 from cargohold.lab.simulation.world import Scenario, Shape
 from cargohold.protocol import AttentionKind, Hint, TransferOutcome
 from cargohold.tiers.scheduler_side import TierOptions

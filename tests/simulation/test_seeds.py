@@ -15,7 +15,8 @@ import pytest
 from cargohold.lab.simulation.connectors import CONNECTORS
 from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.run import Run
-from cargohold.lab.simulation.workloads import WORKLOADS, Abort, Ask, without_used_ids
+from cargohold.lab.simulation.traffic import Abort, Ask, without_used_ids
+from cargohold.lab.simulation.workloads import WORKLOADS
 from cargohold.lab.simulation.world import draw_scenario
 
 QUICK = 8

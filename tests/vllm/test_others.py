@@ -18,7 +18,7 @@ from cargohold.errors import ConfigError
 from cargohold.lab.simulation.campaign import Shrinker
 from cargohold.lab.simulation.faults import parse_faults
 from cargohold.lab.simulation.run import RunResult
-from cargohold.lab.simulation.workloads import Ask
+from cargohold.lab.simulation.traffic import Ask
 from cargohold.lab.simulation.world import Scenario
 
 pytest.importorskip(

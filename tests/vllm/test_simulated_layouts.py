@@ -19,7 +19,7 @@ from cargohold.integrations.vllm.groups import Groups, groups_of
 from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.fingerprints import GroupPlan, num_blocks_needed
 from cargohold.lab.simulation.run import quiet_logging
-from cargohold.lab.simulation.workloads import Ask
+from cargohold.lab.simulation.traffic import Ask
 from cargohold.lab.simulation.world import Scenario, draw_scenario
 from cargohold.lab.vllm.recipe import APPLICABLE, VllmRecipe, fitted
 from tests.vllm.layouts import published

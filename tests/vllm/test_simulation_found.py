@@ -19,8 +19,8 @@ from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.groups import bears_full_hits
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.fingerprints import GroupPlan
+from cargohold.lab.simulation.traffic import Ask
 from cargohold.lab.simulation.transfers import LinkProfile
-from cargohold.lab.simulation.workloads import Ask
 from cargohold.lab.simulation.world import Scenario, Shape
 from cargohold.lab.vllm.configuration import ASYNC, CAN_RETAIN_LESS, MATCH_UNIT, MAX_MODEL_LEN, RETAINED
 from cargohold.lab.vllm.recipe import VllmRecipe

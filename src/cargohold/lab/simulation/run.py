@@ -39,7 +39,8 @@ from cargohold.lab.simulation.oracles import (
 )
 from cargohold.lab.simulation.replica import STEP_S, Replica
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
-from cargohold.lab.simulation.workloads import REUSING, Abort, Action, Ask, Reset, Restart, Tell
+from cargohold.lab.simulation.traffic import Abort, Action, Ask, Reset, Restart, Tell
+from cargohold.lab.simulation.workloads import REUSING
 from cargohold.lab.simulation.world import Scenario, World
 from cargohold.protocol import ConnectorGuard
 

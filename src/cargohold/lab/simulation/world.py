@@ -30,6 +30,7 @@ from cargohold.lab.simulation.fingerprints import GroupPlan, layout_of, num_bloc
 from cargohold.lab.simulation.oracles import Oracle, StatsOracle, WishOracle
 from cargohold.lab.simulation.replica import Replica, SimulatedEngine
 from cargohold.lab.simulation.tiers import LinkedQueue, ListedMedium, MediumPlan, SimulatedMedium, TieredOffloading
+from cargohold.lab.simulation.traffic import Action, Ask, Restart, Writer
 from cargohold.lab.simulation.transfers import (
     ByteRows,
     CopiesInFlight,
@@ -37,7 +38,7 @@ from cargohold.lab.simulation.transfers import (
     LinkTransfers,
     WatchedTransfers,
 )
-from cargohold.lab.simulation.workloads import REUSING, WORKLOADS, Action, Ask, Restart, Workload, Writer
+from cargohold.lab.simulation.workloads import REUSING, WORKLOADS, Workload
 from cargohold.protocol import AttentionKind, KVConnectorFactory, WorkerEnvironment
 from cargohold.transfer import TransferWorker
 

@@ -17,8 +17,9 @@ from cargohold.lab.simulation.oracles import Oracle
 from cargohold.lab.simulation.replica import Replica
 from cargohold.lab.simulation.run import Run, RunResult, quiet_logging
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.lab.simulation.traffic import Action, Ask, Tell, without_used_ids
 from cargohold.lab.simulation.transfers import CopiesInFlight
-from cargohold.lab.simulation.workloads import REUSING, Action, Ask, Tell, without_used_ids
+from cargohold.lab.simulation.workloads import REUSING
 from cargohold.lab.simulation.world import ANY, Scenario, World, draw_scenario
 from cargohold.lab.vllm.adapter import AdapterEngine, transfer_config
 from cargohold.lab.vllm.configuration import (

@@ -12,7 +12,7 @@ from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.lab.simulation.replica import Oracle, Replica
 from cargohold.lab.simulation.tiers import ListedMedium
-from cargohold.lab.simulation.workloads import Ask
+from cargohold.lab.simulation.traffic import Ask
 from cargohold.protocol import AttentionKind, BlockIds, RequestView
 from cargohold.tiers.scheduler_side.waiting import MAX_AGAIN
 

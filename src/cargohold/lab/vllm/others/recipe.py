@@ -19,8 +19,8 @@ from cargohold.lab.simulation.fingerprints import GroupPlan, WrongTokenError
 from cargohold.lab.simulation.oracles import OracleError
 from cargohold.lab.simulation.run import Run, RunResult
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.lab.simulation.traffic import Abort, Action, Ask, Reset
 from cargohold.lab.simulation.transfers import CopyConflictError
-from cargohold.lab.simulation.workloads import Abort, Action, Ask, Reset
 from cargohold.lab.simulation.world import ANY, Scenario, Shape, check_names, draw_scenario
 from cargohold.lab.vllm.configuration import ASYNC, DRAFTED
 from cargohold.lab.vllm.others.copies import simulated_copies
