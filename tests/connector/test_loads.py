@@ -345,3 +345,17 @@ def test_an_engine_may_never_come_back_to_what_was_found() -> None:
     finish(engine, offloading)
     assert engine.tokens("third") == alone([*prompt(0, 40), 2], 1)
     assert engine.outputs["third"].cache_report.restored_tokens == {"host": 40}
+
+
+@pytest.mark.parametrize("windows", [(None,), (1,), (6,), (None, 6)])
+def test_no_more_is_found_than_is_hashed(windows: tuple[int | None, ...]) -> None:
+    """Found by the simulation of vLLM 0.33, where tokens behind a block may be part of its hash: the load raised."""
+    offloading = SimulatedOffloading(120)
+    engine = SimulatedEngine(simulated_layout(60, windows=windows), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 40), 1)
+    engine.add("ahead", [*prompt(0, 40), 1], 1)
+    engine.requests["ahead"].block_hashes.pop()
+    connector, request = engine.scheduler.connector, engine.requests["ahead"]
+    assert connector.get_num_new_matched_tokens(request, 0) == (36, True)
+    connector.update_state_after_alloc(request, tuple(range(10, 20) for _ in windows), 36)
+    assert connector.broken is None

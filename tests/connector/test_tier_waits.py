@@ -267,6 +267,25 @@ def test_two_requests_for_the_same_chunks_share_one_fetch() -> None:
     assert engine.tokens("b") == alone([*prompt(0, 45), 2], 3)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
+def test_what_requests_share_is_brought_up_once_where_they_end_elsewhere(windows: tuple[int | None, ...]) -> None:
+    tiering = SimulatedTiering(200)
+    known = [[*prompt(0, 20), *prompt(seed, 20)] for seed in (1, 2, 3)]
+    before = make_engine(tiering, num_blocks=120, windows=windows)
+    for at, tokens in enumerate(known):
+        serve(before, tiering, f"before {at}", tokens)
+    engine = make_engine(tiering, num_blocks=120, windows=windows)
+    jobs: list[TierJob] = []
+    (queue,) = tiering.all_queues()
+    queue.on_job = jobs.append
+    for at, tokens in enumerate(known):
+        engine.add(f"goes on {at}", [*tokens, 5], 1)
+    finish(engine, tiering)
+    loaded = [key for job in jobs if job.kind is JobKind.LOAD for key in job.keys]
+    assert len(loaded) == len(set(loaded)) > 0
+    assert [restored(engine, f"goes on {at}")["disk"] > 0 for at in range(3)] == [True] * 3
+
+
 def test_chunks_in_host_memory_are_pinned_while_the_rest_is_fetched() -> None:
     tiering = SimulatedTiering(60, policy="lru")
     serve(make_engine(tiering), tiering, "first", prompt(0, 45))

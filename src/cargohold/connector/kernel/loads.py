@@ -161,6 +161,8 @@ class TierLookup:
         """Return what host memory has of a request."""
         state.extend_keys()
         num_tokens = state.request.num_tokens
+        # An engine may hash a block only when it has some tokens behind it.
+        limit_tokens = min(limit_tokens, *[len(keys.keys) * keys.chunk_tokens for keys in state.keys])
         groups = [GroupUnits(keys.group, keys.chunk_tokens, ChunkStates(self._manager, keys)) for keys in state.keys]
         hit = longest_hit(groups, num_tokens, num_computed_tokens, limit_tokens)
         shared_end = _shared_end(groups, hit, num_tokens, num_computed_tokens) if len(groups) > 1 else 0

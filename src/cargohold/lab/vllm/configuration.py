@@ -47,6 +47,10 @@ RETAINED: Final = "prefix_cache_retention_interval"
 CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
 DRAFTED: Final = "num_speculative_tokens"
 """Key in a shape's scheduler options: tokens that a draft model proposes in each step; left out where there is none."""
+HASHED_AHEAD: Final = "num_hash_lookahead_tokens"
+"""Key in a shape's scheduler options: tokens behind each block that its hash covers, too; left out for none. vLLM 0.33 does so
+for draft models, and not where there is a connector: here it does."""
+CAN_HASH_AHEAD: Final = hasattr(VllmConfig, HASHED_AHEAD)
 MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
 TRANSFER_TIMEOUT_S: Final = 0.5
@@ -103,6 +107,8 @@ def vllm_config(shape: Shape, transfer: Any = None) -> Any:
     config.cache_config.num_gpu_blocks = shape.num_blocks
     if DRAFTED in options:
         config.speculative_config = _speculation(options[DRAFTED])
+    if HASHED_AHEAD in options:
+        config.__class__ = _hashing_ahead(options[HASHED_AHEAD])
     # Set here because vLLM turns it off on CPUs; the simulation is about what happens on GPUs.
     config.scheduler_config.async_scheduling = options[ASYNC]
     return config
@@ -113,6 +119,11 @@ def _speculation(num_tokens: int) -> Any:
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=num_tokens, prompt_lookup_max=1)
     speculation.method = "mtp"
     return speculation
+
+
+def _hashing_ahead(num_tokens: int) -> type:
+    """A class of configurations with which hashes cover so many tokens more."""
+    return type("HashingAhead", (VllmConfig,), {HASHED_AHEAD: property(lambda _: num_tokens)})
 
 
 def config_of_rank(config: Any, rank: int) -> Any:

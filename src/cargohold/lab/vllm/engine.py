@@ -29,6 +29,7 @@ from cargohold.lab.simulation.world import Shape
 from cargohold.lab.vllm.configuration import (
     ASYNC,
     DRAFTED,
+    HASHED_AHEAD,
     LOAD_TIMEOUT_S,
     MATCH_UNIT,
     RETAINED,
@@ -124,7 +125,7 @@ class VllmEngine(Replica):
     ) -> None:
         options = shape.scheduler
         layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
-        of_vllm = (ASYNC, DRAFTED, LATE_BLOCKS, MATCH_UNIT, RETAINED)
+        of_vllm = (ASYNC, DRAFTED, HASHED_AHEAD, LATE_BLOCKS, MATCH_UNIT, RETAINED)
         config = SchedulerConfig(
             **{name: value for name, value in options.items() if name not in of_vllm}
             | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own
@@ -259,7 +260,7 @@ class VllmEngine(Replica):
     def _start(self, shape: Shape, transfer: Any) -> None:
         config, caches = vllm_config(shape, transfer), kv_cache_config(shape)
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, config)
-        self._book = RequestBook(self.requests, hash_tokens, self._tell)
+        self._book = RequestBook(self.requests, hash_tokens, self._tell, shape.scheduler.get(HASHED_AHEAD, 0))
         self.chains = PrefixChains(self._book.tokens, self._book.root)
         scheduler_class = RepeatableAsyncScheduler if self._depth > 1 else RepeatableScheduler
         self.vllm: Any = scheduler_class(
