@@ -308,6 +308,42 @@ def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else
     assert sum(engine.connector.get_kv_connector_stats().get(metrics.STUCK_COPIES, 0) for _ in range(2)) == 0
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("outcome", TransferOutcome)
+def test_a_load_that_is_given_up_holds_its_blocks_until_its_copy_has_ended(
+    outcome: TransferOutcome, world_size: int
+) -> None:
+    offloading = SimulatedOffloading(100)
+    engine = SimulatedEngine(simulated_layout(120, world_size=world_size), offloading)
+    serve_and_lose(engine, offloading, prompt(0, 30), 1)
+    slow, connector, side = offloading.transfers[-1], engine.scheduler.connector, engine.connector
+    assert isinstance(side, OffloadingScheduler)
+    slow.auto = False
+    engine.add("second", prompt(0, 30), 1)
+    while not slow.pending:
+        engine.step()
+    (job,) = slow.pending
+    connector.give_up_transfers()
+    connector.give_up_transfers()
+    slow.auto, slow.pending = True, []  # others go on
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert engine.clock() < 1 and engine.tokens("second") == alone(prompt(0, 30), 1)
+    report = engine.outputs["second"].cache_report
+    assert not report.restored_tokens and any("was given up" in note for note in report.notes)
+    assert set(connector.held_references()) >= set(job.block_ids) and side.jobs.num_awaited and not side.jobs.num_stuck
+    slow.pending = [job]
+    slow.complete(job, outcome, job.block_ids if outcome is TransferOutcome.FAILED else ())
+    finish(engine, offloading)
+    assert not connector.held_references() and not side.jobs
+    assert metrics.FAILURES.of("load") not in side.get_kv_connector_stats()
+    evict_everything(engine)
+    engine.add("third", [*prompt(0, 30), 7], 1)
+    finish(engine, offloading)
+    restored = engine.outputs["third"].cache_report.restored_tokens
+    assert restored == ({} if outcome is TransferOutcome.FAILED else {"host": 28})
+
+
 def test_a_request_whose_load_is_stuck_is_told_so_and_its_id_can_be_used_again() -> None:
     offloading = SimulatedOffloading(60)
     engine = SimulatedEngine(simulated_layout(60), offloading, load_timeout_s=10.0)

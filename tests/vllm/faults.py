@@ -23,6 +23,7 @@ class Faults:
         scramble_loads: whether loads deliver other bytes than were stored, and report success.
         spared_regions: number of leading regions whose bytes are delivered as they were stored all the same.
         hold_polls: number of polls for which ended jobs are held back; 0 also ends those that are held back already.
+        waits: the direction whose jobs do not begin; ``None`` also begins those that have waited.
         counts: jobs that ended, by direction and outcome.
     """
 
@@ -30,6 +31,7 @@ class Faults:
     scramble_loads: bool = False
     spared_regions: int = 0
     hold_polls: int = 0
+    waits: Direction | None = None
     counts: dict[tuple[Direction, TransferOutcome], int] = field(default_factory=dict)
 
     def make_transfers(
@@ -51,8 +53,19 @@ class FaultyTransfers(ForwardingTransfers):
         self._views = views
         self._faults = faults
         self._held: list[tuple[int, CopyResult]] = []
+        self._waiting: list[CopyJob] = []
+
+    def submit(self, job: CopyJob) -> None:
+        if job.direction is self._faults.waits:
+            self._waiting.append(job)
+        else:
+            self.inner.submit(job)
 
     def poll(self) -> list[CopyResult]:
+        if self._faults.waits is None:
+            for job in self._waiting:
+                self.inner.submit(job)
+            self._waiting.clear()
         held = [(min(polls - 1, self._faults.hold_polls), result) for polls, result in self._held]
         held += [(self._faults.hold_polls, self._spoil(result)) for result in self.inner.poll()]
         self._held = [entry for entry in held if entry[0] > 0]

@@ -12,9 +12,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
-from tests.vllm.common import EAGER, LAZY, RESTARTED, ask_twice, make_prompts, restored, tokens
+from cargohold.transfer import Direction
+from tests.vllm.common import EAGER, LAZY, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.faults import Faults
+
+needs_reported_failures = pytest.mark.skipif(
+    compat.TransferResults is None, reason="before vLLM 0.30, loads in flight forbid a reset"
+)
 
 
 class Kept(NullConnectorScheduler):
@@ -131,6 +138,89 @@ def test_stores_in_flight_do_not_forbid_a_reset(vllm_model: Callable[[str], str]
         answers |= engine.step()
     assert tokens([answers[str(number)] for number in range(8)]) == expected
     assert tokens(engine.ask(prompts, 6)) == expected
+
+
+@needs_reported_failures
+@pytest.mark.parametrize("schedules_ahead", [False, True], ids=["", "ahead"])
+def test_loads_in_flight_do_not_forbid_a_reset(
+    schedules_ahead: bool, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    """Whoever changes weights does not ask twice. Requests are served while the void copies run on, into blocks of nobody."""
+    engine = start(vllm_model("llama"), EAGER, num_blocks=110, async_scheduling=schedules_ahead)
+    inner, pool, prompts = engine.side.guard.inner, engine.scheduler.kv_cache_manager.block_pool, make_prompts(5, 330)
+    tables = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    expected = tokens(engine.ask(prompts, 6))
+    for is_running, is_external in ((False, False), (True, False), (True, True)):
+        forget(engine)
+        faults.waits = Direction.LOAD
+        for number, prompt in enumerate(prompts[:4]):
+            engine.add(str(number), prompt, 6)
+        while inner.jobs.num_loads < 4:
+            engine.step()
+        if is_running:
+            engine.add("runs", make_prompts(1, 330, 5)[0], 6)
+            while not engine.scheduler.running:
+                engine.step()
+        engine.abort("3")
+        filled = {block_id for load in inner.jobs.loads() for block_id in load.block_ids}
+        assert len(filled) == 40
+        for _ in range(2):
+            assert engine.scheduler.reset_prefix_cache(is_running, is_external)
+        answers: dict[str, Any] = {}
+        while engine.is_busy:
+            answers |= engine.step()
+            assert filled.isdisjoint(block.block_id for table in tables.values() for block in table), "copies go on"
+        assert tokens([answers[str(number)] for number in range(3)]) == expected[:3]
+        assert restored(list(answers.values())) == 0 and len(answers) == 3 + is_running
+        assert all(pool.blocks[block_id].ref_cnt == 1 for block_id in filled)
+        faults.waits = None
+        engine.check_settled()
+        assert tokens(engine.ask(prompts, 6)) == expected
+    engine.check_settled()
+
+
+@needs_reported_failures
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_reset_fails_no_request_that_was_to_load(
+    has_ended: bool, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+) -> None:
+    """Not even if requests are to fail when loads fail: what is void cannot. One whose load has ended may not run yet."""
+    engine = start(vllm_model("llama"), {**EAGER, "load_failure_policy": "fail"}, num_blocks=60)
+    prompts = make_prompts(2, 330)
+    expected = tokens(ask_twice(engine, prompts))
+    forget(engine)
+    faults.waits = Direction.LOAD
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, 6)
+    while engine.side.guard.inner.jobs.num_loads < 2:
+        engine.step()
+    if has_ended:
+        faults.waits = None
+        engine.scheduler.set_pause_state(type(engine.scheduler.pause_state).PAUSED_ALL)
+        engine.settle()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.set_pause_state(type(engine.scheduler.pause_state).UNPAUSED)
+    answers: dict[str, Any] = {}
+    while engine.is_busy:
+        answers |= engine.step()
+    assert tokens([answers["0"], answers["1"]]) == expected
+    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    faults.waits = None
+    engine.check_settled()
+
+
+def test_a_pause_of_vllm_is_seen_and_drops_nothing(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
+    """Found by reading: the scheduler was looked for when a cache was reset, and vLLM had frozen it since, out of sight."""
+    engine = start(vllm_model("llama"), {**EAGER, "follow_weights": "ignore"})
+    prompts = make_prompts(2, 330)
+    ask_twice(engine, prompts)
+    engine.settle()
+    for mode in ("abort", "keep"):
+        engine._core.pause_scheduler(mode=mode, clear_cache=True)
+        assert engine.side._resets._is_paused()
+        engine._core.resume_scheduler()
+        assert restored(engine.ask(prompts)) == 640
+        engine.settle()
 
 
 def test_each_reset_is_followed_once() -> None:

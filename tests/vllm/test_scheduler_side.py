@@ -81,8 +81,8 @@ def test_a_synchronous_load_of_which_nothing_was_taken_says_nothing_of_a_later_o
         connector.is_async = is_async
         assert side.get_num_new_matched_tokens(request, 0) == (32, True)
         side.update_state_after_alloc(request, blocks, num_taken)
-    assert list(side._new_loads) == ["r"]
-    assert not side._new_synchronous
+    assert list(side._news.loads) == ["r"]
+    assert not side._news.synchronous
 
 
 def test_where_a_prompt_comes_from_is_counted_once_however_often_it_is_admitted() -> None:

@@ -179,8 +179,10 @@ class KVConnectorScheduler(ABC):
         """
         return 0
 
-    def give_up_stores(self) -> None:  # noqa: B027  # a default, not an omission
+    def give_up_transfers(self) -> None:  # noqa: B027  # a default, not an omission
         """Let go of every block that a store reads, at once: what is copied from them is void, and must never be found.
+
+        Loads are void, too: their requests use nothing of them. Hold the blocks that they fill until they have ended.
 
         Called when the engine forgets what its blocks hold, before ``reset_cache`` if that follows.
         """

@@ -117,7 +117,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
         Hook("take_events", off=_always(()), merge=_united),  # the guard knows the number of groups, and checks it
         Hook("has_pending_work", bool, _always(False), any),  # the answer
         Hook("num_stuck_references", lambda answer: checked_number(answer, "references") or 0, _always(0), sum),
-        Hook("give_up_stores", merge=_none),
+        Hook("give_up_transfers", merge=_none),
         Hook("reset_cache", bool, _always(True), all),  # the answer
         Hook("use_weights", lambda answer, _: bool(answer), _always(True), all),
         Hook("get_kv_connector_stats", checked_stats, lambda _: {}),
@@ -186,7 +186,7 @@ class HookDispatcher(KVConnectorScheduler):
     take_events = _dispatched(KVConnectorScheduler.take_events)
     has_pending_work = _dispatched(KVConnectorScheduler.has_pending_work)
     num_stuck_references = _dispatched(KVConnectorScheduler.num_stuck_references)
-    give_up_stores = _dispatched(KVConnectorScheduler.give_up_stores)
+    give_up_transfers = _dispatched(KVConnectorScheduler.give_up_transfers)
     reset_cache = _dispatched(KVConnectorScheduler.reset_cache)
     use_weights = _dispatched(KVConnectorScheduler.use_weights)
     get_kv_connector_stats = _dispatched(KVConnectorScheduler.get_kv_connector_stats)

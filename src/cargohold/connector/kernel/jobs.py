@@ -76,8 +76,8 @@ class OffloadingMetadata:
         finish_stores: whether all stores must have read their sources before this step overwrites blocks, because these
             sources are not held.
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
-        given_up_loads: ids of loads that did not end in time. Workers whose copy has not ended report their requests' loads as
-            failed now, and the job when its copy has ended.
+        given_up_loads: ids of loads that nobody waits for any more. Workers whose copy has not ended report their requests'
+            loads as failed now, and the job when its copy has ended.
         rider: what a guest tells its part on the workers; ``None`` if nothing.
     """
 
@@ -189,7 +189,7 @@ class JobTable:
         self._clock = clock
         self._patience = Patience(clock)
         self._next_id = 0
-        # The time at which each job began; oldest first.
+        # The time at which each job began, stuck ones left out; oldest first.
         self._since: dict[int, float] = {}
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
@@ -197,7 +197,8 @@ class JobTable:
         self._loading: Counter[OffloadKey] = Counter()
         self.version = 0
         self.num_store_blocks = 0
-        self._stuck: set[int] = set()
+        # Loads whose requests do not wait for them any more.
+        self._given_up: set[int] = set()
         self.num_stuck_blocks = 0
 
     def __bool__(self) -> bool:
@@ -214,12 +215,12 @@ class JobTable:
     @property
     def num_stuck(self) -> int:
         """Number of jobs in flight that nobody waits for any more, because they did not end in time."""
-        return len(self._stuck)
+        return len(self) - len(self._since)
 
     @property
     def num_awaited(self) -> int:
         """Number of jobs in flight that are not stuck."""
-        return len(self) - len(self._stuck)
+        return len(self._since)
 
     def new_id(self) -> int:
         """Return an id for a new job."""
@@ -241,19 +242,17 @@ class JobTable:
 
     def since(self, job_id: int) -> float | None:
         """Return when a job in flight began; ``None`` if nobody waits for it any more, or it is not in flight."""
-        return self._since.get(job_id)
+        return None if job_id in self._given_up else self._since.get(job_id)
 
     def end(self, job_id: int) -> Load | Store | None:
         """Remove a job that has ended, and return it; ``None`` if it is not in flight."""
-        self._since.pop(job_id, None)
-        is_stuck = job_id in self._stuck
-        self._stuck.discard(job_id)
-        if (load := self._loads.pop(job_id, None)) is not None:
+        is_stuck = self._since.pop(job_id, None) is None
+        if (load := self._loads.get(job_id)) is not None:
             if is_stuck:
                 self.num_stuck_blocks -= len(load.block_ids)
-            else:
-                self._forget_loading(load.handle.keys)
-            return load
+            self._give_up(load)
+            self._given_up.discard(job_id)
+            return self._loads.pop(job_id)
         if (store := self._stores.pop(job_id, None)) is not None:
             self.num_store_blocks -= len(store.block_ids)
             if is_stuck:
@@ -277,23 +276,34 @@ class JobTable:
         end = self._clock() - after_s
         return [self._note_stuck(job_id) for job_id, since in list(self._since.items()) if since < end]
 
-    def is_stuck(self, job_id: int) -> bool:
-        """Whether a job is in flight, and nobody waits for it any more."""
-        return job_id in self._stuck
-
     def _note_stuck(self, job_id: int) -> Load | Store:
         del self._since[job_id]
-        self._stuck.add(job_id)
         load = self._loads.get(job_id)
         if load is not None:
-            self._forget_loading(load.handle.keys)  # nobody is to wait for it
+            self._give_up(load)
         job: Load | Store = load or self._stores[job_id]
         self.num_stuck_blocks += len(job.block_ids)
         return job
 
+    def give_up_loads(self) -> list[Load]:
+        """Let nobody wait for the loads in flight any more; return those that somebody waited for. They hold their blocks."""
+        return [load for load in self._loads.values() if self._give_up(load)]
+
+    def _give_up(self, load: Load) -> bool:
+        """Let nobody wait for a load; return whether somebody did."""
+        was_awaited = load.job_id not in self._given_up
+        if was_awaited:
+            self._given_up.add(load.job_id)
+            self._forget_loading(load.handle.keys)
+        return was_awaited
+
+    def is_given_up(self, job_id: int) -> bool:
+        """Whether a load in flight is stuck, or was given up."""
+        return job_id in self._given_up
+
     def is_loading(self, job_id: int | None) -> bool:
-        """Whether this job is a load in flight that is not stuck."""
-        return job_id in self._loads and job_id not in self._stuck
+        """Whether this job is a load in flight that its request waits for."""
+        return job_id in self._loads and job_id not in self._given_up
 
     def load_of_any(self, keys: Sequence[OffloadKey]) -> int | None:
         """Return the id of a load of at least one of these chunks; ``None`` if none of them is being loaded."""
@@ -303,7 +313,7 @@ class JobTable:
         return next(
             job_id
             for job_id, load in self._loads.items()
-            if job_id not in self._stuck and not wanted.isdisjoint(load.handle.keys)
+            if job_id not in self._given_up and not wanted.isdisjoint(load.handle.keys)
         )
 
     def load_up_to(self, keys: Sequence[ChunkKeys], first_token: int, num_tokens: int) -> int | None:
@@ -313,7 +323,7 @@ class JobTable:
         """
         ending: dict[int, int] = {}
         for job_id, load in self._loads.items():
-            if load.is_end_shared and first_token < load.num_tokens <= num_tokens and job_id not in self._stuck:
+            if load.is_end_shared and first_token < load.num_tokens <= num_tokens and job_id not in self._given_up:
                 ends = {of.keys[load.num_tokens // of.chunk_tokens - 1] for of in keys}
                 if not ends.isdisjoint(load.handle.keys):
                     ending[load.num_tokens] = job_id
@@ -341,7 +351,7 @@ class JobTable:
         held: list[int] = []
         for store in self._stores.values():
             held += store.block_ids
-            if store.job_id in self._stuck:
+            if store.job_id not in self._since:
                 self.num_stuck_blocks -= len(store.block_ids)
             store.is_spoiled, store.block_ids = True, ()
         self.num_store_blocks = 0

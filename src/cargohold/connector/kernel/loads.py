@@ -421,7 +421,7 @@ class Loads:
             for load in self._shared.jobs.loads():
                 self._invalid_block_ids |= block_ids.intersection(load.block_ids)
 
-    def end_stuck(self, load: Load, outcome: TransferOutcome) -> None:
+    def end_given_up(self, load: Load, outcome: TransferOutcome) -> None:
         """Release the pins and blocks of a load that its request has not waited for. Chunks that may be bad are removed."""
         is_told_which = not self._invalid_block_ids.isdisjoint(load.block_ids)
         bad_blocks = self._take_bad_blocks(load, are_all=outcome is TransferOutcome.FAILED and not is_told_which)

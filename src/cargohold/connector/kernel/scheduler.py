@@ -96,6 +96,8 @@ class KernelScheduler(KVConnectorScheduler):
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
+        # Loads that were given up since the last step.
+        self._given_up: list[int] = []
         self._loads_in_step = environment.loads_in_step
 
     @property
@@ -194,7 +196,7 @@ class KernelScheduler(KVConnectorScheduler):
         """
         self._pace.begin(step)
         self._guests.step_begins(step)
-        given_up = self._give_up_overdue()
+        given_up, self._given_up = (*self._given_up, *self._give_up_overdue()), []
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
         loads, release = self._loads.take_planned(), self._take_released()
@@ -211,11 +213,11 @@ class KernelScheduler(KVConnectorScheduler):
         if connector_output.step_failed or connector_output.invalid_block_ids:
             self._spoil_stores(connector_output.spoiled_requests)
         for job_id, outcome in connector_output.jobs.items():
-            is_stuck, since = self._shared.jobs.is_stuck(job_id), self._shared.jobs.since(job_id)
+            is_given_up, since = self._shared.jobs.is_given_up(job_id), self._shared.jobs.since(job_id)
             job = self._shared.jobs.end(job_id)
             if isinstance(job, Load):
-                if is_stuck:
-                    self._loads.end_stuck(job, outcome)
+                if is_given_up:
+                    self._loads.end_given_up(job, outcome)
                 else:
                     self._loads.end(job, outcome, connector_output)
                 self._guests.load_ended(job, since, outcome)
@@ -240,10 +242,19 @@ class KernelScheduler(KVConnectorScheduler):
         """Return the number of references that it holds for copies that did not end in time."""
         return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
 
-    def give_up_stores(self) -> None:
-        """Make stores in flight void, and let go of their blocks. Their slots stay theirs until the copies have ended."""
-        self._shared.holder.release(self._shared.jobs.give_up_stores())
+    def give_up_transfers(self) -> None:
+        """Make transfers in flight void. Stores let go of their blocks at once, loads when their copies have ended.
+
+        Slots stay theirs until then, too.
+        """
+        shared = self._shared
+        shared.holder.release(shared.jobs.give_up_stores())
         self._stores.give_up()
+        for load in shared.jobs.give_up_loads() if self._can_give_up_loads else ():
+            self._given_up.append(load.job_id)
+            if (state := self._requests.get(load.request_id)) is not None:
+                state.notes.append(f"the load from {shared.tier} was given up, because the device's cache was reset")
+                state.offer_again_from(0)
 
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight or a guest says no."""
@@ -283,13 +294,17 @@ class KernelScheduler(KVConnectorScheduler):
         self._guests.chunks_used(state)
         return num_ready
 
+    @property
+    def _can_give_up_loads(self) -> bool:
+        """Whether requests need not wait for copies: the engine can be told so, and the blocks stay held."""
+        return self._give_up_after_s is not None and self.holds_outlive_requests
+
     def _give_up_overdue(self) -> tuple[int, ...]:
         """Stop waiting for jobs that have not ended in time; return the loads among them.
 
         Their blocks and slots stay held until all workers have reported them, however late: a copy may still be at work.
         """
-        shared = self._shared
-        is_safe = self._give_up_after_s is not None and self.holds_outlive_requests
+        shared, is_safe = self._shared, self._can_give_up_loads
         limit_s = (END if is_safe else CONNECTOR).seconds(shared.config.transfer_timeout_s)
         if self._give_up_after_s is not None and is_safe:
             limit_s = min(limit_s, self._give_up_after_s)

@@ -144,12 +144,12 @@ class OffloadingScheduler(KernelScheduler):
     def use_weights(self, name: str) -> bool:
         """Give chunks keys of other weights' namespace, unless a load is in flight. What is kept stays, and ages."""
         shared = self._shared
-        if any(not shared.jobs.is_stuck(load.job_id) for load in shared.jobs.loads()):
+        if any(not shared.jobs.is_given_up(load.job_id) for load in shared.jobs.loads()):
             return False
         namespace = self._weights.number_of(name)
         if namespace is None:
             return self.reset_cache()
-        self.give_up_stores()
+        self.give_up_transfers()
         self._answers.reset()
         shared.namespace = namespace
         for state in self._requests.values():

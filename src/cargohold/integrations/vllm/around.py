@@ -19,10 +19,13 @@ class Around:
     Args:
         scheduler: the scheduler; ``None`` if it was not found.
         core: the engine core; ``None`` if there is none.
+
+    Attributes:
+        scheduler: the scheduler.
     """
 
     def __init__(self, scheduler: Any = None, core: Any = None) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._core = core
 
     @classmethod
@@ -32,7 +35,7 @@ class Around:
 
     def is_paused(self) -> bool:
         """Whether vLLM is paused, as for sleep or a change of weights."""
-        state = getattr(self._scheduler, "pause_state", None)
+        state = getattr(self.scheduler, "pause_state", None)
         return state is not None and bool(state.name != "UNPAUSED")
 
     @property

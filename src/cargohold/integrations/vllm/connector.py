@@ -474,7 +474,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         options = SideOptions(
             self._settings.load_timeout_s,
             CHECK if adapter.looks_at_weights else adapter.follow_weights,
-            self._around.is_paused,
+            self._around,
             dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),
             by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",

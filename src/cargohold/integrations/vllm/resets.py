@@ -17,8 +17,11 @@ begins. They look also when somebody has let all of them do something (``collect
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
+from itertools import chain
 from typing import Any, Final
 
 from cargohold.protocol import ConnectorGuard
@@ -35,7 +38,7 @@ _CALL: Final = "workers were called (collective_rpc)"
 
 
 class CacheResets:
-    """Resets the connector after vLLM has reset its prefix cache, unless the weights are the same. Wraps the pool's own reset.
+    """Resets the connector after vLLM has reset its prefix cache, unless the weights are the same.
 
     Args:
         guard: the connector.
@@ -84,8 +87,6 @@ class CacheResets:
         self._first: dict[int, str] = {}
         self._held: dict[int, str] = {}
         self._seen: dict[int, str] = {}
-        self._reset_pool = pool.reset_prefix_cache
-        pool.reset_prefix_cache = self._reset_pool_now
 
     def is_due(self) -> bool:
         """Whether nothing that is kept may be found, or stored: it is to be dropped, or not known to be true.
@@ -212,23 +213,111 @@ class CacheResets:
                 self._cause,
             )
             self._is_mixed = True
-            self._guard.give_up_stores()  # of requests that have ended since, too
+            self._guard.give_up_transfers()  # of requests that have ended since, too
         else:
             if not self._is_empty:
                 what = "what Cargohold keeps is found when its own return"
                 logger.info("%s, and the weights are others: %s", self._cause, what)
             self._moves_to = "" if self._seen == self._first else _digest(self._seen)
 
-    def _reset_pool_now(self) -> bool:
-        """Reset vLLM's pool, which refuses while blocks are in use: if only stores use any, they let go first, and are void."""
-        held, pool = self._guard.held_references(), self._pool
-        num_held = sum(pool.blocks[block_id].ref_cnt == count for block_id, count in held.items())
-        if num_held and num_held == pool.num_gpu_blocks - pool.get_num_free_blocks() - 1:  # one is the null block
-            self._guard.give_up_stores()
-        is_reset: bool = self._reset_pool()
-        return is_reset
-
 
 def _digest(seen: Mapping[int, str]) -> str:
     """Return a name of what all workers hold."""
     return sha256(repr(sorted(seen.items())).encode()).hexdigest()
+
+
+# --- vLLM's own reset -------------------------------------------------------------------------------------------------
+
+
+class PoolResets:
+    """Lets vLLM reset its prefix cache while copies run. Wraps the pool's own reset, which refuses while a block is in use.
+
+    ::
+
+        blocks in use by                          a reset
+        ----------------------------------------  ------------------------------------------------------
+        stores                                    frees them: what is copied from them is void
+        requests that wait for a load, or have    frees them: these requests are computed as new ones
+          not run since
+        loads                                     leaves them in use, without a name, until the copies have
+        steps in flight, of preempted requests    ended: nobody can find or be given them meanwhile
+        anybody else                              is refused, and changes nothing
+
+    Args:
+        guard: the connector.
+        pool: vLLM's block pool.
+        scheduler: vLLM's scheduler; ``None`` if it is not known.
+        loads: returns the requests that wait for a load or have not run since, by id, with the blocks that one in flight fills.
+        on_void: hears of those whose blocks were freed.
+    """
+
+    def __init__(
+        self,
+        guard: ConnectorGuard,
+        pool: Any,
+        scheduler: Any,
+        loads: Callable[[], Mapping[str, Collection[int]]],
+        on_void: Callable[[Collection[str]], None],
+    ) -> None:
+        self._guard = guard
+        self._pool = pool
+        self._scheduler = scheduler
+        self._loads = loads
+        self._on_void = on_void
+        self._reset = pool.reset_prefix_cache
+        pool.reset_prefix_cache = self.reset
+
+    def reset(self) -> bool:
+        """Reset the pool; whether it was not refused."""
+        num_used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is the null block
+        if not num_used:
+            return bool(self._reset())
+        scheduler, held = self._scheduler, self._guard.held_references()
+        waiting = [] if scheduler is None else self._waiting(scheduler, held)
+        if num_used != self._num_known(scheduler, held, waiting):
+            return bool(self._reset())
+        for request in waiting:
+            _start_over(scheduler, request)
+        self._on_void([request.request_id for request in waiting])
+        self._guard.give_up_transfers()
+        with self._all_counted_as_free():
+            return bool(self._reset())
+
+    def _waiting(self, scheduler: Any, held: Counter[int]) -> list[Any]:
+        """Return the requests that wait for a load or have not run since, ended ones included, if their blocks can be freed."""
+        loads = self._loads()
+        if not held.keys() >= set(chain.from_iterable(loads.values())):
+            return []  # a connector leaves it to the requests to hold what is being filled
+        requests = (scheduler.requests.get(request_id) for request_id in loads)
+        return [request for request in requests if request is not None and request.status.name != "RUNNING"]
+
+    def _num_known(self, scheduler: Any, held: Counter[int], waiting: Collection[Any]) -> int:
+        """Return the number of blocks that nobody uses but the connector, these requests, and steps in flight."""
+        tables = [
+            table for request in waiting for table in scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        ]
+        tables += [blocks for _, blocks in getattr(scheduler, "deferred_frees", ())]
+        known = held + Counter(block.block_id for table in tables for block in table if not block.is_null)
+        return sum(self._pool.blocks[block_id].ref_cnt == count for block_id, count in known.items())
+
+    @contextmanager
+    def _all_counted_as_free(self) -> Iterator[None]:
+        own = vars(self._pool)
+        before = own.get("get_num_free_blocks")
+        own["get_num_free_blocks"] = lambda: self._pool.num_gpu_blocks - 1
+        try:
+            yield
+        finally:
+            del own["get_num_free_blocks"]
+            if before is not None:
+                own["get_num_free_blocks"] = before
+
+
+def _start_over(scheduler: Any, request: Any) -> None:
+    """Free the blocks of a request that does not run. If it waits for a load, it goes on waiting until that is reported.
+
+    vLLM frees a request's blocks again when it hears that its load has failed, or has ended after an abort: then it has none.
+    """
+    scheduler.kv_cache_manager.free(request)
+    request.num_computed_tokens = 0
+    getattr(scheduler, "_inflight_prefills", set()).discard(request)  # else its next load must find room for both

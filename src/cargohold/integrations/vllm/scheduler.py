@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
 from reprlib import repr as shown  # a client may send values of any size
@@ -16,6 +16,7 @@ from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.adapters import Adapters
+from cargohold.integrations.vllm.around import Around
 from cargohold.integrations.vllm.deferrals import Deferrals, LoadRoom
 from cargohold.integrations.vllm.engine_view import (
     BlockTables,
@@ -29,7 +30,7 @@ from cargohold.integrations.vllm.engine_view import (
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.metrics import FirstTokens
-from cargohold.integrations.vllm.resets import DROP, CacheResets
+from cargohold.integrations.vllm.resets import DROP, CacheResets, PoolResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
     FRONT_KEY,
@@ -72,11 +73,23 @@ class _Load:
         num_tokens: prompt tokens that were not counted as computed because they are loaded. 0 once a rank has failed the load,
             when they are counted after all, and for a request that was admitted before, whose prompt is counted already.
         ends_in_step: whether it is over when the workers' step is: the connector called it synchronous.
+        block_ids: the blocks that it fills.
     """
 
     since: float
     num_tokens: int
     ends_in_step: bool
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _News:
+    """What the workers are to be told with the next step; see ``StepMessage``."""
+
+    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sends: list[str] = field(default_factory=list)
+    synchronous: list[str] = field(default_factory=list)
+    void: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,7 @@ class SideOptions:
     Attributes:
         load_timeout_s: a connector that keeps a request waiting for longer is turned off.
         follow_weights: what a reset of vLLM's prefix cache means for what is kept; see ``AdapterSettings``.
-        is_paused: whether vLLM is paused.
+        around: vLLM's scheduler, and whether it is paused.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
         loads: whether anything is loaded; see ``layout.may_load``.
@@ -102,7 +115,7 @@ class SideOptions:
 
     load_timeout_s: float
     follow_weights: str = DROP
-    is_paused: Callable[[], bool] = lambda: False
+    around: Around = field(default_factory=Around)
     dropped_tokens: int = 0
     loads: bool = True
     by_priority: bool = False
@@ -153,8 +166,9 @@ class SchedulerSide:
             pool,
             num_workers=layout.world_size,
             policy=options.follow_weights,
-            is_paused=options.is_paused,
+            is_paused=options.around.is_paused,
         )
+        PoolResets(self.guard, pool, options.around.scheduler, self._blocks_of_loads, self._note_void)
         self._groups = options.groups or Groups.of(layout.groups)
         self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
         self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.key_of)
@@ -180,9 +194,7 @@ class SchedulerSide:
         # Requests whose prompt was counted: after a failed load or a preemption they are admitted again.
         self._admitted: set[str] = set()
         self._first_tokens = FirstTokens(clock)
-        self._new_loads: dict[str, tuple[int, ...]] = {}
-        self._new_sends: list[str] = []
-        self._new_synchronous: list[str] = []
+        self._news = _News()
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = False
         self._stats = Tally(
@@ -282,7 +294,7 @@ class SchedulerSide:
         keeps_blocks, params = self.guard.request_finished(seen, self._groups.select(tables))
         report = self.guard.explain(request_id)
         if keeps_blocks:
-            self._new_sends.append(request_id)
+            self._news.sends.append(request_id)
         answer = dict(params or {})
         answer.pop(_REMOTE_PREFILL, None)
         outcomes = self._outcomes.pop(request_id, ())
@@ -357,11 +369,12 @@ class SchedulerSide:
         if num_external_tokens:
             is_synchronous = request_id in self._synchronous
             self._synchronous.discard(request_id)
-            self._loading[request_id] = _Load(self._clock(), num_external_tokens if is_first else 0, is_synchronous)
+            filled = self._news.loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
+            num_counted = num_external_tokens if is_first else 0
+            self._loading[request_id] = _Load(self._clock(), num_counted, is_synchronous, filled)
             if is_synchronous:
-                self._new_synchronous.append(request_id)
+                self._news.synchronous.append(request_id)
             self._parked[request_id] = seen
-            self._new_loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
             self._adapters.note_load(seen)
             if self._marks_shared_prefixes and not self.guard.get_shared_prefix_end(seen):
                 setattr(request, compat.SHARED_PREFIX_END, self._num_computed[request_id] + num_external_tokens)
@@ -381,13 +394,13 @@ class SchedulerSide:
                 self._parked.pop(request_id, None)
         requests = {} if is_reset_due else self._adapters.without_given_up(self._requests)
         inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables, self._groups))
-        new_loads, self._new_loads = self._new_loads, {}
-        new_sends, self._new_sends = tuple(self._new_sends), []
-        synchronous, self._new_synchronous = tuple(self._new_synchronous), []
+        new, self._news = self._news, _News()
         stop = self.guard.stop_workers() or self.guard.is_stopping
         look = self._resets.take_look(computes=bool(output.num_scheduled_tokens))
         adapters = self._adapters.take_looks()
-        return StepMessage(inner, new_loads, new_sends, synchronous, stop, look, adapters)
+        return StepMessage(
+            inner, new.loads, tuple(new.sends), tuple(new.synchronous), stop, look, adapters, tuple(new.void)
+        )
 
     def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
         """Take the ranks' reports of a step.
@@ -537,11 +550,33 @@ class SchedulerSide:
     def _note_failed(self, request_ids: AbstractSet[str]) -> None:
         """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
         self._failed |= request_ids & self._requests.keys()
+        self._count_as_computed(request_ids)
+
+    def _count_as_computed(self, request_ids: Iterable[str]) -> None:
+        """Count what is not loaded after all."""
         for request_id in request_ids:
             load = self._loading.get(request_id)
             if load is not None:
                 self._stats[metrics.PROMPT.of("computed")] += load.num_tokens
                 load.num_tokens = 0
+
+    def _blocks_of_loads(self) -> dict[str, tuple[int, ...]]:
+        """The requests that wait for a load, or have not run since, and the blocks that loads in flight fill."""
+        if compat.TransferResults is None:
+            return {}  # told by block that a load has failed, vLLM computes into the blocks that the request had
+        return {**dict.fromkeys(self._parked, ()), **{name: load.block_ids for name, load in self._loading.items()}}
+
+    def _note_void(self, request_ids: Collection[str]) -> None:
+        """Note requests that vLLM computes as new ones, because its cache was reset: what is loaded for them is void."""
+        self._count_as_computed(request_ids)
+        void = [request_id for request_id in request_ids if request_id in self._loading]
+        self._news.void += void
+        for request_id in request_ids:
+            self._parked.pop(request_id, None)
+        if void:
+            logger.info(
+                "vLLM's prefix cache is reset: %d loads in flight are void; their requests start over", len(void)
+            )
 
     def _check_deadlines(self) -> None:
         oldest = next(iter(self._loading.items()), None)

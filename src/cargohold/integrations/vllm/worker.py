@@ -54,6 +54,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
         stop: the connector was turned off: let its transfers end and do without it.
         look: number of a look at what the model holds, to be told before anything is computed; 0 for none.
         adapters: adapters at which to look, too.
+        void: requests that use nothing of what is being loaded for them, so that it does not matter whether that fails.
     """
 
     inner: KVConnectorMetadata = field(default_factory=EmptyMetadata)
@@ -63,6 +64,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
     stop: bool = False
     look: int = 0
     adapters: AdapterLooks = NO_LOOKS
+    void: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,7 @@ class WorkerSide:
         self._loading: dict[str, tuple[int, ...]] = {}
         self._sending: set[str] = set()
         self._failed: set[str] = set()
+        self._void: set[str] = set()
         # Loads of what was computed with other weights than its adapter has by now.
         self._refused: set[str] = set()
         # What the scheduler side has not heard of yet.
@@ -303,6 +306,7 @@ class WorkerSide:
             self._guard.stop()
         if self._adapters is not None:
             self._refused |= self._adapters.look(message.adapters, self._rank)
+        self._void |= self._loading.keys() & message.void  # not those of this step: they were asked for since
         self._loading |= message.new_loads
         self._sending |= set(message.new_sends)
         if message.stop:
@@ -339,9 +343,10 @@ class WorkerSide:
         # vLLM ends itself if it hears of a request that it does not know.
         received = frozenset(self._loading if stopped else output.finished_recving & self._loading.keys())
         sent = frozenset(self._sending if stopped else output.finished_sending & self._sending)
-        failed = received if stopped else received & (output.failed_recving | self._failed)
+        failed = (received if stopped else received & (output.failed_recving | self._failed)) - self._void
         invalid = frozenset(block_id for request_id in failed for block_id in self._loading.get(request_id, ()))
         self._failed -= received
+        self._void -= received
         self._sending -= sent
         for request_id in received:
             del self._loading[request_id]

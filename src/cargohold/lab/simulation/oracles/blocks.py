@@ -95,8 +95,8 @@ class CopyOracle(Oracle):
         self._guards = guards_of(engine.scheduler.connector)
         self._num_broken = 0
         self._is_stopping = False
-        self._give_up_stores = self._connector.give_up_stores
-        vars(self._connector)["give_up_stores"] = self._give_up_stores_watched
+        self._give_up = self._connector.give_up_transfers
+        vars(self._connector)["give_up_transfers"] = self._give_up_watched
         if holds:
             self._allocate = self._pool.allocate
             vars(self._pool)["allocate"] = self._allocate_watched
@@ -123,10 +123,10 @@ class CopyOracle(Oracle):
             left = sorted(copies.block_ids() - held)
             self.require(not left, f"blocks {left} are still being copied, and not held for that")
 
-    def _give_up_stores_watched(self) -> None:
+    def _give_up_watched(self) -> None:
         sides = [side for side, _ in offloading_sides(self._connector)]
         job_ids = [store.job_id for side in sides for store in side.jobs.stores()]
-        self._give_up_stores()
+        self._give_up()
         for copies in self._copies:
             copies.give_up_reads(job_ids)
 
