@@ -95,6 +95,7 @@ PLAIN = ("llama", "llama-retrained", "ernie", "blip2")
 CONFIGS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
     "llama-retrained": lambda: LlamaConfig(**_COMMON, num_hidden_layers=3),
+    "llama-one-head": lambda: LlamaConfig(**{**_COMMON, "num_key_value_heads": 1}, num_hidden_layers=3),
     # The simplest type of model with a drafting layer behind the others; none of its layers has experts here.
     "ernie": lambda: Ernie4_5_MoeConfig(
         **_COMMON, num_hidden_layers=3, moe_layer_start_index=3, moe_layer_end_index=3, moe_num_shared_experts=0

@@ -266,15 +266,47 @@ def test_workers_share_what_is_kept_of_latent_attention_where_all_of_them_surely
         assert count == 1 and "several machines" in reason
 
 
-def test_with_fewer_heads_than_workers_each_keeps_its_own_and_the_log_says_why() -> None:
-    """Found by reading: the page said that the log says it. vLLM's number of heads need not be that of each layer."""
+def shared_heads(num_heads: int, architecture: str = "Qwen3MoeForCausalLM", **others: Any) -> tuple[int, str]:
+    """How many of eight workers share what is kept of a model with so many KV heads, and why not."""
     parallel = SimpleNamespace(tensor_parallel_size=8, distributed_executor_backend="mp", nnodes=1)
-    attention = SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {})())
-    for num_heads in (1, 2, 8, 16):
-        model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda num_heads=num_heads: num_heads)
-        asked = SimpleNamespace(model_config=model, parallel_config=parallel)
-        count, reason = replicas(asked, SimpleNamespace(kv_cache_groups=[attention], kv_tp_replicas=1))
-        assert count == 1 and ("does not say which hold the same" in reason) == (num_heads < 8)
+    told = {"per_layer_overrides": None, "quantization": None, "speculative_config": None, "of_layer": 1, **others}
+    model = SimpleNamespace(
+        use_mla=False,
+        architecture=architecture,
+        quantization=told["quantization"],
+        model_arch_config=SimpleNamespace(per_layer_overrides=told["per_layer_overrides"]),
+        get_total_num_kv_heads=lambda: num_heads,
+    )
+    asked = SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=told["speculative_config"])
+    attention = type("FullAttentionSpec", (), {})()
+    attention.num_kv_heads = told["of_layer"]
+    return replicas(
+        asked, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention)], kv_tp_replicas=1)
+    )
+
+
+def test_neighbours_share_what_is_kept_of_a_head_that_they_all_hold() -> None:
+    assert [shared_heads(num_heads) for num_heads in (1, 2, 4, 8, 16)] == [(8, ""), (4, ""), (2, ""), (1, ""), (1, "")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"architecture": "Step3p5ForCausalLM"},
+        {"quantization": "fp8"},
+        {"speculative_config": object()},
+        {"per_layer_overrides": [{}]},
+        {"of_layer": 2},
+        {"num_heads": 3},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_where_it_is_not_sure_which_workers_hold_the_same_heads_each_keeps_its_own_and_the_log_says_why(
+    other: dict[str, Any],
+) -> None:
+    """Layers of Step-3.5 have other numbers of KV heads than its configuration says."""
+    count, reason = shared_heads(**{"num_heads": 2, **other})
+    assert count == 1 and "it is not known which hold the same" in reason
 
 
 def test_workers_share_what_is_kept_where_vllm_says_that_fewer_than_all_hold_the_same() -> None:

@@ -60,6 +60,25 @@ def test_two_processes_keep_latent_kv_once(
     assert "each on 2 workers" in shard.read_text()
 
 
+def test_two_processes_keep_the_kv_of_one_head_once(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = make_prompts(2, 330)
+    with caplog.at_level(logging.INFO):
+        engine = start(vllm_model("llama-one-head"), EAGER, tensor_parallel_size=2, distributed_executor_backend="mp")
+    layout = engine.side.layout
+    assert (layout.world_size, layout.num_replicas) == (2, 2)
+    assert ", kept once for 2 workers that hold the same" in caplog.text
+    computed = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    on_device = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    assert engine.side.guard.inner.manager.capacity == 64 * 1024**2 // layout.block_bytes, "twice as many"
+    forget(engine)
+    answers = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    assert tokens(answers) == tokens(on_device) == tokens(computed)
+    assert (restored(on_device), restored(answers)) == (0, 640)
+    assert not engine.side.guard.broken
+
+
 def test_of_four_workers_those_with_the_same_head_speak_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with two heads, workers 0 and 1 hold the first one, and share memory; 2 and 3 share other memory."""
 

@@ -286,10 +286,9 @@ def make_layout(
 def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
     """How many workers hold the same KV and share what is kept of it.
 
-    Since 0.32 vLLM says so of all layers together. Without that it is known of latent attention alone: it is not split, all
-    workers project the same hidden states with the same weights. Of keys and values with fewer heads than workers, vLLM says
-    that it is not known (``max_tp_shards``): its number of heads is one for the whole model, but layers may differ in it, as
-    those of Step-3.5 do, while on each worker all have one. So each worker keeps its own.
+    Since 0.32 vLLM says so of all layers together. Without that it is known of latent attention: it is not split, all workers
+    project the same hidden states with the same weights. So do workers that hold the same heads, where there are fewer KV
+    heads than workers; but of these vLLM says that it is not known (``max_tp_shards``). See ``_alike_heads``.
 
     Returns:
         Their number; and, if there are such workers but they do not share, the reason as a sentence, else nothing.
@@ -301,8 +300,10 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
         num_latent = sum(map(is_latent, layers))
         num_alike = int(getattr(parallel, "tensor_parallel_size", 1))
         if num_alike == 1 or not num_latent or not getattr(model, "use_mla", False):
-            return 1, _fewer_heads(model, num_alike)
-        if num_latent < len(layers):
+            num_alike, reason = _alike_heads(vllm_config, layers, num_alike)
+            if num_alike == 1:
+                return 1, reason
+        elif num_latent < len(layers):
             return 1, "the model also keeps KV that differs between them"
     if parallel.distributed_executor_backend != "mp" or may_span_machines(parallel):
         return 1, "they may run on several machines; with mp and one node they do not"
@@ -311,12 +312,36 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:
     return num_alike, ""
 
 
-def _fewer_heads(model_config: Any, num_workers: int) -> str:
-    """Why workers keep their own where there are fewer KV heads than workers; empty if there are not."""
-    num_heads = getattr(model_config, "get_total_num_kv_heads", int)()
+_EQUAL_LAYERS: Final = frozenset(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+)
+"""Models of which vLLM's own code gives each layer the configuration's number of KV heads, and neighbours the same ones.
+
+That number is for the whole model. Layers of others may have others (Step-3.5), though on each worker each of them has one.
+"""
+
+
+def _alike_heads(vllm_config: Any, layers: Sequence[Any], num_workers: int) -> tuple[int, str]:
+    """How many neighbouring workers hold the same heads; and, if there are such but it is not known which, that as a sentence.
+
+    With quantized weights, workers may round the same head's in ways of their own; a draft model may be split otherwise.
+    """
+    model = vllm_config.model_config
+    num_heads = getattr(model, "get_total_num_kv_heads", int)()
     if not 0 < num_heads < num_workers:
-        return ""
-    return f"there are {num_workers} and {format_count(num_heads, 'KV head')}, but vLLM does not say which hold the same ones"
+        return 1, ""
+    is_known = (
+        getattr(model, "architecture", "") in _EQUAL_LAYERS
+        and getattr(model, "quantization", None) is None
+        and getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) is None
+        and getattr(vllm_config, "speculative_config", None) is None
+        and all(getattr(layer, "num_kv_heads", 0) == 1 for layer in layers)
+        and num_workers % num_heads == 0
+    )
+    if is_known:
+        return num_workers // num_heads, ""
+    heads = format_count(num_heads, "KV head")
+    return 1, f"there are {num_workers} and {heads}, but of this model it is not known which hold the same"
 
 
 def may_span_machines(parallel_config: Any) -> bool:
