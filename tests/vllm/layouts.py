@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ NUM_BLOCKS = 4
 _BLOCKS_FIRST = Order.BLNHC.name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Published:
     """A published model.
 
@@ -38,12 +39,14 @@ class Published:
         source: where its numbers are from.
         block_tokens: vLLM's block size.
         layers: per kind of layer, how many there are and the values of vLLM's spec.
+        starts_with: names of the only connectors with which vLLM starts it; empty if it does not care.
     """
 
     name: str
     source: str
     block_tokens: int
     layers: tuple[Mapping[str, Any], ...]
+    starts_with: str = ""
 
     def specs(self) -> dict[str, Any]:
         """vLLM's spec of each layer."""
@@ -55,19 +58,28 @@ class Published:
 
     def kv_cache_config(self) -> Any:
         """The groups and tensors that vLLM's planner makes of it, as workers get them."""
-        config = planner_config(self.block_tokens)
-        groups = planner.get_kv_cache_groups(config, self.specs())
-        planned = planner.get_kv_cache_config_from_groups(config, groups, 1 << 50)
-        of_scheduler = generate_scheduler_kv_cache_config([planned])
-        sizes = resolve_kv_cache_block_sizes(of_scheduler, config)
-        planned.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(of_scheduler, config, *sizes)
-        return planned
+        return _planned(self)
 
 
+@cache
+def _planned(model: Published) -> Any:
+    config = planner_config(model.block_tokens)
+    groups = planner.get_kv_cache_groups(config, model.specs())
+    planned = planner.get_kv_cache_config_from_groups(config, groups, 1 << 50)
+    of_scheduler = generate_scheduler_kv_cache_config([planned])
+    sizes = resolve_kv_cache_block_sizes(of_scheduler, config)
+    planned.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(of_scheduler, config, *sizes)
+    return planned
+
+
+@cache
 def published() -> list[Published]:
     """All of them."""
     told = json.loads((Path(__file__).parent / "layouts.json").read_text())
-    return [Published(one["model"], one["source"], one["block_tokens"], tuple(one["layers"])) for one in told]
+    return [
+        Published(one["model"], one["source"], one["block_tokens"], tuple(one["layers"]), one.get("starts_with", ""))
+        for one in told
+    ]
 
 
 def planner_config(block_tokens: int, num_blocks: int = NUM_BLOCKS) -> Any:

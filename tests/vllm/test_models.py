@@ -35,7 +35,8 @@ CASES = {
     "mistral-window": Case(1, 40, 330, 320),
     "gemma3": Case(7, 150, 330, 320),
     "gemma3-uneven": Case(3, 80, 330, 320, rows=(2, 2, 1)),
-    "lfm2": Case(2, 40, 330, 320, {"mamba_cache_mode": "align"}),
+    # vLLM pads its states to sixteen times their size, which is left out.
+    "lfm2": Case(2, 40, 330, 320, {"mamba_cache_mode": "align"}, rows=(16, 1)),
     # In a smaller pool, what lazy offloading saves in time depends on how quick copies are beside steps.
     "qwen3-next": Case(2, 24, 700, 544, {"mamba_cache_mode": "align", "dtype": "bfloat16"}),
 }

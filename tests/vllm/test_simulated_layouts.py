@@ -26,7 +26,8 @@ from tests.vllm.layouts import published
 
 WORKLOADS = ("shared-prefix", "multi-turn", "agents", "aborts", "full-hit", "preemption", "shared-beginnings", "forks")
 MAX_BLOCK_TOKENS = 16
-"""Blocks are made smaller, and windows with them, so that prompts of a hundred tokens have several."""
+MAX_WINDOW_TOKENS = 40
+"""Blocks are made smaller, and windows with them, so that a prompt of a hundred tokens has several and leaves some behind."""
 NUM_STEPS = 100_000
 MODELS = {model.name: model for model in published()}
 
@@ -42,7 +43,7 @@ def plans(name: str) -> tuple[GroupPlan, ...]:
         GroupPlan(
             group.kind,
             max(1, group.block_tokens // factor),
-            None if group.window_tokens is None else max(1, group.window_tokens // factor),
+            None if group.window_tokens is None else max(1, min(group.window_tokens // factor, MAX_WINDOW_TOKENS)),
         )
         for group in groups.served
     )

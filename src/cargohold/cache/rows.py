@@ -24,9 +24,10 @@ from cargohold.cache.manager import OffloadKey, Slot, split_key
 from cargohold.protocol import NULL_BLOCK_ID, KVCacheLayout
 
 _MAX_PADDING: Final = 0.02
-_MAX_ROWS: Final = 16
+MAX_ROWS: Final = 16
 """Most rows of a block: each is a copy of its own, and a few bytes of the scheduler's memory."""
-_ALIGNMENT: Final = 256
+ALIGNMENT: Final = 256
+"""Bytes: copies are fastest where rows begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,18 @@ def plan_rows(layout: KVCacheLayout) -> RowPlan:
     """
     sizes = layout.group_bytes
     common = gcd(*sizes)
-    return fit_rows(sizes, min(_ALIGNMENT, common & -common))  # copies are fastest where rows begin at whole numbers
+    return fit_rows(sizes, min(ALIGNMENT, common & -common))
 
 
 def fit_rows(sizes: Sequence[int], unit: int) -> RowPlan:
     """Return how blocks of these sizes, by group, lie in rows of a multiple of ``unit`` bytes."""
     best = RowPlan(max(sizes), (1,) * len(sizes))
     least = _padding(best, sizes)
-    lengths = {-(-size // count // unit) * unit for size in sizes for count in range(1, _MAX_ROWS + 1)}
+    lengths = {-(-size // count // unit) * unit for size in sizes for count in range(1, MAX_ROWS + 1)}
     for length in sorted((length for length in lengths if length <= min(sizes)), reverse=True):
         plan = RowPlan(length, tuple(-(-size // length) for size in sizes))
         padding = _padding(plan, sizes)
-        if least <= _MAX_PADDING or plan.most > _MAX_ROWS:
+        if least <= _MAX_PADDING or plan.most > MAX_ROWS:
             break
         if padding < least:
             best, least = plan, padding

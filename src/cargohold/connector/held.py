@@ -50,11 +50,6 @@ def _taken(config: OffloadConfig, layout: KVCacheLayout) -> Iterator[tuple[str, 
             yield name, taken
 
 
-def possible_per_gib(layout: KVCacheLayout) -> int:
-    """Return how many tokens a GiB would hold if each block took what its group's layers use of it."""
-    return tokens_per_gib(layout, layout.group_bytes)
-
-
 def held_levels(
     layout: KVCacheLayout, offload: Offload | Sequence[Offload] | None, block_bytes: Sequence[int] | None = None
 ) -> Stats:

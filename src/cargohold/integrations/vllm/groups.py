@@ -151,6 +151,12 @@ def layer_specs(group: Any) -> list[Any]:
     return list(per_layer.values()) if isinstance(per_layer, dict) else [spec]
 
 
+def named_specs(group: Any) -> dict[str, Any]:
+    """Return what vLLM says of each layer of a group, by its name."""
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return per_layer if isinstance(per_layer, dict) else dict.fromkeys(group.layer_names, group.kv_cache_spec)
+
+
 def is_latent(layer: Any) -> bool:
     """Whether a layer has latent attention, which tensor-parallel workers do not split."""
     return type(layer).__name__ in (LATENT, _LATENT_WINDOW)

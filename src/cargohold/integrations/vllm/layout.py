@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import torch
 
+from cargohold.cache.rows import ALIGNMENT, MAX_ROWS
 from cargohold.integrations.vllm import compat, plugin
-from cargohold.integrations.vllm.groups import Groups, groups_of, is_latent, layer_specs
+from cargohold.integrations.vllm.groups import Groups, groups_of, is_latent, layer_specs, named_specs
 from cargohold.option_values import format_count
 from cargohold.process import can_share_memory
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, ServedModel
@@ -271,7 +272,8 @@ def make_layout(
 
     It says how much of a block each group uses if they ``may_differ`` in that.
     """
-    sized = [replace(group, block_bytes=_group_bytes(kv_cache_config, group)) for group in groups]
+    sizes = zip(groups, _planned_sizes(kv_cache_config, groups), strict=True)
+    sized = [replace(group, block_bytes=size) for group, size in sizes]
     return KVCacheLayout(
         groups=tuple(sized if may_differ else groups),
         num_blocks=int(kv_cache_config.num_blocks),
@@ -362,20 +364,39 @@ def block_bytes(kv_cache_config: Any) -> int:
 
 
 def group_sizes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> list[int]:
-    """Bytes of a block that each group's layers need, on one worker."""
-    return [_group_bytes(kv_cache_config, group) for group in groups]
+    """Bytes of a block that each group's layers fill, on one worker; all of it in versions and layouts that do not say."""
+    whole = block_bytes(kv_cache_config)
+    filled = [sum(size for size, _ in _layer_bytes(kv_cache_config, group)) for group in groups]
+    return [min(size or whole, whole) for size in filled]
 
 
-def _group_bytes(kv_cache_config: Any, group: KVCacheGroup) -> int:
-    """Bytes that the layers of a group need of a block; all of it in versions and layouts that do not say."""
+def _planned_sizes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> list[int]:
+    """Bytes of each group's blocks that are kept: those that its layers fill.
+
+    Beside much larger groups, they would be too few for a row. So a part of the padding behind the last layer is kept, too.
+    """
+    sizes = group_sizes(kv_cache_config, groups)
+    least = -(-max(sizes) // (MAX_ROWS * ALIGNMENT)) * ALIGNMENT
+    padding = [min((behind for _, behind in _layer_bytes(kv_cache_config, group)), default=0) for group in groups]
+    return [
+        size if size * MAX_ROWS >= max(sizes) else min(least, size + behind)
+        for size, behind in zip(sizes, padding, strict=True)
+    ]
+
+
+def _layer_bytes(kv_cache_config: Any, group: KVCacheGroup) -> list[tuple[int, int]]:
+    """For each layer of a group, the bytes of a block that it fills, and those of the padding behind it; none if unknown."""
     says_so = getattr(kv_cache_config, "kv_cache_layout", None) not in _HEADS_FIRST
     tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if says_so and hasattr(tensor, "layers")]
-    own = [tensor for tensor in tensors if not frozenset(tensor.layers).isdisjoint(group.layer_names)]
-    # A stride is 0 where it is between things of which there is one.
-    num_bytes = sum(
-        len(each.layers) * min(filter(None, (each.layer_stride, each.block_stride)), default=0) for each in own
-    )
-    return min(num_bytes or block_bytes(kv_cache_config), block_bytes(kv_cache_config))
+    specs = {name: spec for each in kv_cache_config.kv_cache_groups for name, spec in named_specs(each).items()}
+    sizes = []
+    for tensor in tensors:
+        if not frozenset(tensor.layers).isdisjoint(group.layer_names):
+            # A stride is 0 where it is between things of which there is one.
+            page = min(filter(None, (tensor.layer_stride, tensor.block_stride)), default=0)
+            filled = min(page, getattr(specs.get(tensor.layers[0]), "real_page_size_bytes", page))
+            sizes += [(filled, page - filled)] * len(tensor.layers)
+    return sizes
 
 
 def smallest_block_tokens(groups: Sequence[KVCacheGroup]) -> int:

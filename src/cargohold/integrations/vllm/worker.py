@@ -412,8 +412,15 @@ def as_regions(kv_caches: Mapping[str, Any], layout: KVCacheLayout) -> tuple[KVC
     by_group = []
     for group in layout.groups:
         of_group = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
-        by_group.append(regions_of(of_group, layout.num_blocks))
+        by_group.append(_reaching(regions_of(of_group, layout.num_blocks), layout.group_bytes[group.index]))
     return layout, by_group
+
+
+def _reaching(regions: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """The regions with so much of the padding behind the last one that they have ``size`` bytes of a block."""
+    *others, last = regions
+    width = size - sum(region.shape[1] for region in others)
+    return [*others, last.as_strided((last.shape[0], width), last.stride())] if width > last.shape[1] else regions
 
 
 def _checked(block_bytes: int, layout: KVCacheLayout) -> int:
