@@ -226,6 +226,7 @@ class World:
     Attributes:
         clock: virtual time. The code under test reads it by calls, which may let time pass; what surrounds it does not.
         source: decides when faults strike.
+        is_slow: tells whether copies hardly go on at the moment.
         tiers: tiers without lower tiers, in the order of the plan.
     """
 
@@ -247,7 +248,7 @@ class World:
         if Fault.STALLS in scenario.rates and beside is None:
             self.clock.before_reading = Stalls(self.source)
         self._is_gone = Spells(self.source, Fault.GONE)
-        self._is_slow = Spells(self.source, Fault.SLOW)
+        self.is_slow = Spells(self.source, Fault.SLOW)
         self.copies: list[CopiesInFlight] = []
         self._links: list[LinkTransfers] = []
         self._faulty: list[FaultyTransfers] = []
@@ -385,7 +386,7 @@ class World:
         return FaultyManager(manager, self.source, self._is_gone)
 
     def _slowness(self) -> float:
-        return SLOWNESS if self._is_slow() else 1.0
+        return SLOWNESS if self.is_slow() else 1.0
 
     def _advance_links(self) -> None:
         for link in self._links:

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 from cargohold.errors import ConfigError
-from cargohold.lab.simulation.faults import Fault, Spells
 from cargohold.lab.simulation.oracles import Oracle
 from cargohold.lab.simulation.replica import Replica
 from cargohold.lab.simulation.transfers import ByteRows
@@ -27,7 +26,6 @@ class StrangerWorld(VllmWorld):
     Attributes:
         scratch: a folder for the connector's files.
         polls: how many polls a copy may take.
-        is_slow: whether copies hardly go on at the moment.
         num_streams: streams of copies made so far, on all workers.
         regions: host memory that several parts of a connector share, by the id of its engine.
     """
@@ -40,7 +38,6 @@ class StrangerWorld(VllmWorld):
         self._plan = scenario.connector
         self.scratch = ""
         self.polls = self._plan.polls
-        self.is_slow = Spells(self.source, Fault.SLOW)
         self.num_streams = 0
         self.regions: dict[str, ByteRows] = {}
 
