@@ -108,6 +108,23 @@ def test_a_restarted_engine_finds_what_the_same_weights_have_computed(
     assert (back.tokens, back.restored) == (one, 320)
 
 
+@pytest.mark.long
+def test_two_workers_restarted_find_what_the_same_weights_have_computed(
+    llama: str, served: Path, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each worker has a part of the adapter, and of the KV: keys are made of all parts."""
+    options = {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    adapter, renumbered = (LoRARequest("served", number, str(served)) for number in (1, 7))
+    one = ask(start(llama, on_disk(tmp_path), **options), adapter).tokens
+    again = ask(start(llama, on_disk(tmp_path), **options), renumbered)
+    assert (again.tokens, again.restored) == (one, 320)
+    put(llama, "two", served)
+    two = ask(start(llama, **options), adapter).tokens
+    assert one != two, "adapters change nothing: this proves nothing"
+    other = ask(start(llama, on_disk(tmp_path), **options), adapter)
+    assert (other.tokens, other.restored) == (two, 0)
+
+
 @pytest.mark.parametrize("extra", [EAGER, LAZY], ids=["eager", "lazy"])
 def test_weights_that_are_loaded_in_place_find_nothing_until_the_prefix_cache_is_reset(
     extra: dict[str, Any],

@@ -145,7 +145,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             rank = int(vllm_config.parallel_config.rank)
             self._held = held = HeldWeights(self._vllm_config)
             look = self._look_at_weights(held) if self._settings.adapter.looks_at_weights else None
-            adapters = None if getattr(vllm_config, "lora_config", None) is None else HeldAdapters(vllm_config)
+            adapters = None if getattr(vllm_config, "lora_config", None) is None else self._make_held_adapters()
             self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look, adapters, held.were_loaded)
             if rank == 0 and not is_off and not may_span_machines(vllm_config.parallel_config):
                 with option_path("kv_connector_extra_config."):
@@ -404,6 +404,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
         """What tells which weights a worker holds."""
         return held.look
+
+    def _make_held_adapters(self) -> HeldAdapters:
+        """What tells which adapters a worker holds."""
+        return HeldAdapters(self._vllm_config)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,10 @@ class PrefixChains:
     Args:
         tokens_of: the tokens of a request, by id.
         root_of: the number that a request's chain starts from, by id. Requests of different roots must not share KV.
+
+    Attributes:
+        version: number of the weights.
+        adapter_of: a number for the adapter that a request is computed with, by id; 0 for none.
     """
 
     def __init__(self, tokens_of: Callable[[str], Sequence[int]], root_of: Callable[[str], int] = lambda _: 1) -> None:
@@ -66,6 +70,7 @@ class PrefixChains:
         self._coded: dict[tuple[str, int], bytearray] = {}
         self._weights = 0
         self.version = 0
+        self.adapter_of: Callable[[str], int] = lambda _: 0
 
     def use_weights(self, version: int) -> None:
         """From now on, give prefixes other fingerprints in ``coded``. Generated tokens stay the same, to be compared."""
@@ -92,7 +97,7 @@ class PrefixChains:
             coded = self._coded[request_id, salt] = bytearray()
         if len(coded) < num_tokens * FINGERPRINT_BYTES:
             num_coded = len(coded) // FINGERPRINT_BYTES
-            chain, salt = self.chain(request_id, num_tokens), salt ^ self._weights
+            chain, salt = self.chain(request_id, num_tokens), salt ^ self._weights ^ self.adapter_of(request_id)
             coded += array("Q", [link ^ salt for link in chain[num_coded:num_tokens]]).tobytes()
         return coded
 

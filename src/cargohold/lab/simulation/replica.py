@@ -244,6 +244,13 @@ class Replica(ABC):
     def _queue(self, request: Request, hints: Sequence[Hint]) -> None:
         """Hand a request and its hints to the scheduler. Raises ``RequestError`` if it is refused."""
 
+    tells_weights_apart = False
+    """Whether other weights need no other names in tiers after a restart, because the engine itself tells them apart."""
+
+    def is_shown(self, request_id: str) -> bool:
+        """Whether the connector sees a request in the steps in which it is computed."""
+        return True
+
     def load_weights(self, version: int) -> None:
         """Compute KV with another version of the weights from now on."""
         self.chains.use_weights(version)

@@ -222,7 +222,7 @@ class Run:
     def _restart(self) -> None:
         self._count_engine()
         forget_engine(self._engine.scheduler.connector)
-        if self._weights != self._first_weights:
+        if self._weights != self._first_weights and not self._engine.tells_weights_apart:
             self._world.open_namespace()
         self._start_engine()
         self._result.tallies["restarts"] += 1

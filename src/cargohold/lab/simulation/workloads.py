@@ -19,7 +19,7 @@ from cargohold.connector.config import (
 from cargohold.connector.guests.handoff import HANDOFF
 from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation.fingerprints import GroupPlan
-from cargohold.lab.simulation.traffic import Ask, Client, Tokens, Writer
+from cargohold.lab.simulation.traffic import Ask, Client, Restart, Tokens, Writer
 from cargohold.lab.simulation.transfers import LinkProfile
 from cargohold.protocol import AttentionKind, Hint, HintKind
 
@@ -422,13 +422,39 @@ def _hint(random: Random) -> Hint:
     )
 
 
+ADAPTERS: Final = ("adapter one", "adapter two", "adapter three")
+"""Salts of requests that are computed with adapters, where the engine has any."""
+
+
+def adapters(load: Workload) -> None:
+    """The same prompts with several adapters and without one, resets at which their files change, and often a restart."""
+    writer, random = load.writer, load.random
+    document, salts = writer.text(16, 48), random.choices((None, *ADAPTERS), k=2)
+    load.groups = (FULL,)
+    load.options = {
+        "num_spare_blocks": random.randint(0, 4),
+        "tier_slots": random.randint(20, 60),
+        "world_size": random.choice((1, 2, 2)),
+        "prefix_caching": True,
+        "emit_events": False,  # routers are told of other hashes, which cover the weights
+    }
+    for _ in range(random.randint(12, 30)):
+        writer.pause(1.0)
+        writer.ask(_cut(document, random) + writer.text(0, 30), random.randint(1, 4), salt=random.choice(salts))
+        if random.random() < 0.15:
+            writer.now += 1.0
+            writer.reset()
+        elif random.random() < 0.1:
+            writer.actions.append(Restart(writer.now))
+
+
 WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
     {
         write.__name__.replace("_", "-"): write
         for write in (
             small, shared_prefix, multi_turn, agents, aborts, retries, queues, preemption, tiny_pool, windows,
             mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance,
-            stops, hints, shared_beginnings, forks,
+            stops, hints, shared_beginnings, forks, adapters,
         )
     }
 )  # fmt: skip

@@ -9,9 +9,11 @@ from vllm.config import KVTransferConfig
 
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.weights import HeldWeights
+from cargohold.lab.vllm.adapters import AdapterWorker, SimulatedHeld
 from cargohold.lab.vllm.configuration import TRANSFER_TIMEOUT_S, WORLD
 from cargohold.lab.vllm.engine import VllmEngine
 from cargohold.lab.vllm.requests import SchedulerView
+from cargohold.lab.vllm.worker import SimulatedWorker
 from cargohold.protocol import Clock, KVConnectorFactory, KVConnectorOutput, OutputAggregator
 
 _FIRST_RANK_ALONE: Final = 1
@@ -22,6 +24,7 @@ class SimulatedConnector(CargoholdConnector):
 
     Attributes:
         weights: what its worker says that it holds.
+        adapters: which adapters it says so of, if there are any.
     """
 
     weights = "0"
@@ -34,6 +37,10 @@ class SimulatedConnector(CargoholdConnector):
 
     def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
         return lambda: self.weights
+
+    def _make_held_adapters(self) -> SimulatedHeld:
+        self.adapters = SimulatedHeld()
+        return self.adapters
 
 
 def transfer_config(load_failure_policy: str) -> Any:
@@ -75,11 +82,22 @@ class AdapterEngine(VllmEngine):
         for worker in self.workers * num_naps:
             worker.sleep()
         super().load_weights(version)
+        version = self.chains.version
         for rank, worker in enumerate(self.workers):
             # Other weights differ from the first ones on one rank alone.
             worker.connector.weights = str(version if version % self.layout.world_size == rank else 0)
         for worker in self.workers * num_naps:
             worker.wake_up()
+
+    def is_shown(self, request_id: str) -> bool:
+        """Not if it waited while its adapter's files changed: of such a request nothing is offloaded."""
+        return request_id not in self.side._adapters._given_up
+
+    def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
+        worker = super()._new_worker(config, caches, rank)
+        if self.tells_weights_apart:
+            worker.connector.adapters.hold(AdapterWorker(self._files, rank, self.layout.world_size))
+        return worker
 
     def _report(self, answer: Any) -> KVConnectorOutput:
         """Ranks are not counted: what one of them has reported is in the result."""

@@ -36,6 +36,7 @@ from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation.fingerprints import FINGERPRINT_BYTES, layout_of
 from cargohold.lab.simulation.replica import VOCAB_SIZE
 from cargohold.lab.simulation.world import Shape, World
+from cargohold.lab.vllm.adapters import lora_config
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout
 
 ASYNC: Final = "async_scheduling"
@@ -45,6 +46,8 @@ MATCH_UNIT: Final = "prefix_match_unit"
 RETAINED: Final = "prefix_cache_retention_interval"
 """Key in a shape's scheduler options: what vLLM's prefix cache keeps of windows and states; ``None`` for all."""
 CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
+ADAPTED: Final = "adapters"
+"""Key in a shape's scheduler options: whether requests are computed with adapters; left out where there are none."""
 DRAFTED: Final = "num_speculative_tokens"
 """Key in a shape's scheduler options: tokens that a draft model proposes in each step; left out where there is none."""
 HASHED_AHEAD: Final = "num_hash_lookahead_tokens"
@@ -105,6 +108,8 @@ def vllm_config(shape: Shape, transfer: Any = None) -> Any:
         # Set here because vLLM would look at the model's configuration, which has no recurrent layers.
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = shape.num_blocks
+    if ADAPTED in options:
+        config.lora_config = lora_config()
     if DRAFTED in options:
         config.speculative_config = _speculation(options[DRAFTED])
     if HASHED_AHEAD in options:

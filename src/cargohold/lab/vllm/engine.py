@@ -26,7 +26,9 @@ from cargohold.lab.simulation.fingerprints import PrefixChains, layout_of
 from cargohold.lab.simulation.replica import NO_OUTPUT, STEP_S, VOCAB_SIZE, Replica
 from cargohold.lab.simulation.transfers import CopiesInFlight
 from cargohold.lab.simulation.world import Shape
+from cargohold.lab.vllm.adapters import AdapterFiles
 from cargohold.lab.vllm.configuration import (
+    ADAPTED,
     ASYNC,
     DRAFTED,
     HASHED_AHEAD,
@@ -125,7 +127,7 @@ class VllmEngine(Replica):
     ) -> None:
         options = shape.scheduler
         layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
-        of_vllm = (ASYNC, DRAFTED, HASHED_AHEAD, LATE_BLOCKS, MATCH_UNIT, RETAINED)
+        of_vllm = (ADAPTED, ASYNC, DRAFTED, HASHED_AHEAD, LATE_BLOCKS, MATCH_UNIT, RETAINED)
         config = SchedulerConfig(
             **{name: value for name, value in options.items() if name not in of_vllm}
             | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own
@@ -137,6 +139,8 @@ class VllmEngine(Replica):
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if options[ASYNC] else 1
         self._num_drafted = options.get(DRAFTED, 0)
+        self._files = AdapterFiles()
+        self.tells_weights_apart = ADAPTED in options
         self._start(shape, transfer)
 
     def _finds_loads(self) -> bool:
@@ -187,6 +191,13 @@ class VllmEngine(Replica):
         keys = {block.block_hash for block in pool.blocks if block.block_hash is not None}
         keys.update(*pool.cached_block_hashes_by_block.values())
         return {(bytes(get_block_hash(key)), int(get_group_id(key))) for key in keys}
+
+    def load_weights(self, version: int) -> None:
+        """Compute with other weights from now on, or with other adapters if there are any."""
+        if self.tells_weights_apart:
+            self._files.replace(version)
+            version = 0
+        super().load_weights(version)
 
     def shutdown(self) -> None:
         """Stop the workers, then the scheduler."""
@@ -262,6 +273,9 @@ class VllmEngine(Replica):
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, config)
         self._book = RequestBook(self.requests, hash_tokens, self._tell, shape.scheduler.get(HASHED_AHEAD, 0))
         self.chains = PrefixChains(self._book.tokens, self._book.root)
+        if self.tells_weights_apart:
+            self._book.adapter_of = self._files.request
+            self.chains.adapter_of = lambda request_id: self._files.code_of(self.requests[request_id].salt)
         scheduler_class = RepeatableAsyncScheduler if self._depth > 1 else RepeatableScheduler
         self.vllm: Any = scheduler_class(
             vllm_config=config,

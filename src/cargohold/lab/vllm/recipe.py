@@ -19,10 +19,11 @@ from cargohold.lab.simulation.run import Run, RunResult, quiet_logging
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
 from cargohold.lab.simulation.traffic import Action, Ask, Tell, without_used_ids
 from cargohold.lab.simulation.transfers import CopiesInFlight
-from cargohold.lab.simulation.workloads import REUSING
+from cargohold.lab.simulation.workloads import ADAPTERS, REUSING
 from cargohold.lab.simulation.world import ANY, Scenario, World, draw_scenario
 from cargohold.lab.vllm.adapter import AdapterEngine, transfer_config
 from cargohold.lab.vllm.configuration import (
+    ADAPTED,
     ASYNC,
     CAN_RETAIN_LESS,
     MATCH_UNIT,
@@ -134,6 +135,8 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
         MAX_MODEL_LEN: longest + 1,
         ASYNC: random.random() < 0.4,
     }
+    if any(ask.salt in ADAPTERS for ask in asks):
+        options[ADAPTED] = True
     groups = _fitted_groups(shape.groups)
     if CAN_RETAIN_LESS and random.random() < 0.3:
         options[RETAINED] = 0  # vLLM's default

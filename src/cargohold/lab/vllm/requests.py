@@ -52,6 +52,7 @@ class RequestBook:
 
     Attributes:
         failed_loads: ids of requests of which a load has failed.
+        adapter_of: gives vLLM's description of the adapter that a salt stands for; ``None`` for none.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RequestBook:
         self._tokens: dict[str, list[int]] = {}
         self._num_loaded: dict[str, int] = {}
         self.failed_loads: set[str] = set()
+        self.adapter_of: Callable[[str | None], Any] = lambda _: None
 
     def tokens(self, request_id: str) -> Sequence[int]:
         """Prompt and answer of a request: the model's answers are known beforehand."""
@@ -79,6 +81,7 @@ class RequestBook:
         max_tokens, salt = own.sampling.max_tokens, own.salt
         answer = tokens_alone(own.all_token_ids, max_tokens + _BEYOND, VOCAB_SIZE, root_of_salt(salt))
         self._tokens[own.request_id] = [*own.all_token_ids, *answer]
+        adapter = self.adapter_of(salt)
         request = VllmRequest(
             request_id=own.request_id,
             prompt_token_ids=list(own.all_token_ids),
@@ -91,7 +94,8 @@ class RequestBook:
             ),
             pooling_params=None,
             arrival_time=own.times.arrived,
-            cache_salt=salt,
+            cache_salt=salt if adapter is None else None,
+            lora_request=adapter,
             priority=own.priority,
             block_hasher=self._hasher,
         )

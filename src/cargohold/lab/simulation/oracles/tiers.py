@@ -119,7 +119,9 @@ class TierOracle(Oracle):
         for share in step.scheduled:
             state = side.requests.get(share.request_id)
             num_computed = share.num_computed_tokens + share.num_scheduled_tokens
-            if state is not None and state.max_computed_tokens < num_computed:
+            if state is None or not self._engine.is_shown(share.request_id):
+                continue
+            if state.max_computed_tokens < num_computed:
                 self.fail(
                     f"{share.request_id} has computed {num_computed} tokens, more than {state.max_computed_tokens}"
                 )
