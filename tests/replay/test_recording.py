@@ -88,7 +88,7 @@ def no_shared_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reuse-index policy knows absent chunks by digests of their keys, which are others in a replay: two chunks may be
     taken for one there, or here. With room for more digests they are not.
     """
-    monkeypatch.setattr("cargohold.cache.policies.kinds._MIN_ENTRIES", 1 << 20)
+    monkeypatch.setattr("cargohold.cache.policies.reuse_model._MIN_ENTRIES", 1 << 20)
 
 
 QUICK = {("lru", 24, 1), ("reuse-index", 40, 2)}

@@ -15,9 +15,8 @@ from cargohold.cache import StoreOffer, TierManager, make_manager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.chunk_table import READY as READY_SLOT
 from cargohold.cache.policies import DEFAULT_POLICY
-from cargohold.cache.policies.kinds import NEW, AbsentChunks
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
-from cargohold.cache.policies.reuse_model import NUM_AGES, ReuseModel, _reuse_index, age_bucket
+from cargohold.cache.policies.reuse_model import NEW, NUM_AGES, AbsentChunks, ReuseModel, _reuse_index, age_bucket
 from cargohold.protocol import TurnEnd
 from tests.cache.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.cache.manager.naive_tier import NaiveTier

@@ -12,21 +12,24 @@ from zlib import crc32
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.policies.base import Newcomers, RunsPolicy
-from cargohold.cache.policies.kinds import (
+from cargohold.cache.policies.reuse_model import (
     ADDED_BY_END,
     CLASS,
     CLASS_BITS,
     DETAILS,
     LAST,
     NEW,
+    NUM_AGES,
     NUM_CLASSES,
     AbsentChunks,
+    Index,
+    ReuseModel,
+    age_bucket,
     is_last,
     kind_behind,
     kind_used_again,
     stretches,
 )
-from cargohold.cache.policies.reuse_model import NUM_AGES, Index, ReuseModel, age_bucket
 from cargohold.cache.policies.runs import Order, Run, Runs
 from cargohold.protocol import TurnEnd
 
@@ -53,7 +56,7 @@ class _Met(NamedTuple):
 class ReuseIndexPolicy(RunsPolicy):
     """Keeps the chunks that bring most reuse for the time that they take a slot.
 
-    Each chunk's worth is its reuse index, learned from the traffic (see ``ReuseModel``), by its class (see ``kinds``) and age.
+    Each chunk's worth is its reuse index, learned from the traffic, by its class and age (see ``reuse_model``).
     Only leaves are evicted, so a prefix is worth at least as much as its best continuation. A chunk that is worth less than the
     victim that it needs is not stored, nor are those that follow it: one-shot prompts do not flush the tier, and are not
     written. The uses of evicted and refused chunks are remembered for a while. After ``admit_all`` the policy refuses no chunk,
