@@ -27,6 +27,7 @@ pytest.importorskip(
 
 from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
@@ -202,6 +203,28 @@ def test_a_file_that_is_not_read_is_a_wrong_token(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fs, "batch_load_block", lambda *args: None)
     found = {kind_of(play(seed, OFFLOADING, "returning", "none", FILES).error) for seed in range(4)}
     assert WRONG_TOKEN in found
+
+
+def test_files_keep_the_kv_of_former_weights() -> None:
+    result = play(4, OFFLOADING, "returning", "none", FILES)
+    assert (kind_of(result.error), result.tallies["resets"]) == (WRONG_TOKEN, 1)
+
+
+def test_a_reset_that_is_refused_is_tried_seldomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tried in every step, it let lazy stores begin anew for ever, and they held blocks, so that it was refused again.
+    tries = 0
+    reset = Scheduler.reset_prefix_cache
+
+    def refuse(self: Scheduler, *args: Any, **options: Any) -> bool:
+        nonlocal tries
+        tries += 1
+        reset(self, *args, **options)
+        return False
+
+    monkeypatch.setattr(Scheduler, "reset_prefix_cache", refuse)
+    config = {"lazy_offload": True, "cpu_bytes_to_use": 1000000}
+    assert kind_of(play(603952, SIMPLE, "any", "all", config).error) in (None, HOST_EVENTS)
+    assert 1 < tries < 16
 
 
 def test_what_host_memory_cannot_hold_at_once_is_read_from_files_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
