@@ -24,6 +24,8 @@ from vllm.config import KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_group_id,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -322,10 +324,37 @@ def test_vllm_computes_windows_that_are_left_out_anew_behind_a_hit_of_its_own() 
         scheduler.schedule()
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        CircularBufferSpec(**LATENT | {"block_size": 8}),
+        SlidingWindowMLASpec(**LATENT, sliding_window=128, bounded_replay=True),
+        SlidingWindowMLASpec(**LATENT, sliding_window=128),
+    ],
+    ids=lambda spec: f"{type(spec).__name__} {spec.prefix_cacheable}",
+)
+def test_what_is_left_out_vllm_itself_finds_in_no_cache(beside: Any) -> None:
+    init_none_hash(sha256)
+    scheduler = scheduler_over({"latent": MLAAttentionSpec(**LATENT, tokens_per_state=4), "beside": beside})
+    for number in range(2):
+        scheduler.add_request(request(str(number), 700))
+        (new,) = scheduler.schedule().scheduled_new_reqs
+        assert not new.num_computed_tokens % 4, "a ring that is empty lacks keys"
+        assert bool(new.num_computed_tokens) == bool(number)
+        scheduler.finish_requests(str(number), RequestStatus.FINISHED_ABORTED)
+        scheduler.schedule()
+    found = groups_of(scheduler.kv_cache_config)
+    assert isinstance(found, Groups)
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    assert {get_group_id(block.block_hash) for block in blocks if block.block_hash} == set(found.numbers)
+
+
 def scheduler_over(specs: dict[str, Any]) -> Any:
     """VLLM's scheduler over groups of one layer each."""
     config = planner_config(64, 60)
-    caches = planner.get_kv_cache_config_from_groups(config, planner.get_kv_cache_groups(config, specs), 1 << 40)
+    groups = planner.get_kv_cache_groups(config, specs)
+    of_worker = planner.get_kv_cache_config_from_groups(config, groups, 1 << 40)
+    caches = generate_scheduler_kv_cache_config([of_worker])
     sizes = resolve_kv_cache_block_sizes(caches, config)
     config.cache_config.num_gpu_blocks = caches.num_blocks
     return Scheduler(
@@ -369,13 +398,15 @@ def test_a_kind_that_cannot_be_kept_is_refused_with_its_own_reason(name: str) ->
     assert reason.startswith(f"group 0 has layers of kind {name}: it ")
 
 
-def test_a_kind_made_of_a_known_one_is_not_taken_for_it() -> None:
-    unknown = type("BetterMLAAttentionSpec", (MLAAttentionSpec,), {})(**LATENT)
-    assert _refused(unknown) == ["group 0 has layers of kind BetterMLAAttentionSpec, which is not served"]
+@pytest.mark.parametrize("name", ["BetterMLAAttentionSpec", "MLAAttentionSpec"])
+def test_a_kind_made_of_a_known_one_is_not_taken_for_it(name: str) -> None:
+    unknown = type(name, (MLAAttentionSpec,), {"__module__": "a_plugin"})(**LATENT)
+    assert _refused(unknown) == [f"group 0 has layers of kind {name}, which is not served"]
 
 
 def test_a_group_that_cannot_be_found_is_left_out_only_if_vllm_computes_it_anew() -> None:
-    unknown = type("SlidingWindowSpec", (), {"block_size": 16, "sliding_window": 32, "prefix_cacheable": False})()
+    values = {"block_size": 16, "sliding_window": 32, "prefix_cacheable": False}
+    unknown = type("SlidingWindowSpec", (), {**values, "__module__": kv_cache_interface.__name__})()
     assert _refused(unknown) == ["group 0 has layers of kind SlidingWindowSpec, which is not served"]
 
 

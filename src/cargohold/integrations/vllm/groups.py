@@ -21,6 +21,7 @@ from cargohold.protocol import AttentionKind, KVCacheGroup
 
 Table = TypeVar("Table")
 
+_MODULE: Final = "vllm.v1.kv_cache_interface"
 LATENT: Final = "MLAAttentionSpec"
 _LATENT_WINDOW: Final = "SlidingWindowMLASpec"
 _RING: Final = "CircularBufferSpec"
@@ -178,12 +179,14 @@ def _refusals(group: Any, layers: Sequence[Any]) -> Iterator[str]:
         yield "lives outside the block pool"
     if any(getattr(layer, "non_causal", False) for layer in layers):
         yield "has attention that looks ahead: its KV depends on what follows it"
-    names = sorted({type(layer).__name__ for layer in layers})
+    kinds = {type(layer).__name__: type(layer).__module__ for layer in layers}
+    names = sorted(kinds)
     for name in names:
         if name in _REFUSED:
             yield f"has layers of kind {name}: it {_REFUSED[name]}"
         is_kept = all(getattr(layer, "prefix_cacheable", True) for layer in layers)
-        if name not in _KINDS or not (is_kept or name in _LEFT_OUT):
+        # A plugin's class may have the name of the one that it is made of.
+        if name not in _KINDS or kinds[name] != _MODULE or not (is_kept or name in _LEFT_OUT):
             yield f"has layers of kind {name}, which is not served"
     if len({_describe(layer) for layer in layers}) > 1:
         yield f"mixes layers of different kinds: {', '.join(names)}"
