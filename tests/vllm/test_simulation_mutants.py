@@ -15,6 +15,7 @@ pytest.importorskip(
 )
 
 import cargohold.integrations.vllm.groups as groups_module
+import cargohold.integrations.vllm.resets as resets_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.guests.events import TierEvents
@@ -121,6 +122,37 @@ def finds_what_is_kept_of_other_weights(patch: Patch) -> None:
 @mutant(workload="stops")
 def goes_on_copying_while_the_device_sleeps(patch: Patch) -> None:
     patch.setattr(KernelWorker, "unregister_kv_caches", lambda self: None)
+
+
+@mutant(workload="stops", connector="eager")
+def looks_which_weights_are_held_before_they_come(patch: Patch) -> None:
+    take_look = CacheResets.take_look
+
+    def take_early(self: CacheResets, *, computes: bool) -> int:
+        del computes
+        self._is_paused = lambda: False
+        return take_look(self, computes=True)
+
+    patch.setattr(CacheResets, "take_look", take_early)
+
+
+@mutant(workload="stops", connector="eager", faults="late,slow")
+def frees_the_blocks_of_void_loads_while_copies_run(patch: Patch) -> None:
+    give_up = OffloadingScheduler.give_up_transfers
+
+    def hasty(self: OffloadingScheduler) -> None:
+        give_up(self)
+        for load in self.jobs.loads():
+            self._shared.holder.release(load.block_ids)
+            for name in ("block_ids", "block_keys", "block_starts"):
+                object.__setattr__(load, name, ())
+
+    patch.setattr(OffloadingScheduler, "give_up_transfers", hasty)
+
+
+@mutant(workload="stops", connector="eager", faults="late,slow")
+def lets_requests_go_on_with_what_was_loaded_before_a_reset(patch: Patch) -> None:
+    patch.setattr(resets_module, "_start_over", lambda scheduler, request: None)
 
 
 @mutant(workload="stops")

@@ -255,6 +255,15 @@ class Replica(ABC):
         """Compute KV with another version of the weights from now on."""
         self.chains.use_weights(version)
 
+    def announce_reset(self) -> bool:
+        """Learn that all caches are to be reset. Returns whether all requests are to be aborted for that."""
+        return False
+
+    @property
+    def num_steps_before_weights(self) -> int:
+        """How many steps are made after a reset, before other weights come: they compute nothing."""
+        return 0
+
     @abstractmethod
     def abort(self, request_id: str) -> None:
         """End a request."""

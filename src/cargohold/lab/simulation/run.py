@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import lcm
@@ -154,16 +154,22 @@ class Run:
             case Ask():
                 self._ask(action)
             case Abort():
-                expected = self._expected.get(action.request_id)
-                if expected is not None:
-                    expected.is_aborted = True
-                    self._engine.abort(action.request_id)
+                self._abort([action.request_id])
             case Tell():
                 self._engine.hint(action.prompt, action.salt, action.hints, action.tenant)
             case Reset():
                 self._is_reset_due = True
+                if self._engine.announce_reset():
+                    self._abort([name for name, expected in self._expected.items() if not expected.has_ended])
             case Restart():
                 self._restart()
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            expected = self._expected.get(request_id)
+            if expected is not None:
+                expected.is_aborted = True
+                self._engine.abort(request_id)
 
     def _ask(self, ask: Ask) -> None:
         earlier = self._expected.get(ask.request_id)
@@ -213,11 +219,13 @@ class Run:
             self._weights = self._newest_weights = self._newest_weights + 1
         elif which == 2:
             self._weights = num_before % (self._newest_weights + 1)
-        self._engine.load_weights(self._weights)
-        self._timeline.note(self._clock.now, f"caches were reset; the weights are number {self._weights} now")
+        self._timeline.note(self._clock.now, f"caches were reset; the weights are number {self._weights} next")
         pool = self._engine.scheduler.kv.pool
         if pool.num_cached_prefixes:
             raise OracleError("reset", f"{pool.num_cached_prefixes} prefixes are cached after a reset")
+        for _ in range(self._engine.num_steps_before_weights):
+            self._step(float("inf"))
+        self._engine.load_weights(self._weights)
 
     def _restart(self) -> None:
         self._count_engine()
@@ -285,8 +293,8 @@ class Run:
 
     def _start_engine(self) -> None:
         scenario, world = self._scenario, self._world
+        world.weights = self._first_weights = self._weights
         engine = self._engine = world.new_engine()
-        self._first_weights = self._weights
         engine.load_weights(self._weights)
         struck = world.source.struck
         may_fail = scenario.shape.scheduler["load_failure_policy"].value == "fail"

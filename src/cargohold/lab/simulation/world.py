@@ -248,6 +248,7 @@ class World:
         if Fault.STALLS in scenario.rates and beside is None:
             self.clock.before_reading = Stalls(self.source)
         self._is_gone = Spells(self.source, Fault.GONE)
+        self.weights = 0  # version with which the next engine starts
         self.is_slow = Spells(self.source, Fault.SLOW)
         self.copies: list[CopiesInFlight] = []
         self._links: list[LinkTransfers] = []

@@ -12,7 +12,7 @@ from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.lab.vllm.adapters import AdapterWorker, SimulatedHeld
 from cargohold.lab.vllm.configuration import TRANSFER_TIMEOUT_S, WORLD
 from cargohold.lab.vllm.engine import VllmEngine
-from cargohold.lab.vllm.requests import SchedulerView
+from cargohold.lab.vllm.requests import Reset, SchedulerView
 from cargohold.lab.vllm.worker import SimulatedWorker
 from cargohold.protocol import Clock, KVConnectorFactory, KVConnectorOutput, OutputAggregator
 
@@ -27,7 +27,7 @@ class SimulatedConnector(CargoholdConnector):
         adapters: which adapters it says so of, if there are any.
     """
 
-    weights = "0"
+    weights = ""
 
     def _factory(self) -> KVConnectorFactory:
         return WORLD.get().factory
@@ -36,11 +36,18 @@ class SimulatedConnector(CargoholdConnector):
         return WORLD.get().clock
 
     def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
+        version = 0 if self._vllm_config.lora_config else WORLD.get().weights  # else adapters change, and nothing else
+        self.weights = held_by(version, self._vllm_config.parallel_config)
         return lambda: self.weights
 
     def _make_held_adapters(self) -> SimulatedHeld:
         self.adapters = SimulatedHeld()
         return self.adapters
+
+
+def held_by(version: int, parallel: Any) -> str:
+    """What a worker says that it holds: other weights differ from the first ones on one rank alone."""
+    return str(version if version % parallel.world_size == parallel.rank else 0)
 
 
 def transfer_config(load_failure_policy: str) -> Any:
@@ -74,20 +81,32 @@ class AdapterEngine(VllmEngine):
         """Transfers that the adapter has heard of from some workers and not from others."""
         return int(self.side._aggregator.num_incomplete)
 
+    def announce_reset(self) -> bool:
+        """Pause or not, as chance has it; whether the pause aborts all requests."""
+        reset = Reset.draw(self._random)
+        if self._late is not None and reset.mode != "wait":  # blocks of which nobody was told forbid it
+            reset = Reset(is_of_connector=reset.is_of_connector)
+        self.scheduler.announce_reset(reset)
+        return reset.mode == "abort"
+
+    @property
+    def num_steps_before_weights(self) -> int:
+        """As many as chance has it while vLLM is paused: then it takes only such steps as connectors need."""
+        return 0 if self.scheduler.reset.mode is None else self._random.choice((0, 1, 3))
+
     def load_weights(self, version: int) -> None:
         """Compute with other weights from now on. They come while the device sleeps or not, as chance has it."""
         num_naps = self._random.choice((0, 1, 2))
-        if num_naps:
+        if num_naps or self.scheduler.reset.is_of_running:  # workers hear of it behind the steps that were sent before
             self._run_workers(len(self._in_flight))
         for worker in self.workers * num_naps:
             worker.sleep()
         super().load_weights(version)
-        version = self.chains.version
-        for rank, worker in enumerate(self.workers):
-            # Other weights differ from the first ones on one rank alone.
-            worker.connector.weights = str(version if version % self.layout.world_size == rank else 0)
+        for worker in self.workers:
+            worker.connector.weights = held_by(self.chains.version, worker.connector._vllm_config.parallel_config)
         for worker in self.workers * num_naps:
             worker.wake_up()
+        self.scheduler.resume()
 
     def is_shown(self, request_id: str) -> bool:
         """Not if it waited while its adapter's files changed: of such a request nothing is offloaded."""

@@ -161,7 +161,7 @@ class VllmEngine(Replica):
 
     def abort(self, request_id: str) -> None:
         """End a request, either at once or, at random, just before the next step's result is accounted for."""
-        if self._random.random() < 0.5:
+        if self.scheduler.reset.mode != "abort" and self._random.random() < 0.5:
             self._late_aborts.append(request_id)
         else:
             self._abort(request_id)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from random import Random
 from typing import Any, Final
 
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus as VllmStatus
 
@@ -286,6 +289,43 @@ class CacheView:
         self.pool.check()
 
 
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """How vLLM's caches are reset.
+
+    Attributes:
+        mode: how vLLM is paused for it (``/pause``, ``/sleep``); ``None`` if it is not.
+        waits: whether that waits until nothing is in flight, as it does where the engine core has a process of its own.
+        is_amid_loads: whether it comes when a request waits for a load, if one will.
+        is_of_running: whether running requests start over (``reset_running_requests``); else it is refused while there are any.
+        is_of_connector: whether the connector is to be reset, too (``reset_external``).
+    """
+
+    mode: str | None = None
+    waits: bool = False
+    is_amid_loads: bool = False
+    is_of_running: bool = False
+    is_of_connector: bool = False
+
+    @classmethod
+    def draw(cls, random: Random) -> Reset:
+        """Draw one. A pause resets everything."""
+        mode = random.choice((None, None, None, "abort", "keep", "wait"))
+        waits, is_amid_loads, is_of_running, is_of_connector = (random.random() < 0.5 for _ in range(4))
+        if mode is None:
+            return cls(None, False, is_amid_loads, is_of_running, is_of_connector)
+        waits = mode == "wait" or waits
+        return cls(
+            mode, waits, mode == "keep" and is_amid_loads and not waits, is_of_running=True, is_of_connector=True
+        )
+
+    @property
+    def pause_state(self) -> PauseState:
+        """What vLLM's scheduler does meanwhile."""
+        states = {None: PauseState.UNPAUSED, "keep": PauseState.PAUSED_ALL}
+        return states.get(self.mode, PauseState.PAUSED_NEW)
+
+
 class SchedulerView:
     """vLLM's scheduler.
 
@@ -297,6 +337,7 @@ class SchedulerView:
 
     Attributes:
         connector: the guard; with connectors of others, one around nothing.
+        reset: how caches are reset next.
     """
 
     def __init__(
@@ -313,7 +354,7 @@ class SchedulerView:
         self.connector = guard or ConnectorGuard(NullConnectorScheduler(), pool.num_blocks)
         self.kv = CacheView(scheduler, pool, tells_holds=self._is_ours)
         self._events: list[KVEvent] = []
-        self._num_resets = 0
+        self.reset = Reset(is_of_connector=not self._is_ours)
         self._sources = [scheduler.kv_cache_manager, scheduler.connector][: 1 + self._is_ours]
         for source, medium in zip(self._sources, (MEDIUM_DEVICE, MEDIUM_HOST), strict=False):
             watch(source, partial(self._note, medium))
@@ -327,10 +368,27 @@ class SchedulerView:
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
 
     def reset_cache(self) -> bool:
-        """Reset vLLM's prefix cache; whether it could be. Every other time, our connector is not to be reset with it."""
-        self._num_resets += 1
-        is_meant_too = not self._is_ours or self._num_resets % 2 == 0
-        return bool(self._scheduler.reset_prefix_cache(reset_connector=is_meant_too))
+        """Reset vLLM's prefix cache as was announced; whether it could be.
+
+        Raises:
+            RuntimeError: vLLM was to reset running requests, and blocks are in use all the same.
+        """
+        is_loading = any(one.status is VllmStatus.WAITING_FOR_REMOTE_KVS for one in self._scheduler.kv_holding_waiting)
+        if self.has_work() and (self.reset.waits or (self.reset.is_amid_loads and not is_loading)):
+            return False
+        self._scheduler.set_pause_state(self.reset.pause_state)
+        return bool(self._scheduler.reset_prefix_cache(self.reset.is_of_running, self.reset.is_of_connector))
+
+    def announce_reset(self, reset: Reset) -> None:
+        """Pause at once if the reset is one of a pause, unless it comes later."""
+        self.reset = reset
+        if not reset.is_amid_loads:
+            self._scheduler.set_pause_state(reset.pause_state)
+
+    def resume(self) -> None:
+        """Go on after a reset."""
+        self.reset = Reset()
+        self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def take_events(self) -> list[KVEvent]:
         """Events that vLLM published since the last call, and those that it is about to publish."""
