@@ -35,6 +35,8 @@ IGNORE: Final = "ignore"
 
 _RESET: Final = "vLLM's prefix cache was reset"
 _CALL: Final = "workers were called (collective_rpc)"
+# The connector's own name of the weights that the model was loaded with.
+_AS_LOADED: Final = ""
 
 
 class CacheResets:
@@ -67,26 +69,22 @@ class CacheResets:
         self._is_due = False
         # The weights whose KV requests are to find from now on, while the connector has not moved to it.
         self._moves_to: str | None = None
-        # The number of the last look at the weights, whether workers were asked for it, and what they have answered by rank.
-        self._look = 0
-        self._is_looking = False
+        # An epoch begins with every reset and call; weights stay the same within one. Workers are asked once for each.
+        self._epoch = 0
         self._asked = 0
+        self._is_looking = False  # nobody has told yet what the weights of this epoch are
         self._is_wanted = False
-        self._is_empty = False  # all was dropped on demand before this look, and nothing is stored until it has ended
+        self._is_empty = False  # all was dropped on demand, and nothing is stored until the look after it has ended
         self._cause = _RESET
-        # Whether a step has computed since the last reset. A call then may leave KV of two kinds of weights on the device: that
-        # is so if other weights are seen in the look after it, and until the next reset.
-        self._has_computed = False
-        self._may_mix = False
-        self._is_mixed = False
-        # Whether one more call has come before the answers; and whether a step has computed since the last call without a look,
-        # so that with a further call nobody can tell any more with which weights.
-        self._is_called_again = False
-        self._is_unseen = False
-        self._is_lost = False
+        # What workers hold, by rank: what they have loaded, and what they have told so far of epochs since the last reset.
         self._first: dict[int, str] = {}
-        self._held: dict[int, str] = {}
-        self._seen: dict[int, str] = {}
+        self._told: dict[int, dict[int, str]] = {}
+        # The weights whose KV the connector keeps, or that of the steps since the last reset, which the device may have still;
+        # and the epochs in which steps have computed with weights that are not known yet.
+        self._held: str | None = _AS_LOADED
+        self._on_device: set[str | None] = set()
+        self._unknown: set[int] = set()
+        self._is_mixed = False
 
     def is_due(self) -> bool:
         """Whether nothing that is kept may be found, or stored: it is to be dropped, or not known to be true.
@@ -103,13 +101,8 @@ class CacheResets:
 
     def note_call(self) -> None:
         """Learn that somebody lets all workers do something now: it may be to change weights, before a reset or after it."""
-        was_reset = self._notice_reset()
-        self._is_lost |= self._is_unseen
-        self._is_unseen = False
-        if self._is_looking and self._asked == self._look and not was_reset:
-            self._is_called_again = True  # the step that was asked may compute with what this call changes
-        elif not self._is_mixed:
-            self._may_mix |= self._has_computed
+        self._notice_reset()
+        if not self._is_mixed:
             self._close(_CALL)
 
     def reset(self) -> bool:
@@ -125,7 +118,7 @@ class CacheResets:
             self._is_due = not self._guard.reset_cache()
             if self._policy == CHECK:
                 # What is kept from now on is of the weights of now: these are to be known, too.
-                self._held = {}
+                self._held = None
                 self._close()
                 self._is_empty = True
         return True
@@ -140,49 +133,49 @@ class CacheResets:
 
         They look when vLLM computes or admits requests again: then the weights are there that it had reset its cache for.
         """
-        is_wanted = computes or self._is_wanted or self._may_mix
-        self._has_computed |= computes
-        if self._asked != self._look and is_wanted and not self._is_paused():
-            self._asked, self._is_unseen = self._look, False
-            return self._look
-        self._is_unseen |= computes and (self._asked != self._look or self._is_called_again)
-        return 0
+        if computes:
+            self._note_computed()
+        is_urgent = self._cause == _CALL and bool(self._on_device or self._unknown)
+        if self._asked == self._epoch or self._is_paused() or not (computes or self._is_wanted or is_urgent):
+            return 0
+        self._asked, self._told[self._epoch] = self._epoch, {}
+        return self._epoch
 
     def note_weights(self, rank: int, seen: Mapping[int, str]) -> None:
         """Learn what a worker holds: by the number of the look, a fingerprint, or nothing if it cannot tell.
 
         The first look is the one that it took when it had loaded the model.
         """
-        for look, fingerprint in seen.items():
-            if not look:
-                self._first[rank] = self._held[rank] = fingerprint
-            elif look == self._look:
-                self._seen[rank] = fingerprint
-        if len(self._seen) == self._num_workers:
-            self._decide()
-            if not self._is_mixed:  # what is kept is of what was held before
-                self._held = self._seen
-            self._seen = {}
-            if self._is_called_again and not self._is_mixed:
-                self._is_called_again, self._may_mix = False, self._has_computed
-                self._close(_CALL)
+        for epoch, fingerprint in seen.items():
+            if not epoch:
+                self._first[rank] = fingerprint
+            elif (told := self._told.get(epoch)) is not None:
+                told[rank] = fingerprint
+                if len(told) == self._num_workers:
+                    self._learn(epoch, self._told.pop(epoch))
 
     def _notice_reset(self) -> bool:
         """Whether vLLM's prefix cache was reset since this was asked last."""
         index = self._pool.cached_block_hash_to_block
         if index is self._index:
             return False
-        self._index = index
-        self._has_computed = self._may_mix = self._is_mixed = False
-        self._is_called_again = self._is_unseen = self._is_lost = False
+        self._index, self._is_mixed = index, False
+        for of_the_device in (self._told, self._on_device, self._unknown):
+            of_the_device.clear()
         return True
+
+    def _note_computed(self) -> None:
+        if self._is_looking:
+            self._unknown.add(self._epoch)
+        else:
+            self._on_device.add(self._held)
 
     def _close(self, cause: str = _RESET) -> None:
         """Let nothing be found until it is known what the model holds."""
         self._cause = cause
         if self._policy == CHECK:
-            self._begin_look()
-            self._is_looking = True
+            self._epoch += 1
+            self._is_looking, self._is_wanted = True, False
         elif self._policy == DROP:
             logger.warning(
                 "%s: what Cargohold keeps is dropped, for the weights may have changed; with follow_weights=check, workers "
@@ -191,22 +184,24 @@ class CacheResets:
             )
             self._is_due = True
 
-    def _begin_look(self) -> None:
-        self._look += 1
-        self._is_wanted, self._is_empty, self._seen = False, False, {}
+    def _learn(self, epoch: int, told: Mapping[int, str]) -> None:
+        """Learn with which weights the steps of an epoch compute."""
+        weights = _AS_LOADED if told == self._first else sha256(repr(sorted(told.items())).encode()).hexdigest()
+        if epoch in self._unknown:
+            self._unknown.discard(epoch)
+            self._on_device.add(weights)
+        if epoch == self._epoch:
+            blind = next((rank for rank, fingerprint in sorted(told.items()) if not fingerprint), None)
+            self._decide(weights, blind)
 
-    def _decide(self) -> None:
-        may_mix, self._may_mix, self._is_looking = self._may_mix or self._is_lost, False, False
-        if self._seen == self._held and all(self._seen.values()) and not self._is_lost:
-            logger.info("%s, and the weights are the same: what Cargohold keeps stays", self._cause)
-            return
-        blind = next((rank for rank, fingerprint in sorted(self._seen.items()) if not fingerprint), None)
+    def _decide(self, weights: str, blind: int | None) -> None:
+        was_empty, self._is_empty, self._is_looking = self._is_empty, False, False
         if blind is not None:
-            if not self._is_empty:
+            if not was_empty:
+                self._is_due, self._moves_to = True, None
                 why = f"worker {blind} cannot tell which weights it holds"
                 logger.warning("%s, and %s: what Cargohold keeps is dropped", self._cause, why)
-                self._is_due, self._moves_to = True, None
-        elif may_mix:
+        elif self._unknown or not self._on_device <= {weights}:
             logger.warning(
                 "%s, and the weights are others, or were: vLLM's prefix cache may have KV of both, so nothing is found or "
                 "stored until it is reset",
@@ -214,16 +209,15 @@ class CacheResets:
             )
             self._is_mixed = True
             self._guard.give_up_transfers()  # of requests that have ended since, too
+            return  # what is kept is of what was held before
+        elif weights == self._held:
+            logger.info("%s, and the weights are the same: what Cargohold keeps stays", self._cause)
         else:
-            if not self._is_empty:
+            if not was_empty:
                 what = "what Cargohold keeps is found when its own return"
                 logger.info("%s, and the weights are others: %s", self._cause, what)
-            self._moves_to = "" if self._seen == self._first else _digest(self._seen)
-
-
-def _digest(seen: Mapping[int, str]) -> str:
-    """Return a name of what all workers hold."""
-    return sha256(repr(sorted(seen.items())).encode()).hexdigest()
+            self._moves_to = weights
+        self._held = weights
 
 
 # --- vLLM's own reset -------------------------------------------------------------------------------------------------
