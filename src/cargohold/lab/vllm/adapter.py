@@ -97,8 +97,7 @@ class AdapterEngine(VllmEngine):
     def load_weights(self, version: int) -> None:
         """Compute with other weights from now on. They come while the device sleeps or not, as chance has it."""
         num_naps = self._random.choice((0, 1, 2))
-        if num_naps or self.scheduler.reset.is_of_running:  # workers hear of it behind the steps that were sent before
-            self._run_workers(len(self._in_flight))
+        self._run_workers(len(self._in_flight))  # they hear of it behind the steps that were sent before
         for worker in self.workers * num_naps:
             worker.sleep()
         super().load_weights(version)
