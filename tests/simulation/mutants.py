@@ -358,7 +358,7 @@ def finds_a_chunk_again_that_is_known_to_be_bad(patch: Patch) -> None:
     patch.setattr(Loads, "end", forgetful)
 
 
-@mutant(connector="any", workload="any", faults="all", first_seed=27)
+@mutant(connector="any", workload="any", faults="all", first_seed=154)
 def finds_a_full_hit_without_what_the_last_query_sees(patch: Patch) -> None:
     init = _Windowed.__init__
 
@@ -984,7 +984,7 @@ def never_looks_for_what_it_has_lost_while_it_waited(patch: Patch) -> None:
     patch.setattr(Waiting, "has_lost", lambda self, num_tokens: False)
 
 
-@mutant("tiered", "returning")
+@mutant("tiered", "returning", first_seed=105)
 def says_of_what_it_did_not_fetch_that_it_is_not_there(patch: Patch) -> None:
     patch.setattr(Prefetcher, "whereabouts", lambda self, key: "")
 
@@ -997,12 +997,12 @@ def takes_what_host_memory_lacks_for_absent(patch: Patch) -> None:
 # --- what disks are told, and tell ------------------------------------------------------------------------------------
 
 
-@mutant("tiered", "hints", first_seed=5)
+@mutant("tiered", "hints", first_seed=90)
 def tells_disks_nothing_of_hints_that_come_later(patch: Patch) -> None:
     patch.setattr(LowerTiers, "rank", lambda self, keys: None)
 
 
-@mutant("tiered", "hints", first_seed=5)
+@mutant("tiered", "hints", first_seed=53)
 def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     notes = TaskTable._notes
 
