@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
 from reprlib import repr as shown  # a client may send values of any size
@@ -339,12 +339,18 @@ class SchedulerSide:
                     f"{num_tokens} tokens more were found and not loaded: to draft, vLLM computes a hit's last block again",
                 )
             return 0, False
-        if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._parked.values()):
+        if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._holding_for_loads(request_id)):
             self._told.note(request_id, "its load waited until requests loaded before it had the blocks that they need")
             return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
         if num_tokens and not is_async:
             self._synchronous.add(request_id)
         return num_tokens, num_tokens > 0
+
+    def _holding_for_loads(self, asking: str) -> Iterator[SeenRequest]:
+        """Requests other than ``asking`` that hold blocks for a load, also those of whose blocks vLLM tells later."""
+        for request_id in self._parked.keys() | (self._num_computed.keys() - self._admitted):
+            if request_id != asking and request_id in self._requests and any(self._tables.blocks(request_id)):
+                yield self._requests[request_id]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks allocated for a request, those to be loaded included; count where its prompt comes from."""
