@@ -65,7 +65,7 @@ def test_nothing_goes_wrong_if_blocks_come_late_or_never_or_nothing_is_taken(hap
 
 def test_any_connector_can_be_played_so(happened: Counter[str]) -> None:
     recipe = StrangerRecipe("shared-prefix", OURS, frozenset(), OURS_CONFIG)
-    for seed in range(2):
+    for seed in range(8):  # copies of it take real time, so no seed is the same run every time
         play(recipe, seed)
     assert happened["late"], happened
     assert happened["nothing of a hit"], happened
