@@ -413,6 +413,7 @@ def forget_engine(connector: KVConnectorScheduler) -> None:
     """
     for side, _ in offloading_sides(connector):
         side.manager.rank([key for grant in side.hints.grants for key in grant.keys], NORMAL)
+        side.answers.reset()
         for load in list(side.jobs.loads()):
             load.handle.release()
         for store in list(side.jobs.stores()):
