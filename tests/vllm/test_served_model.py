@@ -85,7 +85,7 @@ def served(
         compilation_config=SimpleNamespace(static_forward_context={"layer": Layer(backend), "experts": object()}),
     )
     tensors = [SimpleNamespace(size=16 * 10)]
-    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[str(number)]) for number, spec in enumerate(specs)]
     caches = SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors, kv_cache_layout=layout, kv_cache_groups=groups)
     model = make_layout([KVCacheGroup(0, AttentionKind.FULL, 16, ("0",))], config, caches, 16).model
     assert model is not None
