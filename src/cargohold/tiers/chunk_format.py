@@ -69,7 +69,11 @@ MAX_DETAILS_BYTES: Final = 64 * 1024
 MAGIC: Final = b"\x93CHKV\r\n\x1a"
 """No text in any encoding, and changed by any conversion of line ends, so that such damage is noticed."""
 
-_FIELDS = struct.Struct("<8sHHBx8sQ32sB64sB64s12s16s16sQI")
+# What lies before three of the fields, which are also read by themselves, and all of them.
+_TO_LENGTH = "<8sHHBx8s"
+_TO_KEY = _TO_LENGTH + "Q32s"
+_TO_STORED = _TO_KEY + "B64sB64s12s16s16s"
+_FIELDS = struct.Struct(_TO_STORED + "QI")
 _CHECK = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
 _DETAILS = struct.Struct("<II12s16s4x")
@@ -78,7 +82,7 @@ _TOKEN_BYTES: Final = 4
 TOKEN_TYPE: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 """Type of a token id in an array."""
 _NO_PRIORITY = 255
-_LENGTH_AT, _KEY_AT, _STORED_AT = 22, 62, 236
+_LENGTH_AT, _KEY_AT, _STORED_AT = map(struct.calcsize, (_TO_LENGTH, _TO_KEY, _TO_STORED))
 _MAX_UINT32 = 2**32 - 1
 _EXTRAS_ROOM: Final = 128
 _HASH_ROOM: Final = 36

@@ -79,9 +79,8 @@ class KeptAnswers(Guest):
         self._step += 1
         for state in self._told:
             lookup = state.lookup
-            if lookup is None or not _can_load(
-                lookup
-            ):  # it was admitted, or has ended, or was told that there is nothing now
+            if lookup is None or not _can_load(lookup):
+                # It was admitted, or has ended, or was told that there is nothing now.
                 self._release(state.request.request_id)
                 continue
             if not state.is_marked:

@@ -288,9 +288,8 @@ class SchedulerSide:
             return False, dict(self._told.take(request, CacheReport(), ())) or None
         seen.turn_end = turn_end_of(request, self._tool_tokens)
         if self._adapters.was_given_up(request_id) or self._resets.is_due():
-            tables = tuple(
-                [] for _ in tables
-            )  # nothing of it is stored any more, for nobody knows of which weights it is
+            # Nothing of it is stored any more, for nobody knows of which weights it is.
+            tables = tuple([] for _ in tables)
         keeps_blocks, params = self.guard.request_finished(seen, self._groups.select(tables))
         report = self.guard.explain(request_id)
         if keeps_blocks:
