@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,17 @@ def ask_twice(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int 
         engine.ask([prompt], max_tokens)
     forget(engine)
     return [engine.ask([prompt], max_tokens)[0] for prompt in prompts]
+
+
+def with_disk(directory: Path) -> dict[str, Any]:
+    """Options of an engine that keeps chunks on a disk."""
+    return {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(directory), "max_bytes": "64MiB"}]}
+
+
+def reload(engine: Engine, path: str) -> None:
+    """Load other weights in place, as a trainer does, while nothing is copied."""
+    engine.settle()
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
 
 def forget(engine: Engine) -> None:

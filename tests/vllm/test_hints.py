@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm.engine_view import SeenRequest
-from tests.vllm.common import RESTARTED, make_prompts
+from tests.vllm.common import make_prompts, with_disk
 from tests.vllm.engine import Engine
 
 
@@ -27,7 +27,7 @@ def test_a_hint_about_another_prompt_brings_it_up_from_disk_before_it_comes(
     vllm_model: Callable[[str], str], start: Callable[..., Engine], tmp_path: Path
 ) -> None:
     model = vllm_model("llama")
-    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    extra = with_disk(tmp_path)
     hoped, other = make_prompts(2, 330)
     engine = start(model, extra)
     before = engine.ask([hoped, other])

@@ -27,7 +27,7 @@ from vllm.lora.request import LoRARequest
 from cargohold.connector import observers
 from cargohold.integrations.vllm.engine_view import SeenRequest
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats
-from tests.vllm.common import EAGER, EVENTS, RESTARTED, ask_twice, follow_events, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, EVENTS, ask_twice, follow_events, forget, make_prompts, restored, tokens, with_disk
 from tests.vllm.engine import BLOCK_TOKENS
 from tests.vllm.models import save_adapter
 
@@ -314,7 +314,7 @@ def test_a_directory_outlives_the_engine_but_not_the_weights(
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
-    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    extra = with_disk(tmp_path)
     prompts = make_prompts(2, 330)
     engine = start(vllm_model("llama"), extra)
     expected = tokens(ask_twice(engine, prompts))
@@ -338,7 +338,7 @@ def test_states_that_are_arranged_otherwise_are_not_found_again(
 ) -> None:
     """Found by reading: after a restart with another ``VLLM_SSM_CONV_STATE_LAYOUT`` a disk gave other tokens."""
     model = vllm_model("lfm2")
-    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    extra = with_disk(tmp_path)
     options = {"mamba_cache_mode": "align", "enable_prefix_caching": True}
     prompts = make_prompts(4, 322)  # two tokens behind the last state
     engine = start(model, extra, **options)

@@ -16,7 +16,7 @@ from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
 from cargohold.transfer import Direction
-from tests.vllm.common import EAGER, LAZY, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, reload, restored, tokens, with_disk
 from tests.vllm.faults import Faults
 
 needs_reported_failures = pytest.mark.skipif(
@@ -59,8 +59,7 @@ def test_tokens_after_new_weights_are_theirs_unless_the_user_vouches_for_the_old
     expected = tokens(start(after).ask(prompts))
     engine = start(before, {**EAGER, **option})
     assert restored(ask_twice(engine, prompts)) == 640
-    engine.settle()
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": after})
+    reload(engine, after)
     assert engine.llm.reset_prefix_cache()
     answers = engine.ask(prompts)
     assert (tokens(answers) == expected) == (not option), "old KV gives other tokens"
@@ -70,12 +69,12 @@ def test_tokens_after_new_weights_are_theirs_unless_the_user_vouches_for_the_old
 def test_weights_that_come_before_the_first_request_are_told_by_a_reset_too(
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Documented: nothing else tells of them, and chunks would be kept under the name of the weights in the files."""
+    """Else chunks would be kept under the name of the weights in the files."""
     before, after = vllm_model("llama"), vllm_model("llama-retrained")
-    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    extra = with_disk(tmp_path)
     prompts = make_prompts(1, 330)
     engine = start(before, extra)
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": after})
+    reload(engine, after)
     assert engine.llm.reset_prefix_cache()
     of_new_weights = tokens(ask_twice(engine, prompts))
     answers = start(before, extra).ask(prompts, 6)

@@ -17,7 +17,7 @@ from vllm import _custom_ops
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import weights
 from cargohold.integrations.vllm.weights import UnreadableWeightsError, fingerprint, sums_of
-from tests.vllm.common import EAGER, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, RESTARTED, ask_twice, forget, make_prompts, reload, restored, tokens, with_disk
 
 
 def make_model() -> nn.Module:
@@ -98,11 +98,6 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
 
 
-def reload(engine: Any, path: str) -> None:
-    engine.settle()
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-
-
 @pytest.mark.usefixtures("readable")
 def test_a_reset_without_other_weights_keeps_what_is_kept(
     vllm_model: Callable[[str], str], start: Callable[..., Any]
@@ -156,7 +151,7 @@ def test_a_later_server_finds_what_was_computed_with_the_weights_of_the_files_al
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     before, after = vllm_model("llama"), vllm_model("llama-retrained")
-    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    extra = with_disk(tmp_path)
     of_files, of_trainer = make_prompts(2, 330)
     engine = start(before, extra)
     for prompt, weights_of in ((of_trainer, after), (of_files, before)):
@@ -226,7 +221,7 @@ def test_weights_without_a_reset_are_noticed_and_nothing_is_kept_until_it_comes(
 ) -> None:
     """vLLM's own prefix cache has KV of both then. What is on disk under the name of the files' weights stays true."""
     before, after = vllm_model("llama"), vllm_model("llama-retrained")
-    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    extra = with_disk(tmp_path)
     first, second, third = ([prompt] for prompt in make_prompts(3, 330))
     expected = tokens(start(before).ask(second))
     engine = start(before, extra)
@@ -251,7 +246,7 @@ def test_weights_before_the_first_request_need_no_reset(
     vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     before, after = vllm_model("llama"), vllm_model("llama-retrained")
-    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    extra = with_disk(tmp_path)
     prompts = make_prompts(1, 330)
     engine = start(before, extra)
     reload(engine, after)
