@@ -1,8 +1,10 @@
-"""On a CUDA device: the link, copies in all shapes, decoding beside stores, and contexts restored instead of recomputed.
+"""On a CUDA device: the link, copies in all shapes, decoding beside copies, and contexts restored instead of recomputed.
 
 Made for a machine that can be had for half an hour and reaches no package index: parts come in the order of what they are
-worth, each is printed as soon as it is done, and what did not fit into the time is named. Without a device, ``--quick`` runs
-the same code on the CPU, at sizes that show nothing but that it works.
+worth, each is printed as soon as it is done, and what did not fit into the time is named. Copies are measured by each of the
+ways over the link, not only by the one that a worker chooses at its start: a way that is nowhere the best is not needed, and
+a choice that is not the best is wrong. Without a device, ``--quick`` runs the same code on the CPU, at sizes that show nothing
+but that it works.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, Final
@@ -26,6 +28,7 @@ from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.tiers import HostMemory
 from cargohold.transfer import CopyJob, Direction, TransferWorker
 from cargohold.transfer.cpu import make_transfer_worker
+from cargohold.transfer.links import Link, cuda_links
 
 LIMIT_S: Final = 450.0
 """Seconds after which no further part is begun."""
@@ -61,8 +64,9 @@ def run(*, quick: bool) -> dict[str, Any]:
         "link": lambda: _rounded_link(device, 4 * MIB if quick else JOB_BYTES),
         "restore_1B": lambda: _restore("1B", device, quick=quick),
         "transfers": lambda: list(_transfers(device, quick=quick)),
-        "decode_beside_stores": lambda: _decode_beside_stores(device, quick=quick),
+        "decode_beside_stores": lambda: list(_decode_beside(Direction.STORE, device, quick=quick)),
         "restore_8B": lambda: _restore("8B", device, quick=quick),
+        "decode_beside_loads": lambda: list(_decode_beside(Direction.LOAD, device, quick=quick)),
     }
     result: dict[str, Any] = {"device": _describe(device), "not_run": {}}
     for name, measure in parts.items():
@@ -147,24 +151,48 @@ def _transfers(device: str, *, quick: bool) -> Iterator[dict[str, Any]]:
                 for _ in range(pieces)
             ]
             memory = HostMemory(2 * num_blocks, block_bytes)
-            worker = make_transfer_worker(regions, memory, time.monotonic)
             everything = range(2 * num_blocks)
-            carry_out(worker, Direction.STORE, everything, everything)  # commits and locks all pages
-            for name, blocks, rows in _places(num_blocks):
-                for direction in Direction:
-                    times = [carry_out(worker, direction, blocks, rows) for _ in range(2 if quick else 5)]
-                    rate = num_blocks * block_bytes / median(whole for _, whole in times) / 1e9
-                    yield {
-                        "block_bytes": block_bytes,
-                        "pieces": pieces,
-                        "blocks": name,
-                        "direction": direction.value,
-                        "by": _link_name(worker, direction),
-                        "gigabytes_per_s": round(rate, 2),
-                        "of_one_long_copy": round(rate / long_copies[f"{direction.value}_gigabytes_per_s"], 2),
-                        "caller_held_up_ms": round(median(submitting for submitting, _ in times) * 1e3, 3),
-                    }
-            worker.shutdown()
+            for name, worker, chosen in each_way(regions, memory):
+                carry_out(worker, Direction.STORE, everything, everything)  # commits and locks all pages
+                for places, blocks, rows in _places(num_blocks):
+                    for direction in Direction:
+                        times = [carry_out(worker, direction, blocks, rows) for _ in range(2 if quick else 5)]
+                        rate = num_blocks * block_bytes / median(whole for _, whole in times) / 1e9
+                        yield {
+                            "block_bytes": block_bytes,
+                            "pieces": pieces,
+                            "blocks": places,
+                            "direction": direction.value,
+                            "by": name,
+                            "is_chosen": name == chosen[direction],
+                            "gigabytes_per_s": round(rate, 2),
+                            "of_one_long_copy": round(rate / long_copies[f"{direction.value}_gigabytes_per_s"], 2),
+                            "caller_held_up_ms": round(median(submitting for submitting, _ in times) * 1e3, 3),
+                        }
+
+
+def each_way(
+    regions: Sequence[torch.Tensor], memory: HostMemory
+) -> Iterator[tuple[str, TransferWorker, Mapping[Direction, str]]]:
+    """For each way over the link, its name, a worker that knows no other, and which one a worker chooses for each direction."""
+    names: list[str] = []
+
+    def noted(*arguments: Any) -> list[Link]:
+        links = cuda_links(*arguments)
+        names.extend(link.name for link in links)
+        return links
+
+    def make(links: Callable[..., list[Link]]) -> TransferWorker:
+        with patch("cargohold.transfer.cuda.cuda_links", links):
+            return make_transfer_worker(regions, memory, time.monotonic)
+
+    worker = make(noted)
+    chosen = {direction: link_name(worker, direction) for direction in Direction}
+    for name in names or [chosen[Direction.LOAD]]:  # on a CPU, there is one
+        worker.shutdown()
+        worker = make(lambda *arguments, only=name: [link for link in cuda_links(*arguments) if link.name == only])
+        yield name, worker, chosen
+    worker.shutdown()
 
 
 def _places(num_blocks: int) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
@@ -174,55 +202,53 @@ def _places(num_blocks: int) -> Iterator[tuple[str, Sequence[int], Sequence[int]
     yield "scattered", generator.sample(everything, num_blocks), generator.sample(everything, num_blocks)
 
 
-def _link_name(worker: TransferWorker, direction: Direction) -> str:
+def link_name(worker: TransferWorker, direction: Direction) -> str:
     lanes = getattr(worker, "_lanes", None)
     return "memcpy" if lanes is None else str(lanes[direction].copies.link.name)
 
 
-# --- decoding beside stores -------------------------------------------------------------------------------------------
+# --- decoding beside copies -------------------------------------------------------------------------------------------
 
 
-def _decode_beside_stores(device: str, *, quick: bool) -> list[dict[str, Any]]:
-    """How much longer steps take while blocks are stored: steps like those of a decoding 8B model, which read all weights."""
+def _decode_beside(direction: Direction, device: str, *, quick: bool) -> Iterator[dict[str, Any]]:
+    """How much longer steps take beside copies: steps like those of a decoding 8B model, which read all weights."""
     width, depth, block_bytes, num_blocks = (64, 2, 4 * KIB, 8) if quick else (4096, 96, 2 * MIB, 64)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     weights = [torch.randn((width, width), dtype=dtype, device=device) / width**0.5 for _ in range(depth)]
     hidden = torch.randn((32, width), dtype=dtype, device=device)
     regions = [torch.ones((num_blocks, block_bytes), dtype=torch.uint8, device=device)]
-    worker = make_transfer_worker(regions, HostMemory(num_blocks, block_bytes), time.monotonic)
-    carry_out(worker, Direction.STORE, range(num_blocks), range(num_blocks))
+    everything = tuple(range(num_blocks))
 
-    def steps(stored_blocks: int) -> float:
-        """Median seconds of a step, each of which also stores so many blocks."""
+    def steps(worker: TransferWorker, num_copied: int) -> float:
+        """Median seconds of a step, each of which also copies so many blocks. Nothing is left to copy behind the last one."""
         times = []
         for at in range(4 if quick else 60):
             started = time.perf_counter()
             out = hidden
             for weight in weights:
                 out = out @ weight
-            if stored_blocks:
-                worker.submit(
-                    CopyJob(at, Direction.STORE, tuple(range(stored_blocks)), tuple(range(stored_blocks)), 60.0)
-                )
+            if num_copied:
+                worker.submit(CopyJob(at, direction, everything[:num_copied], everything[:num_copied], 60.0))
             out.sum().item()  # the token
             worker.poll()
             times.append(time.perf_counter() - started)
+        worker.settle(60.0)
+        worker.poll()
         return median(times)
 
-    rows = []
-    for stored_blocks in (0, 1, 4, num_blocks):
-        pairs = [(steps(0), steps(stored_blocks)) for _ in range(2 if quick else 5)]
-        alone_s, beside_s = (median(each) for each in zip(*pairs, strict=True))
-        rows.append(
-            {
-                "stored_mib_per_step": stored_blocks * block_bytes / MIB,
+    for name, worker, chosen in each_way(regions, HostMemory(num_blocks, block_bytes)):
+        carry_out(worker, Direction.STORE, everything, everything)
+        for num_copied in (0, 1, 4, num_blocks):
+            pairs = [(steps(worker, 0), steps(worker, num_copied)) for _ in range(2 if quick else 5)]
+            alone_s, beside_s = (median(each) for each in zip(*pairs, strict=True))
+            yield {
+                "by": name,
+                "is_chosen": name == chosen[direction],
+                "copied_mib_per_step": num_copied * block_bytes / MIB,
                 "step_alone_ms": round(alone_s * 1e3, 3),
                 "slower": round(median(beside / alone for alone, beside in pairs) - 1, 4),
-                "stored_gigabytes_per_s": round(stored_blocks * block_bytes / beside_s / 1e9, 2),
+                "submitted_gigabytes_per_s": round(num_copied * block_bytes / beside_s / 1e9, 2),
             }
-        )
-    worker.shutdown()
-    return rows
 
 
 # --- contexts that come back ------------------------------------------------------------------------------------------
@@ -230,7 +256,7 @@ def _decode_beside_stores(device: str, *, quick: bool) -> list[dict[str, Any]]:
 
 def _restore(name: str, device: str, *, quick: bool) -> dict[str, Any]:
     """Time to first token of contexts that come back, and whether the tokens are the same."""
-    lengths, repeats = ((64,), 1) if quick else ((256, 2048, 8192, 32768), 3)
+    lengths, repeats = ((64,), 1) if quick else ((64, 256, 2048, 8192, 32768), 3)
     link = _link(device, 4 * MIB if quick else JOB_BYTES)["load_gigabytes_per_s"]
     with _random_model(name, device, max(lengths) + 64, is_tiny=quick) as directory:
         options: dict[str, Any] = {
@@ -289,10 +315,10 @@ def _context(length: int, seed: int, llm: LLM) -> list[int]:
 
 
 def _flush_device(llm: LLM, seed: int) -> None:
-    """Let other contexts take the whole device pool."""
+    """Let other contexts take the whole device pool: one that nearly fills it, and one for the blocks that are left."""
     num_tokens = llm.plan.scheduler.max_model_len - 8
-    for at in range(2):
-        llm.generate([_context(num_tokens, 1000 + 2 * seed + at, llm)], SamplingParams(max_tokens=1, ignore_eos=True))
+    for at, length in enumerate((num_tokens, min(num_tokens, 16 * BLOCK_TOKENS))):
+        llm.generate([_context(length, 1000 + 2 * seed + at, llm)], SamplingParams(max_tokens=1, ignore_eos=True))
 
 
 def _control(llm: LLM, length: int) -> bool:

@@ -156,6 +156,7 @@ def test_gpu_says_what_did_not_fit_into_the_time(monkeypatch: pytest.MonkeyPatch
         "transfers",
         "decode_beside_stores",
         "restore_8B",
+        "decode_beside_loads",
     }
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import gpu
 from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import TransferOutcome
 from cargohold.tiers import HostMemory
@@ -120,6 +121,19 @@ def test_copies_wait_for_what_the_model_computes_before_and_for_nothing_after(wi
         assert outcomes(bench.finish()) == [(2, DONE)]
         assert torch.equal(contents(bench.regions, [1, 2, 6, 7, 5]), bench.rows[[8, 0, 15, 1, 9]])
         assert bench.cuda.num_waits == 0, "nobody was held up"
+
+
+def test_the_benchmark_measures_each_way_over_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the ways that were not chosen, nobody could see that a choice was wrong."""
+    monkeypatch.setattr(
+        gpu, "make_transfer_worker", lambda regions, memory, _clock: CudaTransferWorker(regions, memory)
+    )
+    with bench_of(SEVERAL, "batch") as bench:
+        measured = [
+            (name, *(gpu.link_name(worker, direction) for direction in Direction), chosen)
+            for name, worker, chosen in gpu.each_way(bench.regions, HostMemory(NUM_ROWS, sum(SEVERAL)))
+        ]
+    assert measured == [(name, name, name, dict.fromkeys(Direction, "batch")) for name in LINKS]
 
 
 class Model:
