@@ -70,6 +70,17 @@ def allow_open_files(num_files: int) -> int:
     return num_files if soft == resource.RLIM_INFINITY else min(num_files, soft)
 
 
+def leaves_files(number: int) -> bool:
+    """Whether a quarter of the files that this process may have open is left, by the number of the one opened last.
+
+    The system gives the lowest number that is free.
+    """
+    if sys.platform == "win32":
+        return True
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most == resource.RLIM_INFINITY or number < most - most // 4
+
+
 def can_share_memory() -> bool:
     """Whether processes of one user on this machine can share memory that has no name: on Linux, with ``/proc``."""
     return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()

@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,26 @@ def test_a_large_budget_leaves_files_for_others(tmp_path: Path, monkeypatch: pyt
         for number in range(1000):
             assert tier.store(key(number), memoryview(payload(number % 8, size))) is StoreOutcome.STORED
     assert tier.usage().num_chunks == 1000
+
+
+def test_a_process_that_may_open_few_files_keeps_a_quarter_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by trying with ``ulimit -n 64``: the disk took all, and the program could not open a file of its own."""
+    monkeypatch.setattr(disk_shard, "allow_open_files", lambda _: None)  # as where no more are allowed
+    with few_files(64):
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        tier = disk_tier(tmp_path, 64 * MIB)
+        fill(tier, 26 * slots_per_segment(tmp_path))
+        with ExitStack() as others:
+            for _ in range(most // 4 - 2):  # of which the lock for growing was one
+                others.callback(os.close, os.dup(0))
+        assert "cannot become larger, because no more files can be opened" in caplog.text
+        tier.check()
+        tier.close()
+    del tier
+    with few_files(20), pytest.raises(ConfigError, match=r"more files must be open than may be \(ulimit -n\)"):
+        disk_tier(tmp_path, 64 * MIB)
 
 
 def test_a_larger_budget_keeps_the_chunks_and_no_more_files_than_may_be(

@@ -146,6 +146,11 @@ class Segment:
         """Number of slots."""
         return self._geometry.slots_per_segment
 
+    @property
+    def last_descriptor(self) -> int:
+        """Number of the file that was opened last."""
+        return self._uses.number
+
     def is_whole(self) -> bool:
         """Whether payloads and headers have their full size."""
         sizes = (os.fstat(self._headers.number).st_size, os.fstat(self._data.number).st_size)

@@ -15,6 +15,7 @@ from typing import Final
 from cargohold.deadlines import LOCK
 from cargohold.errors import ConfigError, SparingLog
 from cargohold.option_values import format_bytes, format_count, parse_path
+from cargohold.process import allow_open_files, leaves_files
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.disk.files import (
     DirectoryLock,
@@ -50,6 +51,7 @@ _USUAL_SEGMENTS: Final = 64
 """Number of segments into which a large budget is cut: half of the maximum, so that the budget can be doubled later."""
 _MOST_SEGMENTS: Final = 128
 """Maximum number of segments: each has three open files, and a process may usually have 1024, some for other purposes."""
+_FILES_PER_SEGMENT: Final = 3
 _OTHER_BYTES: Final = 32 * 1024
 """Part of a shard's budget that is kept for descriptions, locks and directories."""
 _GROWTH_PAUSE: Final = 64
@@ -57,6 +59,7 @@ _GROWTH_PAUSE: Final = 64
 _LOCK_POLL_S: Final = 0.05
 _RANK: Final = re.compile(r"^rank \d+ ")
 """The worker's rank at the start of a namespace's ``split``. Namespaces that differ only in it are of one engine's workers."""
+_USABLE: Final = "it must be a directory where files can be written"
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TOO_MANY_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
@@ -118,6 +121,7 @@ class Shard:
                 check_budget(self._root, config, budget)
                 self.geometry = self._find_geometry(config, namespace)
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
+                allow_open_files(4 * _FILES_PER_SEGMENT * self._most_segments())
                 self._open_segments(namespace)
                 warn_of_strangers(self._root)
                 if not namespace.encryption:
@@ -335,12 +339,19 @@ class Shard:
         path = self._segment_path(len(self._segments))
         try:
             segment = Segment(path, self.geometry, direct_io=self._direct_io)
+            _leave_files(segment)
             segment.allocate()
         except OSError:
             for file in (*segment_files(path), uses_file(path)):
                 file.unlink(missing_ok=True)
             raise
         self._segments = [*self._segments, segment]
+
+
+def _leave_files(segment: Segment) -> None:
+    """Raise ``OSError`` if a new segment's files are among the last that can be opened, which the program needs."""
+    if not leaves_files(segment.last_descriptor):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def free_bytes(directory: Path) -> int:
@@ -425,7 +436,8 @@ def _root_of(config: DiskOptions) -> Path:
 
 def _unusable(config: DiskOptions, error: OSError) -> ConfigError:
     where = f"{error.filename}: " if error.filename else ""
-    reason = f"it must be a directory where files can be written: {where}{error.strerror}"
+    expected = "more files must be open than may be (ulimit -n)" if error.errno in _TOO_MANY_FILES else _USABLE
+    reason = f"{expected}: {where}{error.strerror}"
     return ConfigError("directory", config.directory, reason)
 
 
