@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -120,6 +121,36 @@ class TestBudget:
         refusing_to_delete(monkeypatch, "1")
         assert all(self.put(number) for number in range(10))
         assert len(list(list_ours(self.store, "0" * 32))) == 2
+
+    def test_a_store_with_very_many_objects_takes_no_memory_for_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Found by running: a listing kept half a kilobyte of each, 2 GB of 10 TiB in chunks of 2 MiB, on every worker."""
+        monkeypatch.setattr(store_budget, "_MOST_REMEMBERED", 10)
+
+        def many(_: object) -> Iterator[StoredObject]:
+            for number in range(5000):
+                yield StoredObject(f"{'0' * 32}/00/{number:064x}", "0" * 32, bytes(32), 1, float(number))
+
+        monkeypatch.setattr(store_budget, "list_ours", many)
+        tracemalloc.start()
+        try:
+            budget = StoreBudget(self.store, 5000)
+            budget.look_ahead()
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < 200_000, "1.5 MB if all are kept"
+
+    @pytest.mark.parametrize("num_remembered", [1, 3, 100])
+    def test_the_same_is_deleted_however_few_objects_are_remembered(
+        self, num_remembered: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(store_budget, "_MOST_REMEMBERED", num_remembered)
+        for number in range(40):
+            obstore.put(self.store, f"{number % 2 * '1' or '0'}{'0' * 31}/00/{number:04x}", b"x")
+        refusing_to_delete(monkeypatch, "0")
+        assert self.put(100)
+        left = {int(known.path[-4:], 16) for known in list_ours(self.store)}
+        assert left == {*range(0, 40, 2), 23, 25, 27, 29, 31, 33, 35, 37, 39, 100}
 
     def test_another_error_of_deleting_is_one_of_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object) -> None:

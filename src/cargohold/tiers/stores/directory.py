@@ -234,6 +234,11 @@ class StoredObject:
     num_bytes: int
     written_s: float
 
+    @property
+    def age(self) -> tuple[float, str]:
+        """Orders objects, those written longest ago first."""
+        return self.written_s, self.path
+
 
 def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
     """Yield our objects; other objects in the same store are left out. Raises the store's errors.

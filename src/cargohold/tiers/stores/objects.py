@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import heapq
 import json
 import logging
 import os
@@ -64,6 +65,9 @@ _SHARES_PER_BUDGET: Final = 4
 half of the chunks are refused meanwhile, and a chunk counts only if all workers have stored it."""
 _KEPT: Final = 0.9
 """Fraction of the budget that is used after making room, so that room need not be made for every chunk."""
+_MOST_REMEMBERED: Final = 50_000
+"""Objects of which a listing keeps more than their size, the oldest: each takes half a kilobyte, and there may be millions."""
+_OLDEST: Final = (float("-inf"), "")
 
 
 class StoreBudget:
@@ -171,11 +175,10 @@ class StoreBudget:
         Returns the bytes that our objects take then, with the unfinished files that may not be deleted yet.
         """
         delete_unfinished(self._store)
-        objects = list(list_ours(self._store))
-        total = sum(known.num_bytes for known in objects)
         num_wanted += self._new
+        total, oldest = self._list()
         if total + num_wanted > self._max_bytes:
-            total = self._delete_oldest(objects, total, self._max_bytes - num_wanted)
+            total = self._delete_oldest(oldest, total, self._max_bytes - num_wanted)
         is_stuck = total + num_wanted > self._max_bytes
         self.is_full = is_stuck
         self._to_refuse = self._due if is_stuck else 0
@@ -187,14 +190,34 @@ class StoreBudget:
             )
         return total
 
-    def _delete_oldest(self, objects: list[StoredObject], total: int, most: int) -> int:
-        """Delete the oldest of ``objects``, which have ``total`` bytes, until ``most`` are left; return how many are left.
+    def _list(self, behind: tuple[float, str] = _OLDEST) -> tuple[int, list[StoredObject]]:
+        """Return the bytes of our objects, and the oldest of them behind a place in the order of their ages."""
+        total = 0
+
+        def counted() -> Iterator[StoredObject]:
+            nonlocal total
+            for known in list_ours(self._store):
+                total += known.num_bytes
+                if known.age > behind:
+                    yield known
+
+        oldest = heapq.nsmallest(_MOST_REMEMBERED, counted(), key=lambda known: known.age)
+        return total, oldest
+
+    def _in_order(self, oldest: list[StoredObject]) -> Iterator[StoredObject]:
+        """Yield our objects, the oldest first, beginning with those of a listing. Lists the store again for more."""
+        while oldest:
+            yield from oldest
+            oldest = self._list(oldest[-1].age)[1] if len(oldest) == _MOST_REMEMBERED else []
+
+    def _delete_oldest(self, oldest: list[StoredObject], total: int, most: int) -> int:
+        """Delete the oldest objects of ``total`` bytes until ``most`` are left; return how many are left.
 
         Passes over what may not be deleted. Deletes a little more than that, if there is more, for the chunks to come.
         """
         before, stuck = total, 0
         closed: set[str] = set()  # namespaces in which nothing may be deleted
-        for known in sorted(objects, key=lambda found: found.written_s):
+        for known in self._in_order(oldest):
             if total <= min(most, stuck + int(_KEPT * (self._max_bytes - stuck))):
                 break
             if known.key and known.namespace_id not in closed and self._delete(known, closed):
