@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -44,6 +45,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no store": (
         ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--shared-url", "ftp://host"],
         "--shared-url='ftp://host' .* one of s3",
+    ),
+    "no failure for a script": (
+        ["simulate", "--write-script", "x"],
+        "--write-script='x' .*only failures of connectors",
     ),
     "no time": (["simulate", "--minutes", "0"], "--minutes=0.0 is not possible: it must be above 0"),
     "no prompt": (["run", MODEL], "there is no prompt; give it with --prompt or pipe one in"),
@@ -218,6 +223,18 @@ def test_help(subcommand: list[str], expected: list[str], cargohold: Command) ->
     assert not [text for text in expected if text not in result.out], result.out
 
 
+def test_help_for_a_terminal_of_80_columns_cuts_nothing_off(
+    cargohold: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = re.findall(r"^│ ([a-z-]+) ", cargohold("--help").out, re.MULTILINE)
+    assert {"cache", "run", "simulate"} <= set(commands)
+    of_cache = (f"cache {name}" for name in ("ls", "verify", "prune", "rm"))
+    for command in ("", *commands, *of_cache):
+        help_text = cargohold(*command.split(), "--help").out if command != "vllm-flags" else ""
+        assert "\N{HORIZONTAL ELLIPSIS}" not in help_text and "``" not in help_text, command
+
+
 def test_no_progress_is_shown_where_nobody_watches(cargohold: Command) -> None:
     result = cargohold("simulate", "--workload", "small", "--seeds", "2", "--jobs", "1")
     assert result.status == 0 and result.err == ""
@@ -277,10 +294,17 @@ def test_a_failure_of_ours_is_no_mistake_of_the_user(
 REPLAY = [sys.executable, "-m", "cargohold", "replay", str(TRACE), "-p", "lru", "-s", "64"]
 
 
+VERSION, HELP = [*REPLAY[:3], "--version"], [*REPLAY[:3], "replay", "--help"]
+FLAGS = [*REPLAY[:3], "vllm-flags", "--host", "1GiB", "--elsewhere"]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
+@pytest.mark.parametrize("command", [REPLAY, VERSION, HELP, FLAGS], ids=["replay", "version", "help", "vllm-flags"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_output_is_told_in_one_line(command: list[str], unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        done = subprocess.run(REPLAY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False)
     assert done.returncode == 1
     _assert_is_one_line(done.stderr, "^cargohold: standard output: No space left on device$")
 
@@ -297,8 +321,13 @@ def test_a_full_disk_elsewhere_is_not_taken_for_standard_output() -> None:
     _assert_is_one_line(done.stderr, r"^cargohold: \[Errno 28\] No space left on device: '/tmp/x'$")
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
-    with subprocess.Popen(REPLAY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("command", [REPLAY, VERSION, FLAGS], ids=["replay", "version", "vllm-flags"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_failure(command: list[str], unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()  # before anything is written
         assert process.stderr.read() == ""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cargohold import LLM, SamplingParams
 from cargohold.cli.app import describe_reuse
@@ -96,6 +100,19 @@ def test_a_prompt_too_long_is_told_in_one_line_that_says_which(cargohold: Comman
     assert alone.status == 2
     assert alone.err.count("\n") == 1 and "at most 63 fit" in alone.err
     assert "prompt 2 of 2: the prompt has" in cargohold("run", chat_model, "-p", "x", "-p", "x" * 500, *short).err
+
+
+@pytest.mark.parametrize("options", [["-p", PROMPT], ["-p", PROMPT, "-p", "Hello"], ["-p", PROMPT, "--json"]])
+def test_a_prompt_that_fails_is_a_failure_of_the_command_and_says_why(
+    options: list[str], cargohold: Command, chat_model: str, tmp_path: Path
+) -> None:
+    model = shutil.copytree(chat_model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    spoiled = {name: weight.fill_(math.inf) if "k_proj" in name else weight for name, weight in weights.items()}
+    save_file(spoiled, model / "model.safetensors", {"format": "pt"})
+    result = cargohold("run", str(model), *options)
+    assert result.status == 1
+    assert "the model computed numbers that are not finite" in (result.out if "--json" in options else result.err)
 
 
 def test_verbose_logs_what_follows_from_the_options(cargohold: Command, chat_model: str) -> None:

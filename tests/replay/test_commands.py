@@ -180,6 +180,9 @@ class TestReplay:
             (["SMALL", "--host-bandwidth", "fast"], "--host-bandwidth="),
             (["SMALL", "--prefill-tokens-per-s", "0"], "--prefill-tokens-per-s="),
             (["SMALL", "--html", "/no/such/dir/page.html"], "html"),
+            # Refused before the trace is read, which may take an hour.
+            (["/no/such/trace", "--html", "/no/such/dir/page.html"], "--html="),
+            (["/no/such/trace", "--html", "/"], "--html='/' is not possible: it must be a file"),
         ],
     )
     def test_bad_input_is_told_in_a_line(self, cargohold: Command, small: str, arguments: list[str], told: str) -> None:

@@ -15,14 +15,25 @@ def main() -> int:
     Returns:
         The exit status: 0; 1 if something failed; 2 for impossible requests; 130 after Ctrl-C, and 143 after SIGTERM.
     """
-    from cargohold.cli.signals import interrupted, termination  # noqa: PLC0415  # not a name of this package
+    from cargohold.cli.signals import failed, interrupted, termination  # noqa: PLC0415  # not names of this package
 
     with termination.handled():
         # Modules that take time to import are imported here, where Ctrl-C is answered as at any later moment.
         try:
-            return _run()
+            return _flushed_run()
         except KeyboardInterrupt:  # before a subcommand has begun
             return interrupted()
+        except OSError as error:
+            return failed(error)
+
+
+def _flushed_run() -> int:
+    """Run the command line to the end of its output, whose failures the interpreter would tell in words of its own."""
+    try:
+        return _run()
+    finally:
+        if sys.stdout is not None:  # the program that started this process may have closed it
+            sys.stdout.flush()
 
 
 def _run() -> int:

@@ -14,10 +14,10 @@ import json
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
@@ -28,7 +28,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from cargohold import __version__
-from cargohold.cli.signals import interrupted, termination
+from cargohold.cli.signals import EXIT_FAILED, failed, interrupted, termination
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.model.info import is_kept_converted
@@ -98,6 +98,14 @@ def quiet_transformers() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raise ``ConfigError`` if the file cannot be written, before time is spent on what is to be in it."""
+    if not file.parent.is_dir():
+        raise ConfigError(option, str(file), "there is no such directory")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(option, str(file), "it must be a file that you may write")
 
 
 def keep_what_is_not_utf8() -> None:
@@ -252,7 +260,6 @@ def _flattened(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
 # --- the app ----------------------------------------------------------------------------------------------------------
 
 
-EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
@@ -265,19 +272,19 @@ def _parse_json(text: str) -> object:
 
 _OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": "shared_url"}
 """Names on the command line of options of tiers."""
-_CONSOLES = ("typer", "click", "rich")
-"""Packages that write nothing but answers and remarks."""
 
 
 class _Commands(TyperGroup):
     """Ends every subcommand the way a shell expects: errors that we raise on purpose are one line, without a traceback."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Read the command line up to the subcommand, and handle Ctrl-C meanwhile, about which Typer would say nothing."""
+        """Read the command line up to the subcommand; Typer would end without a word, or with a traceback."""
         try:
             return super().make_context(*args, **options)
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(interrupted()) from interrupt
+        except OSError as error:
+            raise typer.Exit(failed(error)) from error
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""
@@ -292,16 +299,8 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             errors.show_cursor()  # a spinner that was about to start has hidden it, and does not know yet that it ends
             raise typer.Exit(interrupted()) from interrupt
-        except BrokenPipeError as error:
-            # The reader has seen enough. What is left in the buffer must go somewhere when the interpreter exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit from error
         except OSError as error:
-            # A full disk behind standard output, for one; what is left in the buffer would fail again.
-            logging.getLogger(__name__).info("where it failed:", exc_info=error)
-            typer.echo(f"cargohold: {_describe_failure(error)}", err=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(EXIT_FAILED) from error
+            raise typer.Exit(failed(error)) from error
 
     def _describe(self, ctx: Any, error: CargoholdError) -> str:
         """The error's message, with an option named as it is on the command line."""
@@ -320,13 +319,6 @@ class _Commands(TyperGroup):
             return f"not possible without {option}: {error.expected}"
         # On the command line, an option that is not given has the value None.
         return str(ConfigError(option, error.value, error.expected.removesuffix(", or None")))
-
-
-def _describe_failure(error: OSError) -> str:
-    """The error's message; the system names only files, so standard output has to be named here."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_console = frame.f_globals["__name__"].partition(".")[0] in _CONSOLES
-    return f"standard output: {error.strerror}" if is_console and error.strerror else one_line(error)
 
 
 app = typer.Typer(

@@ -14,7 +14,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import EXIT_FAILED, Answers, app, errors
+from cargohold.cli.app import Answers, app, errors
+from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, parse_bytes
 from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory
@@ -32,7 +33,7 @@ Place = Annotated[
     str,
     typer.Argument(help="Directory of a disk tier, or URL of a shared one: s3://, gs://, az://, file://, redis://."),
 ]
-Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id; all if there is none.")]
+Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id.")]
 IsDryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
@@ -61,7 +62,10 @@ def verify(
     delete: Annotated[bool, typer.Option("--delete", help="Delete damaged chunks.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every chunk and check it. Exits with 1 if one is damaged or cannot be checked."""
+    """Read every chunk and check it, of all namespaces if no id is given.
+
+    Exits with 1 if one is damaged or cannot be checked.
+    """
     inventory = open_inventory(place)
     chosen = _chosen(_listed(inventory), ids)
     skipped = [holding for holding in chosen if holding.is_in_use]

@@ -96,6 +96,7 @@ def replay(
 
     A hit is a block found with all blocks before it. The optimum knows the future; infinite never evicts.
     """
+    output.check()
     policies = grid.policies()
     disk_policy = disk_options.checked_policy("--disk", grid.disk)
     sizes, disk = grid.sizes()
@@ -281,6 +282,7 @@ def plan(
     """
     if not what.trace:
         raise ConfigError("trace", None, "--trace FILE is required")
+    output.check()
     budget = what.budget()
     disk_policy = disk_options.checked_policy("--disk-bytes", what.disk_bytes)
     machine = what.machine()

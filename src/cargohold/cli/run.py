@@ -17,7 +17,6 @@ import typer
 from rich.progress import Progress
 
 from cargohold.cli.app import (
-    EXIT_FAILED,
     EXIT_USAGE,
     EngineOptions,
     MetricsKeyOption,
@@ -32,7 +31,7 @@ from cargohold.cli.app import (
     remark,
     takes_groups,
 )
-from cargohold.cli.signals import termination
+from cargohold.cli.signals import EXIT_FAILED, termination
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import RequestError
@@ -61,10 +60,13 @@ def run(
     prompts = prompt or [_from_stdin()]
     with loaded(model, **engine.llm_options()) as llm:
         if len(prompts) == 1 and not as_json:
-            _stream(llm, prompts[0], params)
+            outputs = [_stream(llm, prompts[0], params)]
         else:
-            for output in _generate(llm, prompts, params):
+            outputs = _generate(llm, prompts, params)
+            for output in outputs:
                 _show(output, as_json=as_json)
+    if any(output.error is not None for output in outputs):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _from_stdin() -> str:
@@ -76,11 +78,16 @@ def _from_stdin() -> str:
     return text
 
 
-def _stream(llm: LLM, prompt: str, sampling: SamplingParams) -> None:
+def _stream(llm: LLM, prompt: str, sampling: SamplingParams) -> RequestOutput:
+    """Print the completion as it comes; returns the last output."""
     for output in llm.stream(prompt, sampling):
         typer.echo(output.new_text, nl=output.finished)
-        if output.finished:
-            remark(describe_reuse(output.metrics))
+    remark(_ending(output))
+    return output
+
+
+def _ending(output: RequestOutput) -> str:
+    return output.error or describe_reuse(output.metrics)
 
 
 def _generate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> list[RequestOutput]:
@@ -95,7 +102,7 @@ def _show(output: RequestOutput, *, as_json: bool) -> None:
     else:
         remark(f"> {output.prompt}")
         typer.echo(output.text)
-        remark(f"{describe_reuse(output.metrics)}\n")
+        remark(f"{_ending(output)}\n")
 
 
 def _as_object(output: RequestOutput) -> dict[str, Any]:
@@ -195,7 +202,7 @@ class Conversation:
                     if output.finished:
                         self.last = output
                         self.has_failed |= output.error is not None
-                        remark(output.error or describe_reuse(output.metrics))
+                        remark(_ending(output))
             except KeyboardInterrupt:
                 typer.echo()
                 if termination.is_asked_for:

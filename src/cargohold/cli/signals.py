@@ -1,15 +1,21 @@
-"""Ctrl-C and SIGTERM: how they end a command. Imports nothing that takes time."""
+"""Ctrl-C, SIGTERM and failed output: how they end a command. Imports nothing that takes time."""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from cargohold.errors import one_line
+
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
@@ -59,3 +65,30 @@ def interrupted() -> int:
     if sys.stderr is not None:  # the program that started this process may have closed it
         sys.stderr.write("terminated\n" if termination.is_asked_for else "interrupted\n")
     return EXIT_TERMINATED if termination.is_asked_for else EXIT_INTERRUPTED
+
+
+_WRITERS = ("typer", "click", "rich", "cargohold.cli", "cargohold.cli.vllm_flags")
+"""What writes nothing but answers and remarks: packages, and modules of ours."""
+
+
+def failed(error: OSError) -> int:
+    """Tell the user what failed, unless a pipe's reader has seen enough; returns the exit status for that.
+
+    Most often it is a full disk behind standard output. What is left in its buffer would fail again, so it is dropped.
+    """
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 0
+    logging.getLogger(__name__).info("where it failed:", exc_info=error)
+    if sys.stderr is not None:
+        sys.stderr.write(f"cargohold: {_describe(error)}\n")
+    return EXIT_FAILED
+
+
+def _describe(error: OSError) -> str:
+    """The error's message; the system names only files, so standard output has to be named here."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals["__name__"]
+    is_output = module in _WRITERS or module.partition(".")[0] in _WRITERS
+    return f"standard output: {error.strerror}" if is_output and error.strerror else one_line(error)

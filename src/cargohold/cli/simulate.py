@@ -20,7 +20,8 @@ from typing import Annotated, Any, Final
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cargohold.cli.app import EXIT_FAILED, app, errors, takes_groups
+from cargohold.cli.app import app, check_writable, errors, takes_groups
+from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
 from cargohold.lab.simulation.connectors import CONNECTORS
@@ -102,7 +103,9 @@ class AmountOptions:
     first_seed: Annotated[int, typer.Option(min=0, help="Begin with this one.")] = 0
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no more seeds after so many minutes.")] = None
     jobs: Annotated[int | None, typer.Option(min=1, help="Seeds at a time; by default one per core.")] = None
-    keep_going: Annotated[bool, typer.Option(help="Play all seeds, and end with a list of what failed.")] = False
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Play all seeds, and end with a list of what failed.")
+    ] = False
 
     @property
     def num_seeds(self) -> int | None:
@@ -133,6 +136,15 @@ class ReplayOptions:
         ),
     ] = None
 
+    def check(self, what: RecipeOptions) -> None:
+        """Raise ``ConfigError`` if no failure could be written as a script."""
+        if self.write_script is None:
+            return
+        if what.engine != VLLM or not what.connector.startswith(OTHERS):
+            expected = f"only failures of connectors {OTHERS}NAME with --engine {VLLM} are written down so"
+            raise ConfigError("write-script", str(self.write_script), expected)
+        check_writable("write-script", self.write_script)
+
 
 @app.command()
 @takes_groups
@@ -147,6 +159,7 @@ def simulate(
     showing the shortest run found that still fails.
     """
     recipe = what.recipe()
+    show.check(what)
     seed = show.replay
     if seed is not None and amount != AmountOptions():
         expected = "it plays this seed alone; leave out --seeds, --first-seed, --minutes and --jobs"
@@ -272,8 +285,7 @@ def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions, command: st
 
 
 def _write_script(path: Path, text: str | None) -> None:
-    if text is None:
-        raise ConfigError("write-script", str(path), f"only failures of connectors {OTHERS}NAME are written down so")
+    assert text is not None, "the options were checked"
     path.write_text(text)
     typer.echo(f"\nwritten to {path}: python {path} shows it")
 

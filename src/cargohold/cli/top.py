@@ -20,7 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import EXIT_FAILED, EXIT_USAGE, Answers, MetricsKeyOption, app
+from cargohold.cli.app import EXIT_USAGE, Answers, MetricsKeyOption, app
+from cargohold.cli.signals import EXIT_FAILED
 from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
 from cargohold.protocol import metrics
@@ -258,12 +259,10 @@ def _time(seconds: float) -> str:
 def top(
     urls: Annotated[list[str], typer.Argument(help="Addresses of engines, such as localhost:8000.", metavar="URL...")],
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Look once, and print it; so does a terminal that is none.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and print it, as into a pipe or a file.")] = False,
     metrics_key: MetricsKeyOption = None,
 ) -> None:
-    """Show what the caches of engines do: ``cargohold serve``, or vLLM with the connector. Ctrl-C ends it."""
+    """Show what the caches of engines do: of cargohold serve, or of vLLM with the connector. Ctrl-C ends it."""
     if find_spec("prometheus_client") is None:
         install = "pip install 'cargohold[serve]'"
         typer.echo(f"cargohold top: the package prometheus_client is not installed here: {install}", err=True)

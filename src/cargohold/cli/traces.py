@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cargohold.cache.policies import POLICY_NAMES, find_policy
-from cargohold.cli.app import errors, quiet_transformers, remark
+from cargohold.cli.app import check_writable, errors, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
@@ -67,7 +67,14 @@ class OutputOptions:
     """How results are shown."""
 
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
-    html: Annotated[Path | None, typer.Option(help="Write a page with curves and tables to this file.")] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with curves and tables to this file.")
+    ] = None
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` if the page could not be written."""
+        if self.html is not None:
+            check_writable("html", self.html)
 
 
 @dataclass(frozen=True, slots=True)
