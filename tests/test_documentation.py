@@ -66,7 +66,8 @@ def test_there_is_an_example_in_the_readme_and_in_the_manual() -> None:
 
 def commands(text: str) -> list[list[str]]:
     lines = [line for block in code_blocks(text) for line in block.splitlines() if line.startswith("cargohold ")]
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    # As a shell does, and not shlex: a comment begins behind a space.
+    return [shlex.split(re.sub(r"\s#.*", "", line))[1:] for line in lines]
 
 
 SHORTER = {
