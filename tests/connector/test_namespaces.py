@@ -181,6 +181,8 @@ def test_code_that_the_engine_runs_makes_another_model(layout: KVCacheLayout, na
     "name",
     [
         "adapter_config.json",
+        "adapters/retrieval/adapter_config.json",
+        "audio_tokenizer/config.json",
         "hf_quant_config.json",
         "params.json",
         "preprocessor_config.json",
@@ -192,6 +194,7 @@ def test_code_that_the_engine_runs_makes_another_model(layout: KVCacheLayout, na
 def test_configuration_in_other_files_counts(layout: KVCacheLayout, name: str) -> None:
     """Found by reading: another quantization, or other sizes of pictures, under the same weights, found the KV of before."""
     file = Path(model_of(layout).path) / name
+    file.parent.mkdir(parents=True, exist_ok=True)
     digests = {namespace_of(layout, 0, 1).digest}
     for contents in ('{"bits": 4}', '{"bits": 8}'):
         file.write_text(contents)

@@ -154,6 +154,16 @@ def test_other_weights_under_the_same_name_find_nothing(
     assert restored(ask(make_llm(str(path), offload=config, **OPTIONS), prompts())) == [{}] * 3
 
 
+def test_another_version_of_the_models_code_finds_nothing(
+    tmp_path: Path, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: KV that one transformers had computed was restored to another, whatever it had mended."""
+    for version, found in (("1.0", 0), ("1.0", 3), ("1.1", 0)):
+        monkeypatch.setattr("cargohold.engine.config.version", {"transformers": version}.__getitem__)
+        with SettledLLM(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS) as llm:
+            assert sum(map(bool, restored(ask(llm, prompts())))) == found
+
+
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("workers", [{}, {"tensor_parallel_size": 2, "executor": "multiprocess"}], ids=["one", "two"])
 def test_weights_that_were_replaced_after_they_were_loaded_are_refused_tiers(

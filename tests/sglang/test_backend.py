@@ -189,6 +189,20 @@ def test_the_second_tier_is_asked_for_what_the_first_has_lost(pools: dict[str, A
         assert torch.equal(pools["kv"].kv_buffer, expected)
 
 
+def test_scales_of_a_quantized_cache_count_by_their_contents(group: None, tmp_path: Path) -> None:
+    """Found by reading: the file's name counted, and other scales under it had KV of the former ones restored."""
+    scales, ids = tmp_path / "scales.json", set()
+    for contents in ("{}", '{"changed": 1}'):
+        scales.write_text(contents)
+        extra = with_backend("dynamic", extra_config(disk(tmp_path / "kv")))
+        with configured(write_model(tmp_path / "model"), quantization_param_path=str(scales), **extra) as args:
+            host = Host("attention", args)
+            pages = pages_of("kv", host.cache.cache_controller.storage_host_pool)
+            ids.add(Identity(a_config()).namespace("kv", pages).id)
+            host.close()
+    assert len(ids) == 2
+
+
 def test_what_is_kept_is_listed_and_verified_by_the_inventory(pools: dict[str, Any], tmp_path: Path) -> None:
     with storage_on(pools, a_config(), disk(tmp_path / "a")) as storage:
         storage.batch_set_v1(KEYS, fill(pools, KEYS))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from cargohold.integrations.vllm.regions import regions_of
+from cargohold.integrations.vllm.regions import arrangement_of, regions_of
 
 NUM_BLOCKS = 5
 
@@ -82,6 +82,28 @@ def test_regions_come_in_the_order_of_layers_wherever_these_lie() -> None:
         for at, (layer, region) in enumerate(zip(order, regions, strict=True)):
             layer.fill_(at + 1)
             assert region.view(torch.float32).eq(at + 1).all()
+
+
+def test_the_inside_of_a_block_is_told_apart_whatever_the_pool() -> None:
+    """Found by reading: another order within a block, or smaller blocks for the kernel, were found as the same KV."""
+
+    def heads_outermost(num_blocks: int) -> torch.Tensor:
+        return torch.zeros(2, num_blocks, 4, 8).movedim(0, 1)
+
+    plain = torch.zeros(NUM_BLOCKS, 2, 4, 8)
+    tensors = [
+        plain,
+        torch.zeros(NUM_BLOCKS, 4, 2, 8).transpose(1, 2),  # tokens before heads
+        torch.zeros(2 * NUM_BLOCKS, 2, 2, 8),  # a kernel that sees two blocks
+        plain.half(),
+        torch.zeros(NUM_BLOCKS, 4, 2, 8),
+    ]
+    arranged = [arrangement_of({"layer": tensor}, NUM_BLOCKS) for tensor in tensors]
+    assert len(set(arranged)) == len(arranged)
+    assert arrangement_of({"0": plain, "1": plain.clone()}, NUM_BLOCKS) == arranged[0] == "float32 1:2 2:4 3:8"
+    for make in (heads_outermost, lambda num_blocks: torch.zeros(num_blocks, 3, 2, 4, 8)[:, 1]):
+        few, many = (arrangement_of({"layer": make(count)}, count) for count in (NUM_BLOCKS, 9))
+        assert few == many
 
 
 def test_a_tensor_without_blocks_is_refused() -> None:

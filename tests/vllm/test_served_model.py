@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import invalidate_caches
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +24,13 @@ from cargohold.protocol import AttentionKind, KVCacheGroup, ServedModel
 
 
 class Layer:
-    """A layer of a model that runs on the attention backend of that name."""
+    """A layer of a model that runs on the attention backend of that name and class."""
 
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
+    def __init__(self, backend: str, of_class: str) -> None:
+        self._backend = type(of_class, (), {"get_name": staticmethod(lambda: backend)})
 
     def get_attn_backend(self) -> Any:
-        return SimpleNamespace(get_name=lambda: self._backend)
+        return self._backend
 
 
 class Drafts(SimpleNamespace):
@@ -44,6 +46,7 @@ class Drafts(SimpleNamespace):
 def served(
     load_format: str = "auto",
     backend: str = "FLASH_ATTN",
+    of_class: str = "Backend",
     layout: str | None = "LBNHC",
     *,
     lora: object = None,
@@ -82,7 +85,9 @@ def served(
         weight_transfer_config=transfer,
         lora_config=lora,
         speculative_config=None if draft is None else Drafts(**draft),
-        compilation_config=SimpleNamespace(static_forward_context={"layer": Layer(backend), "experts": object()}),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": Layer(backend, of_class), "experts": object()}
+        ),
     )
     tensors = [SimpleNamespace(size=16 * 10)]
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=[str(number)]) for number, spec in enumerate(specs)]
@@ -108,6 +113,7 @@ def test_options_that_change_kv_make_another_model() -> None:
         served(load_format="sharded_state", load={"model_loader_extra_config": {"pattern": "other-{rank}-{part}"}}),
         served(load_format="sharded_state"),
         served(backend="FLASHINFER"),
+        served(of_class="BackendOfThatName"),
         served(layout="LBHNC"),
         served(layout=None),
         served(cache={"cache_dtype": "fp8_e4m3"}),
@@ -134,23 +140,50 @@ def test_processors_for_which_vllm_arranges_kv_otherwise_make_another_model(monk
     assert len(set(models)) == len(models)
 
 
-def test_a_switch_that_rearranges_blocks_on_rocm_makes_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", {"weight_scale_group_size": 128}),
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", True),
+        ("VLLM_VIDEO_LOADER_BACKEND", "another"),
+    ],
+)
+def test_switches_in_the_environment_make_another_model(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: of these, only the one for ROCm was asked for."""
     plain = served()
-    monkeypatch.setattr("vllm.envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", True, raising=False)
+    monkeypatch.setattr(f"vllm.envs.{name}", value, raising=False)
     assert served() != plain
+
+
+def test_what_its_libraries_and_device_decide_makes_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: transformers fills in what a configuration leaves out, and makes numbers of pictures."""
+    models = [served()]
+    with monkeypatch.context() as patch:
+        patch.setattr("cargohold.integrations.vllm.identity.version", {"transformers": "0.1"}.__getitem__)
+        models.append(served())
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.platforms.current_platform.fp8_dtype", lambda: "torch.float8_e4m3fnuz", raising=False)
+        models.append(served())
+    assert len(set(models)) == len(models)
 
 
 def test_states_that_are_arranged_otherwise_make_another_model() -> None:
     """Found by reading: blocks are padded to one size, whatever kernels' options and speculation make of states."""
 
-    def states(*shapes: tuple[int, ...]) -> Any:
-        return SimpleNamespace(block_size=16, shapes=shapes)
+    def states(*shapes: tuple[int, ...], dtype: str = "bfloat16") -> Any:
+        return SimpleNamespace(block_size=16, shapes=shapes, dtypes=(dtype,) * len(shapes))
 
     models = [
         served(),
         served(specs=[states((3, 64), (2, 8, 8))]),
         served(specs=[states((64, 3), (2, 8, 8))]),
         served(specs=[states((4, 64), (2, 8, 8))]),
+        served(specs=[states((3, 64), (2, 8, 8), dtype="float16")]),
+        served(specs=[states((3, 64), (2, 8, 8), dtype="float32")]),
         served(specs=[SimpleNamespace(kv_cache_specs={"0": states((3, 64)), "1": states((2, 8, 8))})]),
     ]
     assert len(set(models)) == len(models)
@@ -195,19 +228,17 @@ def test_what_is_seen_of_a_picture_and_which_code_runs_make_another_model() -> N
     models = [
         served(),
         served(model_impl="transformers"),
-        served(using_transformers_backend=lambda: True),
         served(config_format="mistral"),
         served(trust_remote_code=True),
         served(trust_remote_code=True, code_revision="v2"),
         served(cache={"kv_cache_dtype_skip_layers": ["0"]}),
-        served(cache={"mamba_cache_dtype": "float16"}),
         media(mm_processor_kwargs={"max_pixels": 1000}),
         media(media_io_kwargs={"video": {"num_frames": 8}}),
         media(video_pruning_rate=0.5),
         media(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
     ]
     assert len(set(models)) == len(models)
-    defaults = {"mamba_cache_dtype": "auto", "kv_cache_dtype_skip_layers": []}
+    defaults: dict[str, Any] = {"kv_cache_dtype_skip_layers": []}
     by_itself = served(model_impl="auto", config_format="auto", trust_remote_code=False, cache=defaults)
     assert by_itself == served() == media(mm_processor_kwargs=None, video_pruning_method="evs")
 
@@ -224,6 +255,8 @@ NO_PROCESSOR_CACHE = SimpleNamespace(mm_processor_cache_gb=0)
         ({"load_format": "tensorizer"}, "load_format=tensorizer may bring weights from elsewhere"),
         ({"load_format": "dummy"}, "from elsewhere"),
         ({"load_format": "my_loader"}, "from elsewhere"),
+        ({"load_format": "npcache"}, "from elsewhere"),
+        ({"load_format": "sharded_state", "model_weights": "/other"}, "model_weights=/other brings weights"),
         ({"hf_overrides": lambda config: config}, "hf_overrides is a function"),
         ({"trust_remote_code": True, "hf_overrides": {"auto_map": {"AutoConfig": "org/a--b.C"}}}, "names code"),
         ({"model_class_overrides": {"Llama": "module:Own"}}, "names code"),
@@ -239,6 +272,67 @@ def test_what_cannot_be_known_again_is_said(options: dict[str, Any], reason: str
         served(cache=NO_PREFIXES, multimodal_config=SimpleNamespace(mm_processor_cache_gb=4)),
     ]
     assert not any(model.obstacle for model in known)
+
+
+def test_weights_of_another_hub_are_not_looked_for_in_the_caches_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: what ModelScope brings was taken for what an equal name has in Hugging Face's cache."""
+    monkeypatch.setattr("vllm.envs.VLLM_USE_MODELSCOPE", True, raising=False)
+    assert "VLLM_USE_MODELSCOPE brings org/name from another hub" in served().obstacle
+    assert not served(model=str(tmp_path)).obstacle
+
+
+def test_weights_and_scales_that_a_model_has_elsewhere_are_its_own(tmp_path: Path) -> None:
+    """Found by reading: Ultravox takes its language model from another repository or directory, and that was not looked at."""
+    own, text = tmp_path / "own", tmp_path / "text"
+    for directory in (own, text):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_text(directory.name)
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    ultravox = served(model=str(own), hf_config=SimpleNamespace(text_model_id=str(text), audio_model_id=None))
+    scaled = served(model=str(own), multimodal_config=SimpleNamespace(mm_encoder_fp8_scale_path=str(scales)))
+    digests = [digest_model(served(model=str(own))), digest_model(ultravox), digest_model(scaled)]
+    for changed in (text / "model.safetensors", text / "config.json"):
+        changed.write_text('{"changed": 1}')
+        digests.append(digest_model(ultravox))
+    scales.write_text('{"changed": 1}')
+    digests.append(digest_model(scaled))
+    assert len(set(digests)) == len(digests)
+    with pytest.raises(ConfigError, match="changed or replaced"):
+        digest_model(replace(ultravox, read_after_s=0.0))
+
+
+def test_code_of_plugins_is_part_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: a model of a plugin that was mended found what it had computed before."""
+    names = ("a_platform_of_ours", "a_model_of_ours", "one_file_of_ours")
+    for name in names[:2]:
+        (tmp_path / name).mkdir()
+    files = [tmp_path / names[0] / "__init__.py", tmp_path / names[1] / "model.py", tmp_path / f"{names[2]}.py"]
+    points = [
+        EntryPoint("a", "a_platform_of_ours:activate", "vllm.platform_plugins"),
+        EntryPoint("b", "a_model_of_ours.model:register", "vllm.general_plugins"),
+        EntryPoint("c", "one_file_of_ours:register", "vllm.general_plugins"),
+    ]
+    monkeypatch.setattr(
+        "cargohold.integrations.vllm.identity.entry_points",
+        lambda group: [point for point in points if point.group == group],
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "model.safetensors").write_text("weights")
+    digests = []
+    for file in files:
+        for contents in ("", "pass"):
+            file.write_text(contents)
+            invalidate_caches()
+            digests.append(digest_model(served(model=str(tmp_path))))
+    assert len(set(digests)) == len(digests)
+    monkeypatch.setattr("vllm.envs.VLLM_PLUGINS", ["a"], raising=False)
+    digests = [digest_model(served(model=str(tmp_path)))]
+    files[1].write_text("changed, and not run")
+    assert digest_model(served(model=str(tmp_path))) == digests[0]
 
 
 def test_weights_of_the_hub_are_looked_for_where_vllm_has_downloaded_them(

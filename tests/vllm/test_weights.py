@@ -92,6 +92,17 @@ def test_weights_that_are_kept_elsewhere_are_not_taken_for_known() -> None:
         fingerprint([model])
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_weights_beside_which_a_hook_computes_are_not_taken_for_known(register: str) -> None:
+    """Found by trying: a model that was steered through a hook was restored what it had computed before."""
+    model = make_model()
+    hook = getattr(next(model.children()), register)(lambda *_: None)
+    with pytest.raises(UnreadableWeightsError, match="a hook changes what a layer computes"):
+        fingerprint([model])
+    hook.remove()
+    assert fingerprint([model]) == fingerprint([make_model()])
+
+
 @pytest.fixture
 def readable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let vLLM's build for CPUs keep matrices as they are."""

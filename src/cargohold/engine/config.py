@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from importlib.metadata import version
 from typing import Annotated, Any, Final
 
 from cargohold.deadlines import CONNECTOR, DEFAULTS, TRANSFER
@@ -261,7 +262,13 @@ def plan_engine(
             block_bytes,
             config.block_tokens,
             world_size,
-            ServedModel(info.name, info.path, info.dtype, read_after_s=info.read_after_s),
+            # The model's code is that of transformers.
+            ServedModel(
+                info.name,
+                info.path,
+                f"{info.dtype}, by transformers {version('transformers')}",
+                read_after_s=info.read_after_s,
+            ),
             _num_replicas(config, info),
         ),
         scheduler=SchedulerConfig(

@@ -115,6 +115,8 @@ class ServedModel:
         config_path: directory or hub id whose configuration is used instead of the one beside the weights.
         download_dir: directory to which the engine downloads the weights of a hub id, in the form of the hub's cache; ``None``
             for the default cache. Configuration and code are in the default cache in any case.
+        parts: further directories, files and hub ids of which the engine reads weights and configuration.
+        code_parts: directories and files with further code that the engine runs.
         obstacle: start of a sentence that says what determines the KV's bytes and cannot be named; empty if there is nothing.
             Unless it is empty, the KV cannot outlive the engine.
         read_after_s: a time, in seconds since 1970, before which the engine had read none of the model's files; ``None`` if it
@@ -129,6 +131,8 @@ class ServedModel:
     code_revision: str | None = None
     config_path: str | None = None
     download_dir: str | None = None
+    parts: tuple[str, ...] = ()
+    code_parts: tuple[str, ...] = ()
     obstacle: str = ""
     read_after_s: float | None = None
 

@@ -18,7 +18,7 @@ import math
 import mmap
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -190,6 +190,11 @@ def digest_model(model: ServedModel) -> tuple[str, str]:
     if others:
         digest = digest_facts({name: file.read_bytes().hex() for name, file in others.items()})
         text = f"{text}\nand beside it: {digest.hex()}"
+    for part in model.parts:
+        of_part = digest_model(
+            replace(model, path=part, revision=None, config_path=None, code_revision=None, parts=(), code_parts=())
+        )
+        text = f"{text}\nand elsewhere: {digest_facts(dict(zip(('weights', 'config'), of_part, strict=True))).hex()}"
     weights_digest = digest_weights(_contents(weights, place))
     if model.read_after_s is not None:
         files = [*weights, *others.values(), *([config] if text else [])]
@@ -301,10 +306,9 @@ def side_files(model: ServedModel, place: Path, weights_place: Path) -> dict[str
         ConfigError: the weights are an adapter's whose base model is elsewhere, or the other configuration is in no local
             file.
     """
-    found = {name: place / name for name in _SIDE_FILES if (place / name).is_file()}
+    found = _configurations(place)
     if weights_place != place:
-        with_weights = {f"with the weights: {name}": weights_place / name for name in _SIDE_FILES}
-        found |= {name: file for name, file in with_weights.items() if file.is_file()}
+        found |= {f"with the weights: {name}": file for name, file in _configurations(weights_place).items()}
     if ADAPTER_FILE in found and not Path(model.path).exists():
         # With the package peft, transformers then loads the model that it names, whichever that is today.
         raise ConfigError(
@@ -319,6 +323,12 @@ def side_files(model: ServedModel, place: Path, weights_place: Path) -> dict[str
             )
         found[f"instead: {CONFIG_FILE}"] = config
     return found
+
+
+def _configurations(place: Path) -> dict[str, Path]:
+    """Return the configuration files beside ``config.json``, and all in directories below: a model's parts may have some."""
+    files = [file for name in (CONFIG_FILE, *_SIDE_FILES) for file in place.rglob(name) if file.is_file()]
+    return {file.relative_to(place).as_posix(): file for file in files if file != place / CONFIG_FILE}
 
 
 def index_files(place: Path, weights: Sequence[Path]) -> dict[str, Path]:
@@ -336,15 +346,26 @@ def index_files(place: Path, weights: Sequence[Path]) -> dict[str, Path]:
 
 
 def code_files(model: ServedModel, place: Path) -> dict[str, Path]:
-    """Return the files of the model's own code, by a label of their place; nothing if the engine does not run it.
+    """Return the files of the model's own code if the engine runs it, and of other parts of it, by a label of their place.
 
     All modules are returned, because any may import any other. Packages that they import are not looked at.
 
     Raises:
         ConfigError: code of another repository or revision is in no local file.
     """
-    if not model.runs_code:
-        return {}
+    places = {f"of {Path(part).name}": Path(part) for part in model.code_parts}
+    if model.runs_code:
+        places |= _places_of_own_code(model, place)
+    return {
+        f"{label}: {file.relative_to(directory).as_posix()}": file
+        for label, directory in places.items()
+        for file in ([directory] if directory.is_file() else directory.rglob("*.py"))
+        if file.is_file()
+    }
+
+
+def _places_of_own_code(model: ServedModel, place: Path) -> dict[str, Path]:
+    """Return where code is that comes with the model, by a label."""
     places = {"its own": place}
     if model.code_revision is not None and not Path(model.path).exists():
         places["of another revision"] = find_files(model.path, model.code_revision, "code")
@@ -352,13 +373,7 @@ def code_files(model: ServedModel, place: Path) -> dict[str, Path]:
         places["instead"] = find_files(model.config_path, model.revision, "configuration")
     named = {repository for directory in places.values() for repository in _repositories_named_in(directory)}
     places |= {f"of {repository}": find_files(repository, model.code_revision, "code") for repository in named}
-    return {
-        f"{label}: {file.relative_to(directory).as_posix()}": file
-        for label, directory in places.items()
-        if directory.is_dir()
-        for file in directory.rglob("*.py")
-        if file.is_file()
-    }
+    return {label: directory for label, directory in places.items() if directory.is_dir()}
 
 
 def _repositories_named_in(directory: Path) -> set[str]:

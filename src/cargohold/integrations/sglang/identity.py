@@ -28,7 +28,7 @@ _CHANGES: Final = (
     "load_format", "mamba_backend", "mamba_ssm_dtype", "mm_attention_backend", "mm_process_config",
     "model_config_parser", "model_impl", "model_loader_extra_config", "modelopt_quant", "moe_runner_backend",
     "prefill_attention_backend", "prefill_kv_cache_dequant_dtype", "qsa_indexer_dtype", "quantization",
-    "quantization_param_path", "quantize_and_serve", "rl_on_policy_target", "rl_quant_profile",
+    "quantize_and_serve", "rl_on_policy_target", "rl_quant_profile",
     "speculative_algorithm", "speculative_draft_kv_cache_dtype", "speculative_draft_model_quantization",
 )  # fmt: skip
 _LOCAL_FORMATS: Final = (
@@ -40,6 +40,8 @@ _OTHER_SOURCES: Final = (
     "checkpoint_engine_wait_weights_before_ready", "custom_weight_loader", "decrypted_config_file", "forward_hooks",
     "kt_weight_path",
 )  # fmt: skip
+_SCALES: Final = "quantization_param_path"
+_LIBRARIES: Final = ("sglang", "transformers")
 _SHARDED: Final = ("mamba",)
 """Pools that differ between tensor-parallel ranks even where latent attention does not."""
 
@@ -63,7 +65,7 @@ class Identity:
             label=self.config.model_name or str(_args()["model_path"]),
             weights=weights,
             config=text,
-            dtype=f"SGLang {version('sglang')}{''.join(f', {key} {value}' for key, value in _options())}",
+            dtype=", ".join((*(f"{name} {version(name)}" for name in _LIBRARIES), *_options())),
             layout=f"pool {name}: {pages.describe()}",
             split=f"rank {rank} of {total}{shared}, {self._split}: {name}",
             hashing="SGLang's page hashes",
@@ -127,15 +129,16 @@ def _served(path: str, revision: str | None) -> ServedModel:
         revision=revision,
         runs_code=bool(args["trust_remote_code"]),
         download_dir=args["download_dir"],
+        parts=(args[_SCALES],) if args.get(_SCALES) else (),
         read_after_s=watch.began_s,
     )
 
 
-def _options() -> Iterator[tuple[str, object]]:
+def _options() -> Iterator[str]:
     args = _args()
     for name in _CHANGES:
         if args.get(name) not in (None, False, "", {}):
-            yield name, args[name]
+            yield f"{name} {args[name]}"
 
 
 def _obstacles() -> Iterator[str]:

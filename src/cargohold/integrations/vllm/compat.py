@@ -206,6 +206,11 @@ def environment_option(name: str) -> Any:
     return _find("vllm.envs", name)
 
 
+def fp8_dtype() -> str:
+    """The type of numbers in a byte that this platform computes with."""
+    return str(_find("vllm.platforms", "current_platform").fp8_dtype())
+
+
 def has_own_process() -> bool:
     """Whether vLLM runs an engine in processes of its own. If not, it runs one engine after the other in the program's."""
     return environment_option("VLLM_ENABLE_V1_MULTIPROCESSING") in (None, True)
@@ -397,6 +402,7 @@ __all__ = [
     "environment_option",
     "event_keys",
     "extra_keys",
+    "fp8_dtype",
     "has_own_process",
     "hashes_of",
     "missing_from_config",

@@ -64,6 +64,26 @@ def regions_of(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tens
     return [_view(in_order[piece.storage], piece, num_blocks) for piece in merge(pieces)]
 
 
+def arrangement_of(kv_caches: Mapping[str, Any], num_blocks: int) -> str:
+    """How the inside of a block is arranged, for people and to be compared: whatever regions, which are bytes, do not show.
+
+    Args:
+        kv_caches: as for ``regions_of``.
+        num_blocks: blocks of the pool; another number of them arranges nothing otherwise.
+    """
+    tensors = {tensor for kv_cache in kv_caches.values() for tensor in _tensors(kv_cache)}
+    return " and ".join(sorted({_arrangement(tensor, num_blocks) for tensor in tensors}))
+
+
+def _arrangement(tensor: torch.Tensor, num_blocks: int) -> str:
+    """A tensor's dimensions that are more than 1 within a block, by number and size, in the order in which they lie."""
+    at = _block_dimension(tensor.shape, num_blocks)
+    sizes = [size // num_blocks if dim == at else size for dim, size in enumerate(tensor.shape)]
+    strides = tensor.stride()
+    dims = sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: (-strides[dim], dim))
+    return f"{str(tensor.dtype).removeprefix('torch.')} {' '.join(f'{dim}:{sizes[dim]}' for dim in dims)}"
+
+
 def merge(pieces: Iterable[Piece]) -> list[Piece]:
     """Unite pieces that touch or overlap."""
     merged: list[Piece] = []

@@ -113,10 +113,12 @@ def fingerprint(models: Iterable[torch.nn.Module]) -> str:
     """Return a fingerprint of all parameters and persistent buffers, 64 hexadecimal digits.
 
     Raises:
-        UnreadableWeightsError: some weights are not where the model says.
+        UnreadableWeightsError: some weights are not where the model says, or something else computes with it.
     """
     digest = hashlib.sha256()
     for number, model in enumerate(models):
+        if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):  # noqa: SLF001
+            raise UnreadableWeightsError("a hook changes what a layer computes, as to steer it")
         tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
         for name, tensor in tensors.items():
             if tensor.is_meta or not tensor.numel():

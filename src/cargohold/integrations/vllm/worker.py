@@ -28,6 +28,7 @@ from cargohold.connector.factory import Parts
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.adapters import NO_LOOKS, AdapterLooks, HeldAdapters
+from cargohold.integrations.vllm.identity import with_arrangement
 from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import (
     EmptyMetadata,
@@ -264,7 +265,7 @@ class WorkerSide:
             exchange: with which the workers that hold the same KV talk.
         """
         try:
-            own, by_group = as_regions(kv_caches, layout)
+            own, by_group = as_regions(kv_caches, with_arrangement(layout, kv_caches))
             with option_path("kv_connector_extra_config."):
                 inner = factory.make_worker_side(WorkerEnvironment(own, self._rank, clock, exchange))
             self._guard = WorkerConnectorGuard(inner)
