@@ -150,10 +150,12 @@ def test_malformed_hints_do_not_fail_their_request(llm: SettledLLM) -> None:
     assert [outcome.status for outcome in out.hint_outcomes] == [HintStatus.REJECTED]
 
 
-def test_one_outcome_for_each_of_too_many_and_for_repeated_names() -> None:
+@pytest.mark.parametrize("num_more", [1, 3, 100_000])
+def test_one_outcome_for_all_that_are_too_many_and_for_repeated_names(num_more: int) -> None:
     action = {"action_type": "retain", "action_version": "1", "payload": {}}
-    hints, outcomes = parse_hints([{**action, "action_id": str(at)} for at in range(MAX_HINTS + 3)])
-    assert (len(hints), len(outcomes)) == (MAX_HINTS, 3)
+    hints, outcomes = parse_hints([{**action, "action_id": str(at)} for at in range(MAX_HINTS + num_more)])
+    assert (len(hints), len(outcomes)) == (MAX_HINTS, 1)
+    assert outcomes[0].status is HintStatus.REJECTED and str(MAX_HINTS + num_more) in outcomes[0].reason
     hints, outcomes = parse_hints([{**action, "action_id": "same"}, {**action, "action_id": "same"}])
     assert (len(hints), [outcome.action_id for outcome in outcomes]) == (1, ["same"])
 

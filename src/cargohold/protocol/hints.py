@@ -30,7 +30,7 @@ MAX_PRIORITY: Final = 100
 RAISED_PRIORITY: Final = 80
 """The priority of ``retain`` where the hint names none."""
 MAX_HINTS: Final = 64
-"""Maximum number of hints that one envelope, or one call, may have; the others are rejected."""
+"""Maximum number of hints that one envelope, or one call, may have. The others are not read: they are rejected as one."""
 HINTS_KEY: Final = "cargohold_hints"
 """Our own key for hints in a request's ``kv_transfer_params``, and for their outcomes in the response."""
 FRONT_KEY: Final = "cargohold_front"
@@ -281,8 +281,8 @@ def parse_hints(given: object) -> tuple[list[Hint], list[HintOutcome]]:
         given: an envelope, as a mapping or an object with the same attributes; one action or hint, or a list of either.
 
     Returns:
-        The hints, and an outcome for each action that is none: it is malformed, unknown, of another version, or one too many.
-        Never raises.
+        The hints, and an outcome for each action that is none: it is malformed, unknown, or of another version. Those behind
+        the first ``MAX_HINTS`` have one together. Never raises.
     """
     try:
         actions, version = _actions_of(given)
@@ -291,16 +291,18 @@ def parse_hints(given: object) -> tuple[list[Hint], list[HintOutcome]]:
     hints: list[Hint] = []
     rejected: list[HintOutcome] = []
     names: set[str] = set()
-    for at, action in enumerate(actions):
+    for at, action in enumerate(actions[:MAX_HINTS]):
         found = _read(action, at, version)
         if isinstance(found, HintOutcome):
             rejected.append(found)
-        elif at >= MAX_HINTS or found.action_id in names:
-            problem = f"there are more than {MAX_HINTS}" if at >= MAX_HINTS else "another action has the same action_id"
-            rejected.append(HintOutcome(found.action_id, HintStatus.REJECTED, problem))
+        elif found.action_id in names:
+            rejected.append(HintOutcome(found.action_id, HintStatus.REJECTED, "another action has the same action_id"))
         else:
             names.add(found.action_id)
             hints.append(found)
+    if len(actions) > MAX_HINTS:  # a body has room for millions, and an engine's thread reads them
+        problem = f"there are {len(actions)} actions, of which the first {MAX_HINTS} are read"
+        rejected.append(HintOutcome(f"#{MAX_HINTS}", HintStatus.REJECTED, problem))
     return hints, rejected
 
 

@@ -19,6 +19,7 @@ from cargohold.serve.errors import ApiError, anthropic_body, invalid, json_respo
 from cargohold.serve.interfaces import (
     Body,
     CachedBody,
+    Items,
     StopStrings,
     cached_tokens,
     checked,
@@ -43,7 +44,7 @@ class AnthropicMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
     def for_template(self, param: str) -> list[dict[str, Any]]:
         """The messages of a template that say the same: results of tools are messages of their own there."""
@@ -88,9 +89,9 @@ class Prompt(Body):
     """What a conversation consists of."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[Items[AnthropicMessage], Field(min_length=1)]
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 

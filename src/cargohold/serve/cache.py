@@ -25,7 +25,7 @@ from cargohold.llm import AsyncLLM
 from cargohold.protocol import Hint, KeptPrefix, Pin, Stats, Tally, TenantUse, metrics
 from cargohold.serve.admission import ServerContext, client_of, context_of
 from cargohold.serve.errors import ApiError, json_response
-from cargohold.serve.interfaces import Message, fitting, in_turn
+from cargohold.serve.interfaces import Items, Message, fitting, in_turn
 from cargohold.serve.meters import OfNobody, told_of
 from cargohold.serve.records import Moved, Record
 from cargohold.serve.settings import Client
@@ -89,9 +89,9 @@ class PrefixBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | list[int] | None = None
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    prompt: str | Items[int] | None = None
+    messages: Items[Message] | None = None
+    tools: Items[dict[str, Any]] | None = None
     cache_salt: str | None = None
 
     @property
@@ -110,7 +110,7 @@ class PrefixBody(BaseModel):
 class HintsBody(PrefixBody):
     """Hints in the envelope of routers, or a list of its actions."""
 
-    hints: dict[str, Any] | list[dict[str, Any]]
+    hints: dict[str, Any] | Items[dict[str, Any]]
 
 
 class PrefetchBody(PrefixBody):

@@ -87,9 +87,11 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 without them would pass for one that was made with them."""
 
 
+# pydantic makes an error of each item that is wrong, and a body has room for millions of them.
+Items = Annotated[list[T], Field(fail_fast=True)]
 # After every token, the engine looks for all of them, in all requests' time.
 StopString = Annotated[str, Field(max_length=256)]
-StopStrings = Annotated[list[StopString], Field(max_length=16)]
+StopStrings = Annotated[Items[StopString], Field(max_length=16)]
 
 
 class Body(BaseModel):
@@ -122,7 +124,7 @@ class CachedBody(Body):
 
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    cargohold_hints: dict[str, Any] | list[dict[str, Any]] | None = None
+    cargohold_hints: dict[str, Any] | Items[dict[str, Any]] | None = None
 
     def options(self, client: Client) -> RequestOptions:
         """Options of the request, into which the front has put the client's salt, and hints where the client gives none."""
@@ -164,7 +166,7 @@ class OpenAIBody(CachedBody):
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = None
     stop: StopString | StopStrings | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
     priority: int = 0
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
@@ -209,9 +211,9 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def for_template(self, param: str) -> dict[str, Any]:

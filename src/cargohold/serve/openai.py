@@ -21,6 +21,7 @@ from cargohold.llm import AsyncLLM
 from cargohold.serve.admission import Job, Outputs, Prompts, ServerContext, client_of, context_of, size_of, trace_of
 from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
 from cargohold.serve.interfaces import (
+    Items,
     Message,
     OpenAIBody,
     ToolChoice,
@@ -38,7 +39,7 @@ from cargohold.serve.tools import AnswerReader, Part, ToolCall, calls_in, text_i
 router = APIRouter()
 
 Choice = Callable[[int, Sequence[Part], str | None], dict[str, Any]]
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenIds = Annotated[Items[int], Field(min_length=1)]
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _DONE = b"data: [DONE]\n\n"
@@ -47,7 +48,7 @@ _DONE = b"data: [DONE]\n\n"
 class CompletionBody(OpenAIBody):
     """The body of a request to complete text."""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=1024)]
+    prompt: str | TokenIds | Annotated[Items[str] | Items[TokenIds], Field(min_length=1, max_length=1024)]
 
     def prompts(self) -> list[str | list[int]]:
         """One or several."""
@@ -59,9 +60,9 @@ class CompletionBody(OpenAIBody):
 class ChatBody(OpenAIBody):
     """The body of a request to go on with a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
