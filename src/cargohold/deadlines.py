@@ -127,6 +127,9 @@ STOP: Final = Timer(
 CLOSE: Final = Timer(
     "closing a tier's files, when stopping has taken all of that", "they are left open", SYSTEM, plus_s=1.0
 )
+ANSWER: Final = Timer(
+    "a tier's directory, when a start looks at it before it loads the model", "the start fails", SYSTEM, plus_s=60.0
+)
 LOCK: Final = Timer("a start, while another process uses the same files of a disk tier", "it fails", SYSTEM, plus_s=3.0)
 ROOM: Final = Timer(
     "another process that makes or deletes files in a disk tier's directory",
@@ -152,8 +155,8 @@ PROGRESS: Final = Timer(
 )
 
 TIMERS: Final = (
-    WAIT, ESTIMATE, FETCHED, HOLD, PROMISE, START, END, CONNECTOR, WRITE, REQUEST, FINISH, STOP, CLOSE, LOCK, ROOM, GROWTH,
-    SLEEP, AHEAD, SETTLE, PROGRESS,
+    WAIT, ESTIMATE, FETCHED, HOLD, PROMISE, START, END, CONNECTOR, WRITE, REQUEST, FINISH, STOP, CLOSE, ANSWER, LOCK, ROOM,
+    GROWTH, SLEEP, AHEAD, SETTLE, PROGRESS,
 )  # fmt: skip
 
 

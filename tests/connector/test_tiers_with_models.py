@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import shutil
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
-from cargohold.deadlines import PROGRESS
+from cargohold.deadlines import ANSWER, PROGRESS
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
 from cargohold.protocol import BlockStored, SchedulerEnvironment, metrics
@@ -313,6 +314,28 @@ def test_tiers_that_cannot_be_are_refused_before_the_weights_are_loaded(  # whic
     with pytest.raises(ConfigError) as caught:
         SettledLLM(tiny_model("llama"), offload=[config], **OPTIONS)
     assert caught.value.key == f"connectors[0].tiers[0].{key}"
+
+
+def test_a_directory_that_hangs_at_the_start_is_told_and_refused(
+    tmp_path: Path, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by trying with a disk that hangs: nothing was said, and the start took no Ctrl-C."""
+    answers, really_look = threading.Event(), os.statvfs
+
+    def look(place: str) -> os.statvfs_result:
+        answers.wait()
+        return really_look(place)
+
+    monkeypatch.setattr(os, "statvfs", look)
+    with monkeypatch.context() as patch:
+        patch.setattr("cargohold.tiers.opening.ANSWER", replace(ANSWER, plus_s=0.01))
+        with pytest.raises(ConfigError, match=rf"tiers\[0\].directory='{tmp_path}' .* has not answered for 0.01 s"):
+            LLM(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS)
+    assert f"the start has waited 0.01 s for {tmp_path}" in caplog.text
+    monkeypatch.setattr("cargohold.tiers.opening._SILENT_S", 0.0)
+    monkeypatch.setattr("cargohold.tiers.opening.logger.warning", lambda *_: answers.set())
+    with SettledLLM(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS) as slow:
+        assert len(ask(slow, prompts(1))) == 1
 
 
 @pytest.mark.parametrize("url", ["file:///dev/null/kv", "redis://127.0.0.1:1/0?no_such_option=1"])

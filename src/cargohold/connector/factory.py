@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -16,13 +17,14 @@ from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
 from cargohold.connector.offloading.lazy import LazyOffloadingFactory
-from cargohold.deadlines import CONNECTOR, DEFAULTS, TRANSFER
+from cargohold.deadlines import ANSWER, CONNECTOR, DEFAULTS, TRANSFER
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, format_count
 from cargohold.process import available_memory_bytes
 from cargohold.protocol import NULL_CONNECTOR, AttentionKind, KVCacheLayout, KVConnectorFactory
 from cargohold.tiers import TierConfig, tier_names
 from cargohold.tiers.namespace import ID_PATTERN
+from cargohold.tiers.opening import at_medium
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +113,9 @@ def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
     for path, tier, blocks_per_chunk in tiers_of(offload):
         with option_path(path):
             used = tier.used_directory
-        if used is None:
-            continue
-        where = Path(os.path.realpath(used.path))
+            if used is None:
+                continue
+            where = Path(at_medium(tier, partial(os.path.realpath, used.path), ANSWER.seconds()))
         if not used.is_own:
             common.append(where)
             continue

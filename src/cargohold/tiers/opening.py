@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Final, TypeVar
 
+from cargohold.deadlines import ANSWER
+from cargohold.errors import ConfigError
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import TierConfig
 from cargohold.tiers.encryption import read_key, require_package
 from cargohold.tiers.namespace import Namespace
 from cargohold.tiers.port import Tier
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SILENT_S: Final = 10.0
+"""How long a start waits for a medium before it says so."""
 
 
 def require_packages(config: TierConfig) -> None:
@@ -23,7 +36,7 @@ def check_place_here(config: TierConfig) -> None:
     """Raise ``ConfigError`` for what can be seen, without changing anything, on the machine where a tier will be opened."""
     if config.encryption_key is not None:
         read_key(config.encryption_key)
-    config.require_place()
+    at_medium(config, config.require_place, ANSWER.seconds())
 
 
 def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
@@ -40,7 +53,7 @@ def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
     if config.encryption_key is not None:
         read_key(config.encryption_key).cipher(b"")  # fails if the package for encryption is not installed
     config.require_sizes(chunk_bytes, num_shards)
-    config.check(chunk_bytes, num_shards)
+    at_medium(config, lambda: config.check(chunk_bytes, num_shards), ANSWER.seconds())
 
 
 def open_tier(
@@ -64,7 +77,38 @@ def open_tier(
             installed. A store that does not answer is no error: it may come back.
     """
     config.require_sizes(chunk_bytes, num_shards)
-    return config.open(_codec(config, namespace, time_ns), chunk_bytes, num_shards)
+    codec = _codec(config, namespace, time_ns)
+    return at_medium(config, lambda: config.open(codec, chunk_bytes, num_shards))
+
+
+def at_medium(config: TierConfig, work: Callable[[], T], limit_s: float | None = None) -> T:
+    """Do work on a tier's medium, which may hang, in a thread of its own: else not even Ctrl-C would end the start.
+
+    Args:
+        config: the tier's options.
+        work: what to do; it is left behind if it is not awaited any more.
+        limit_s: seconds after which it is not; ``None`` for work that may take long.
+
+    Raises:
+        ConfigError: it has taken longer.
+    """
+    done: Future[T] = Future()
+    threading.Thread(target=_do, args=(work, done), name=f"cargohold-{config.kind}-start", daemon=True).start()
+    silent_s = _SILENT_S if limit_s is None else min(_SILENT_S, limit_s)
+    if wait([done], silent_s).not_done:
+        logger.warning("tier %s: the start has waited %g s for %s", config.kind, silent_s, config.describe())
+        if wait([done], None if limit_s is None else limit_s - silent_s).not_done:
+            used = config.used_directory
+            key, value = ("kind", config.kind) if used is None else (used.option, str(used.path))
+            raise ConfigError(key, value, f"it has not answered for {limit_s:g} s; does its disk or mount hang?")
+    return done.result()
+
+
+def _do(work: Callable[[], T], done: Future[T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001  # is raised where it is awaited
+        done.set_exception(error)
 
 
 def namespace_in(config: TierConfig, namespace: Namespace) -> Namespace:
