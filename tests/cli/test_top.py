@@ -64,6 +64,7 @@ def test_a_real_server_is_shown(cargohold: Command, chat_model: str) -> None:
     rows = {line.split()[1]: line for line in shown.out.splitlines() if line.startswith(("│ device", "│ host"))}
     assert "944" in rows["device"] and rows.keys() == {"device", "host"}
     assert "device" in shown.out and "computed" in shown.out and "tokens/s" in shown.out
+    assert "bypassed" not in shown.out, "nothing was"
 
 
 def test_vllm_is_shown_with_our_connector_in_it(cargohold: Command, recorded: str) -> None:

@@ -25,6 +25,7 @@ vllm:num_requests_running{engine="0",model_name="m"} 3
 vllm:num_requests_waiting{engine="0",model_name="m"} 2
 cargohold_prompt_tokens_total{engine="0",model_name="m",tier="host"} 300
 cargohold_prompt_tokens_total{engine="0",model_name="m",tier="computed"} 100
+cargohold_prompt_tokens_total{engine="0",model_name="m",tier="bypassed"} 0
 cargohold_tier_ready_bytes{engine="0",model_name="m",tier="host"} 1000
 cargohold_tier_capacity_bytes{engine="0",model_name="m",tier="host"} 4000
 cargohold_tier_ready_bytes{engine="0",model_name="m",tier="disk"} 500

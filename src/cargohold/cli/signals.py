@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from cargohold.errors import one_line
-
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -88,6 +86,8 @@ def failed(error: OSError) -> int:
 
 def _describe(error: OSError) -> str:
     """The error's message; the system names only files, so standard output has to be named here."""
+    from cargohold.errors import one_line  # noqa: PLC0415  # Ctrl-C is not answered yet when this module is imported
+
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals["__name__"]
     is_output = module in _WRITERS or module.partition(".")[0] in _WRITERS

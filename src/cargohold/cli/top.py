@@ -84,7 +84,8 @@ def _prompts(grown: Scrape, tiers: Sequence[str]) -> RenderableType:
         return Text("prompts: none", style="dim")
     colours = dict(zip(tiers, _COLOURS * len(tiers), strict=False))
     text, width = Text("prompts: "), 30
-    places = [*(tier for tier in tiers if found.get(tier)), *sorted(found.keys() - {*tiers, "computed"}), "computed"]
+    others = sorted(place for place in found if found[place] and place not in {*tiers, "computed"})
+    places = [*(tier for tier in tiers if found.get(tier)), *others, "computed"]
     for place in places:
         length = round(width * found.get(place, 0) / total)
         text.append("█" * length if place in colours else "░" * length, style=colours.get(place, "dim"))

@@ -95,8 +95,7 @@ class Engine:
 
 def _add(bucket: Bucket, grown: Scrape) -> None:
     """Count what has happened."""
-    for tier, tokens in grown.by(metrics.PROMPT, "tier").items():
-        bucket.tokens[tier] += int(tokens)
+    bucket.tokens += Counter({tier: int(tokens) for tier, tokens in grown.by(metrics.PROMPT, "tier").items()})
     bucket.num_requests += int(grown.total(f"{metrics.TTFT.sample}_count"))
     bucket.ttft_s += grown.seconds(metrics.TTFT)
     moved = _moved(grown)
