@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from cargohold.tiers import HostMemory
 from cargohold.transfer import Direction
 from cargohold.transfer.cuda import BlockCopies, DirectCopies, StagedCopies, num_buffer_rows
-from cargohold.transfer.links import Addresses, BatchLink, KernelLink, PageLocks, RunLink
+from cargohold.transfer.host_pages import PageLocks
+from cargohold.transfer.links import Addresses, BatchLink, KernelLink, RunLink
 
 NUM_BLOCKS, NUM_ROWS = 9, 14
 HALF_PAGE = mmap.PAGESIZE // 2

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cargohold.tiers import HostMemory
 from cargohold.transfer import Direction
-from cargohold.transfer.cuda import lock_pages, unlock_pages
-from cargohold.transfer.links import KERNEL_GAIN, KernelLink, Link, PageLocks, RunLink, cuda_links, fastest_link
+from cargohold.transfer.host_pages import PageLocks, lock_pages, unlock_pages
+from cargohold.transfer.links import KERNEL_GAIN, KernelLink, Link, RunLink, cuda_links, fastest_link
 from tests.devices import needs_cuda
 
 LOAD, STORE = Direction.LOAD, Direction.STORE

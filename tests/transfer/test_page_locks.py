@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.tiers import HostMemory
-from cargohold.transfer.links import PageLocks
+from cargohold.transfer.host_pages import PageLocks
 
 PAGE = mmap.PAGESIZE
 WAIT_S = 30.0
@@ -114,7 +114,7 @@ def test_a_driver_that_throws_is_one_that_refuses() -> None:
 
 
 def test_a_driver_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cargohold.transfer.links._MAX_WAIT_S", 0.01)
+    monkeypatch.setattr("cargohold.transfer.host_pages._MAX_WAIT_S", 0.01)
     memory, driver = HostMemory(4, PAGE), Driver()
     locks = locks_of(memory, driver)
     driver.may_lock.clear()

@@ -12,7 +12,7 @@ import torch
 
 from cargohold.tiers import HostMemory
 from cargohold.transfer import Direction, cuda
-from cargohold.transfer.cuda import nearest_node, place_near
+from cargohold.transfer.host_pages import lock_pages, nearest_node, place_near
 from tests.transfer.test_cuda import bench_of, job
 
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
@@ -90,7 +90,7 @@ def test_without_a_driver_or_with_an_old_one_there_is_no_node(monkeypatch: pytes
 def test_the_place_is_asked_for_before_pages_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locking commits pages, and committed pages stay where they are."""
     calls: list[str] = []
-    really_lock = cuda.lock_pages
+    really_lock = lock_pages
 
     def lock(device: torch.device, address: int, num_bytes: int) -> str | None:
         calls.append("lock")

@@ -6,15 +6,13 @@
     store stream     |            waits for it --->| copies of step n's stores
     load stream      | copies of loads (into blocks that nobody reads or writes before they have arrived)
 
-The thread that enqueues copies waits neither for them nor for the model: see ``block_copies``. Requests wait for loads, but
-nobody waits for stores, so the load stream has the higher priority.
+Requests wait for loads, but nobody waits for stores, so the load stream has the higher priority. The thread that enqueues
+copies waits neither for them nor for the model.
 
-Copies between blocks on a device and rows of host memory: what is enqueued on a stream, and in what order.
-
-A copy between a device and the host runs in the background only if its host side is one contiguous piece of page-locked memory.
-Any other copy is made by the thread that asked for it, through an extra buffer, after waiting until the model has computed the
-blocks. So a block that lies in many pieces on the device (in most engines, one per layer) is gathered there first, by kernels
-at the device's own speed, into a buffer with the same rows as host memory::
+That takes one contiguous piece of page-locked memory on the host's side. Any other copy is made by the thread that asked for
+it, through an extra buffer, after waiting until the model has computed the blocks. So a block that lies in many pieces on the
+device (in most engines, one per layer) is gathered there first, by kernels at the device's own speed, into a buffer with the
+same rows as host memory::
 
     layer 0   | .. b3 .. b7 ....... |
     layer 1   | .. b3 .. b7 ....... |  --one kernel per layer-->  | b3 b3 b3 | b7 b7 b7 |  --link-->  rows 40, 41
@@ -23,10 +21,7 @@ at the device's own speed, into a buffer with the same rows as host memory::
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import platform
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -39,15 +34,21 @@ from typing import Final
 import torch
 
 from cargohold.protocol import TransferOutcome
-from cargohold.tiers.memory import ByteRows, HostMemory
+from cargohold.tiers.memory import HostMemory
 from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
-from cargohold.transfer.links import Link, PageLocks, cuda_links, fastest_link, on_device, widest_element
+from cargohold.transfer.host_pages import PageLocks, lock_pages, nearest_node, place_near, unlock_pages
+from cargohold.transfer.links import Link, cuda_links, fastest_link, on_device, widest_element
 from cargohold.transfer.parts import span_of
 from cargohold.transfer.port import have_succeeded
+
+logger = logging.getLogger(__name__)
 
 BUFFER_BYTES: Final = 64 * 1024**2
 """Size of the buffer for gathered blocks: copies are then long compared with what starting them costs, and the buffer is small
 compared with a device's memory."""
+_NAP_S: Final = 0.001
+_PRIORITIES = {Direction.LOAD: -1, Direction.STORE: 0}
+"""Of streams: a lower number is served first."""
 
 
 class BlockCopies(ABC):
@@ -142,15 +143,6 @@ class ViewCopies(BlockCopies):
 def num_buffer_rows(buffer_bytes: int, row_bytes: int, num_rows: int) -> int:
     """Return how many rows a buffer of about ``buffer_bytes`` has: no more than host memory, and at least one."""
     return max(1, min(buffer_bytes // row_bytes, num_rows))
-
-
-# --- copies between paged KV on a CUDA device and host memory ---------------------------------------------------------
-
-logger = logging.getLogger(__name__)
-
-_NAP_S: Final = 0.001
-_PRIORITIES = {Direction.LOAD: -1, Direction.STORE: 0}
-"""Of streams: a lower number is served first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,66 +290,3 @@ class CudaTransferWorker(TransferWorker):
 
     def _end(self, job: CopyJob, outcome: TransferOutcome, took_s: float = 0.0) -> None:
         self._results.append(CopyResult(job, outcome, frozenset(), took_s))
-
-
-def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None:
-    """Lock pages of host memory for all devices. Returns why that failed, or ``None``."""
-    # A failure stays the last error of the thread that called this, and would be taken for an error of its next kernel.
-    with torch.cuda.device(device):
-        error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-    return f"CUDA error {error}" if error else None
-
-
-def unlock_pages(address: int) -> None:
-    """Unlock the pages that were locked from this address on."""
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
-# --- where host memory lies on machines with several NUMA nodes -------------------------------------------------------
-
-_HOST_NUMA_ID: Final = 134
-"""``CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID``: the NUMA node of the host that is closest to a device; -1 if there are none."""
-_MPOL_PREFERRED: Final = 1
-_MBIND: Final = {"x86_64": 237, "aarch64": 235}
-"""Numbers of the system call, which the C library does not wrap."""
-_MAX_NODES: Final = 64
-
-
-def nearest_node(device: torch.device) -> int | None:
-    """Return the NUMA node whose memory a device reaches fastest; ``None`` if the driver does not know, as before CUDA 12.2.
-
-    Source: CUDA driver API, ``cuDeviceGetAttribute``.
-    """
-    handle, node = ctypes.c_int(), ctypes.c_int(-1)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        error = driver.cuDeviceGet(ctypes.byref(handle), device.index or 0)
-        error = error or driver.cuDeviceGetAttribute(ctypes.byref(node), _HOST_NUMA_ID, handle)
-    except (OSError, AttributeError):
-        return None
-    return node.value if not error and node.value >= 0 else None
-
-
-def place_near(rows: ByteRows, node: int | None) -> bool:
-    """Ask for the pages of host memory on a NUMA node; on others when it is full. Returns whether the system takes the wish.
-
-    Across the sockets of a machine, copies have a fraction of the link's speed. Pages that are committed stay where they are.
-
-    Args:
-        rows: host memory; starts at a page.
-        node: the node; ``None`` asks for nothing.
-
-    Source: Linux manual, ``mbind(2)``.
-    """
-    number = _MBIND.get(platform.machine())
-    if node is None or number is None or node >= _MAX_NODES:
-        return False
-    nodes = ctypes.c_ulong(1 << node)
-    system = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_void_p(rows.ctypes.data), ctypes.c_size_t(rows.nbytes), _MPOL_PREFERRED)
-    if system.syscall(ctypes.c_long(number), *arguments, ctypes.byref(nodes), ctypes.c_ulong(_MAX_NODES + 1), 0):
-        logger.info(
-            "host memory is not placed on NUMA node %d, next to the device: %s", node, os.strerror(ctypes.get_errno())
-        )
-        return False
-    return True

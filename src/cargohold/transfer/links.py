@@ -12,193 +12,26 @@ way               how                                                      good 
 
 Which one is fastest depends on the device, its driver, its link and the length of a row, so ``fastest_link`` tries them. Copy
 engines leave the processors to the model, which kernels do not; so the kernel must be faster by ``KERNEL_GAIN``.
-
-Locks pages of host memory as they come into use, so that a device's copy engines reach them without an extra buffer.
-
-Locking commits memory and takes about a second for a few gigabytes, during which the driver may make other calls wait. So it is
-done in a thread, piece by piece, a little ahead of use: a tier of hundreds of gigabytes costs nothing at the start, and its
-owner waits only for a piece that it needs before the thread has got there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
-import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import gcd
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cargohold.tiers.memory import ByteRows
 from cargohold.transfer import Direction
+from cargohold.transfer.host_pages import PageLocks
 from cargohold.transfer.port import consecutive_runs
 
 logger = logging.getLogger(__name__)
-
-PIECE_BYTES: Final = 64 * 1024**2
-"""Approximate number of bytes to lock at a time."""
-
-_NUM_AHEAD: Final = 4
-_MAX_WAIT_S: Final = 30.0
-
-_UNKNOWN, _LOCKED, _REFUSED = range(3)
-
-
-class PageLocks:
-    """Locks the pages that rows of host memory lie in, one piece of whole pages and whole rows at a time.
-
-    A piece is locked before the first copy from or to it, or never: its state does not change after that. When one piece cannot
-    be locked, no other is tried.
-
-    Args:
-        rows: the memory; starts at a page.
-        lock: called with an address and a number of bytes; locks these pages, and returns why that failed, or ``None``. Called
-            only in a thread that this class starts.
-        unlock: called with the address that was given to ``lock``; unlocks the pages.
-        piece_bytes: approximate number of bytes to lock at a time.
-    """
-
-    def __init__(
-        self,
-        rows: ByteRows,
-        lock: Callable[[int, int], str | None],
-        unlock: Callable[[int], object],
-        piece_bytes: int = PIECE_BYTES,
-    ) -> None:
-        num_rows, row_bytes = rows.shape
-        # The smallest number of rows that ends where a page ends.
-        unit = mmap.PAGESIZE // gcd(mmap.PAGESIZE, row_bytes)
-        self._piece_rows: int = unit * max(1, piece_bytes // (unit * row_bytes))
-        self._row_bytes, self._end = row_bytes, rows.nbytes
-        self._address = rows.ctypes.data
-        self._lock, self._unlock = lock, unlock
-        self._changed = threading.Condition()
-        self._states = [_UNKNOWN] * -(-num_rows // self._piece_rows)
-        self._wanted: deque[int] = deque()
-        self._next_ahead = self._end_ahead = 0
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="cargohold-page-locks", daemon=True)
-        self._thread.start()
-
-    def parts(self, row: int, length: int) -> Iterator[tuple[int, int, bool]]:
-        """Cut a run of rows into parts where pieces end. Waits for each part until it is locked, or known not to be.
-
-        Yields:
-            First row, number of rows, and whether their pages are locked.
-
-        Raises:
-            RuntimeError: it took too long, or the thread that locks pages has stopped.
-        """
-        end = row + length
-        while row < end:
-            piece = row // self._piece_rows
-            stop = min(end, (piece + 1) * self._piece_rows)
-            yield row, stop - row, self._is_locked(piece)
-            row = stop
-
-    @property
-    def piece_rows(self) -> int:
-        """Number of rows that are locked together; the last piece may have fewer."""
-        return self._piece_rows
-
-    def all_locked(self, rows: Iterable[int]) -> bool:
-        """Return whether the pages of all of these rows are locked. Waits as ``parts`` does, and raises what it raises."""
-        return all(self._is_locked(piece) for piece in {row // self._piece_rows for row in rows})
-
-    def lock_first(self) -> bool:
-        """Lock the first piece and nothing ahead of it, wait for that, and return whether it is locked.
-
-        For the time when nothing is copied yet: an engine may be capturing graphs soon, and no page may be locked meanwhile.
-        """
-        return (self._states[0] or self._wait_for(0, num_ahead=0)) == _LOCKED
-
-    def close(self) -> None:
-        """Stop the thread, and unlock all pages. No copy may be under way."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        for piece, state in enumerate(self._states):
-            if state == _LOCKED:
-                self._unlock(self._address + self._span(piece)[0])
-                self._states[piece] = _REFUSED
-
-    def _is_locked(self, piece: int) -> bool:
-        state = self._states[piece]  # changes only once, so no lock is needed to read it
-        if state == _UNKNOWN:
-            state = self._wait_for(piece)
-        return state == _LOCKED
-
-    def _wait_for(self, piece: int, num_ahead: int = _NUM_AHEAD) -> int:
-        with self._changed:
-            self._wanted.append(piece)
-            self._end_ahead = max(self._end_ahead, piece + 1 + num_ahead)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._states[piece] != _UNKNOWN or self._is_closed, _MAX_WAIT_S)
-            if self._states[piece] == _UNKNOWN:
-                raise RuntimeError(f"the pages of rows from {piece * self._piece_rows} on were not locked in time")
-            return self._states[piece]
-
-    # --- in the thread ------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        fault: str | None = None
-        try:
-            while (piece := self._next()) is not None:
-                if fault is None:
-                    fault = self._lock_piece(piece)
-                with self._changed:
-                    self._states[piece] = _LOCKED if fault is None else _REFUSED
-                    self._changed.notify_all()
-        finally:
-            with self._changed:
-                self._is_closed = True
-                self._changed.notify_all()
-
-    def _next(self) -> int | None:
-        """Wait for the piece to lock next, and return it; ``None`` when the thread is to stop."""
-        with self._changed:
-            while not self._is_closed:
-                while self._next_ahead < len(self._states) and self._states[self._next_ahead] != _UNKNOWN:
-                    self._next_ahead += 1
-                if self._wanted:
-                    piece = self._wanted.popleft()
-                    if self._states[piece] == _UNKNOWN:
-                        return piece
-                elif self._next_ahead < min(self._end_ahead, len(self._states)):
-                    return self._next_ahead
-                else:
-                    self._changed.wait()
-        return None
-
-    def _lock_piece(self, piece: int) -> str | None:
-        """Lock a piece; return why that failed, or ``None``."""
-        start, num_bytes = self._span(piece)
-        try:
-            fault = self._lock(self._address + start, num_bytes)
-        except Exception as error:  # noqa: BLE001  # whatever a driver does, copies go on without
-            fault = str(error) or type(error).__name__
-        if fault is not None:
-            logger.warning(
-                "host memory cannot be page-locked (%s): copies are slower, and the model waits for them", fault
-            )
-        return fault
-
-    def _span(self, piece: int) -> tuple[int, int]:
-        """Return the offset of a piece's first byte, and its number of bytes."""
-        start = piece * self._piece_rows * self._row_bytes
-        return start, min(self._piece_rows * self._row_bytes, self._end - start)
-
-
-# --- how bytes cross between a device and rows of host memory ---------------------------------------------------------
 
 KERNEL_GAIN: Final = 1.5
 """How many times faster than the copy engines a kernel must be to be chosen: it takes processors away from the model."""
