@@ -163,11 +163,6 @@ def test_a_walk_whose_next_block_was_taken_raises() -> None:
         next(walk)
 
 
-def test_a_pool_without_null_block_gives_all_its_blocks() -> None:
-    pool = BlockPool(2, has_null_block=False)
-    assert {block.block_id for block in pool.allocate(2)} == {0, 1}
-
-
 @pytest.mark.parametrize("block_id", [-1, 3])
 def test_an_unknown_block_id_is_an_error(block_id: int) -> None:
     with pytest.raises(IndexError):

@@ -19,7 +19,8 @@ import cargohold.connector.kernel.offers as offers_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.messages as messages_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
-from cargohold.blocks import BlockPool, KVCacheBlock, _Windowed, root_hash
+from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
+from cargohold.blocks.prefix import _Windowed
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.manager import ChunkKeys
