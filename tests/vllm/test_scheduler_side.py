@@ -12,11 +12,13 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockView, NotedTables
+from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd, metrics
 
 LAYOUT = simulated_layout(20)
+GROUPS = Groups(LAYOUT.groups, LAYOUT.groups, bear_full_hits=True)
 
 
 class Finds(NullConnectorScheduler):
@@ -42,7 +44,7 @@ def side_over(num_tokens: int, **options: Any) -> SchedulerSide:
     )
     tables = NotedTables(1)
     room = LoadRoom(pool, LAYOUT.groups, tables, max_in_flight_tokens=64)
-    chosen = SideOptions(load_timeout_s=60.0, follow_weights="ignore", **options)
+    chosen = SideOptions(60.0, GROUPS, LAYOUT.token_bytes, follow_weights="ignore", **options)
     return SchedulerSide(Finds(num_tokens), LAYOUT, pool, tables, room, clock=lambda: 0.0, options=chosen)
 
 

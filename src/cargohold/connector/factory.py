@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
-from cargohold.cache.rows import RowPlan
+from cargohold.cache.rows import RowPlan, plan_rows
 from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
@@ -55,10 +55,10 @@ def own_configs(offload: Offload | Sequence[Offload] | None, path: str = "") -> 
                 yield from own_configs(child, f"{path}connectors[{at}].")
 
 
-def row_plan(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout) -> RowPlan | None:
-    """Return how blocks lie in host memory; ``None`` if that is not known, or not the same for all connectors of ours."""
+def row_plan(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout) -> RowPlan:
+    """Return how blocks lie in host memory, for what is told of it; as the layout says, if connectors of ours do not agree."""
     plans = {config.plan_rows(layout) for _, config in own_configs(offload)}
-    return plans.pop() if len(plans) == 1 else None
+    return plans.pop() if len(plans) == 1 else plan_rows(layout)
 
 
 def lower_tiers(offload: Offload | Sequence[Offload] | None) -> list[str]:

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cargohold.cache.rows import plan_rows
 from cargohold.connector.factory import lower_tiers, row_plan
 from cargohold.connector.held import held_levels
 from cargohold.connector.metrics import OutageLevels, for_operators
@@ -84,7 +83,7 @@ def told_of(llm: AsyncLLM, stats: Stats) -> Tally:
         metrics.TIER_IN_USE.of("device"): (status.num_blocks - status.num_free_blocks) * block_bytes,
         **held_levels(layout, llm.offload),
     }
-    plan = row_plan(llm.offload, layout) or plan_rows(layout)
+    plan = row_plan(llm.offload, layout)
     copied, token_bytes = plan.mean_block_bytes(layout), plan.token_bytes(layout)
     told = for_operators({**stats, **device}, copied, token_bytes, layout.token_bytes)
     told.add(OutageLevels(epoch=0.0).take_changes(status.outages))

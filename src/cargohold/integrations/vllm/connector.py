@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Final, Self
 from weakref import WeakSet
 
-from cargohold.cache.rows import plan_rows
 from cargohold.connector.factory import (
     Parts,
     check_chunks,
@@ -450,7 +449,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def _make_scheduler(self, pool: Any, tables: BlockTables, layout: KVCacheLayout, parts: Parts) -> None:
         layout = replace(layout, block_bytes=parts.largest_block_bytes)
-        plan = row_plan(self._settings.offload, layout) or plan_rows(layout)
+        plan = row_plan(self._settings.offload, layout)
         mean = parts.all_block_bytes / layout.world_size
         self._mean_block_bytes = mean if plan.is_even else plan.mean_block_bytes(layout)
         self._events = EventTranslator(self._kv_cache_config.kv_cache_groups, self._groups.numbers)
@@ -476,16 +475,16 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             inner = self._factory().make_scheduler_side(environment)
         adapter = self._settings.adapter
         options = SideOptions(
-            self._settings.load_timeout_s,
-            CHECK if adapter.looks_at_weights else adapter.follow_weights,
-            self._around,
-            dropped_tokens(self._vllm_config, layout.groups),
+            load_timeout_s=self._settings.load_timeout_s,
+            groups=self._groups,
+            tier_token_bytes=plan.token_bytes(layout),
+            follow_weights=CHECK if adapter.looks_at_weights else adapter.follow_weights,
+            around=self._around,
+            dropped_tokens=dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),
             by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",
             tool_tokens=start.tool_tokens(self._vllm_config.model_config),
             marks_shared_prefixes=marks_shared_prefixes(layout.groups),
-            groups=self._groups,
-            tier_token_bytes=plan.token_bytes(layout),
             levels=held_levels(layout, self._settings.offload, group_sizes(self._kv_cache_config, layout.groups)),
             max_adapters=getattr(getattr(self._vllm_config, "lora_config", None), "max_loras", 1),
         )

@@ -68,11 +68,6 @@ class Groups:
     in_pool: tuple[KVCacheGroup, ...]
     bear_full_hits: bool
 
-    @classmethod
-    def of(cls, served: Sequence[KVCacheGroup]) -> Groups:
-        """Return groups of which none is left out."""
-        return cls(tuple(served), tuple(served), all(map(bears_full_hits, served)))
-
     @property
     def served(self) -> tuple[KVCacheGroup, ...]:
         """The groups that are not left out."""
@@ -103,7 +98,7 @@ def groups_of(kv_cache_config: Any) -> Groups | list[str]:
     in_pool = tuple(group for group in found if not isinstance(group, str))
     if obstacles:
         return obstacles
-    is_kept = [all(getattr(layer, "prefix_cacheable", True) for layer in layer_specs(spec)) for spec in specs]
+    is_kept = [_is_kept(layer_specs(spec)) for spec in specs]
     if specs and not any(is_kept):
         return ["no group of the model can be found by a prefix"]
     hit_tokens = _hit_tokens(kv_cache_config, [group for group, keeps in zip(in_pool, is_kept, strict=True) if keeps])
@@ -146,10 +141,8 @@ def bears_full_hits(group: KVCacheGroup) -> bool:
 
 
 def layer_specs(group: Any) -> list[Any]:
-    """Return what vLLM says of the layers of a group: one of them if they are all alike."""
-    spec = group.kv_cache_spec
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return list(per_layer.values()) if isinstance(per_layer, dict) else [spec]
+    """Return what vLLM says of each layer of a group; what it says of the group if this worker has none of its layers."""
+    return list(named_specs(group).values()) or [group.kv_cache_spec]
 
 
 def named_specs(group: Any) -> dict[str, Any]:
@@ -181,10 +174,10 @@ def _refusals(group: Any, layers: Sequence[Any]) -> Iterator[str]:
         yield "has attention that looks ahead: its KV depends on what follows it"
     kinds = {type(layer).__name__: type(layer).__module__ for layer in layers}
     names = sorted(kinds)
+    is_kept = _is_kept(layers)
     for name in names:
         if name in _REFUSED:
             yield f"has layers of kind {name}: it {_REFUSED[name]}"
-        is_kept = all(getattr(layer, "prefix_cacheable", True) for layer in layers)
         # A plugin's class may have the name of the one that it is made of.
         if name not in _KINDS or kinds[name] != _MODULE or not (is_kept or name in _LEFT_OUT):
             yield f"has layers of kind {name}, which is not served"
@@ -192,6 +185,11 @@ def _refusals(group: Any, layers: Sequence[Any]) -> Iterator[str]:
         yield f"mixes layers of different kinds: {', '.join(names)}"
     if _is_state(layers[0]) and getattr(layers[0], "mamba_cache_mode", "none") == "none":
         yield "keeps one recurrent state per request and none at block boundaries; vLLM's --mamba-cache-mode says when"
+
+
+def _is_kept(layers: Sequence[Any]) -> bool:
+    """Whether a group of these layers can be found by a prefix."""
+    return all(getattr(layer, "prefix_cacheable", True) for layer in layers)
 
 
 def _is_state(layer: Any) -> bool:

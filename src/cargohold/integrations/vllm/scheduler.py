@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
 
-from cargohold.cache.rows import plan_rows
 from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
@@ -30,7 +29,7 @@ from cargohold.integrations.vllm.engine_view import (
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.metrics import FirstTokens
-from cargohold.integrations.vllm.resets import DROP, CacheResets, PoolResets
+from cargohold.integrations.vllm.resets import CacheResets, PoolResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
     FRONT_KEY,
@@ -98,6 +97,8 @@ class SideOptions:
 
     Attributes:
         load_timeout_s: a connector that keeps a request waiting for longer is turned off.
+        groups: the KV-cache groups.
+        tier_token_bytes: bytes of one token's KV in a tier, for all workers.
         follow_weights: what a reset of vLLM's prefix cache means for what is kept; see ``AdapterSettings``.
         around: vLLM's scheduler, and whether it is paused.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
@@ -107,22 +108,20 @@ class SideOptions:
         tool_tokens: the tokens with which the model calls tools.
         marks_shared_prefixes: whether to mark where other requests go on, at the end of a load or of what they share: there
             vLLM ends a step, and its prefix cache keeps windows and states.
-        groups: the KV-cache groups; ``None`` if none is left out.
-        tier_token_bytes: bytes of one token's KV in a tier, for all workers; ``None`` if they follow from the layout.
         levels: levels that are told once.
         max_adapters: number of adapters with which one step may compute.
     """
 
     load_timeout_s: float
-    follow_weights: str = DROP
+    groups: Groups
+    tier_token_bytes: float
+    follow_weights: str
     around: Around = field(default_factory=Around)
     dropped_tokens: int = 0
     loads: bool = True
     by_priority: bool = False
     tool_tokens: ToolTokens = ToolTokens({})  # noqa: RUF009  # it is never changed
     marks_shared_prefixes: bool = False
-    groups: Groups | None = None
-    tier_token_bytes: float | None = None
     levels: Stats = field(default_factory=dict)
     max_adapters: int = 1
 
@@ -156,11 +155,8 @@ class SchedulerSide:
         self._tables = tables
         self._room = room
         self._clock = clock
+        self._options = options
         self._timeout_s = options.load_timeout_s
-        self._dropped_tokens = options.dropped_tokens
-        self._loads, self._by_priority = options.loads, options.by_priority
-        self._tool_tokens = options.tool_tokens
-        self._marks_shared_prefixes = options.marks_shared_prefixes
         self._resets = CacheResets(
             self.guard,
             pool,
@@ -169,7 +165,7 @@ class SchedulerSide:
             is_paused=options.around.is_paused,
         )
         PoolResets(self.guard, pool, options.around.scheduler, self._blocks_of_loads, self._note_void)
-        self._groups = options.groups or Groups.of(layout.groups)
+        self._groups = options.groups
         self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
         self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.key_of)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
@@ -204,7 +200,6 @@ class SchedulerSide:
             }
         )
         self._levels: Stats = {}
-        self._tier_token_bytes = options.tier_token_bytes or plan_rows(layout).token_bytes(layout)
         self._stats_due_at = 0.0
         self._outages = OutageLevels(time.time() - clock())
         self._refusals = SparingLog(logger)  # clients decide how many there are
@@ -286,7 +281,7 @@ class SchedulerSide:
         seen = self._requests.pop(request_id, None)
         if seen is None:
             return False, dict(self._told.take(request, CacheReport(), ())) or None
-        seen.turn_end = turn_end_of(request, self._tool_tokens)
+        seen.turn_end = turn_end_of(request, self._options.tool_tokens)
         if self._adapters.was_given_up(request_id) or self._resets.is_due():
             # Nothing of it is stored any more, for nobody knows of which weights it is.
             tables = tuple([] for _ in tables)
@@ -325,13 +320,13 @@ class SchedulerSide:
             self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(request_id)
             return None, False
         self._deferrals.forget(request_id)
-        if self._marks_shared_prefixes:
+        if self._options.marks_shared_prefixes:
             # vLLM has set it anew, to where it would keep them for its own prefix cache.
-            end = self.guard.get_shared_prefix_end(seen) - self._dropped_tokens
+            end = self.guard.get_shared_prefix_end(seen) - self._options.dropped_tokens
             setattr(request, compat.SHARED_PREFIX_END, max(end, getattr(request, compat.SHARED_PREFIX_END)))
         is_full_hit = num_computed_tokens + num_tokens == request.num_tokens
         # Of a full hit vLLM drops the last token, too, because it must be computed, and with it the block that ends with it.
-        if num_tokens <= self._dropped_tokens * (1 + is_full_hit):
+        if num_tokens <= self._options.dropped_tokens * (1 + is_full_hit):
             if num_tokens:
                 self._told.note(
                     request_id,
@@ -381,7 +376,7 @@ class SchedulerSide:
                 self._news.synchronous.append(request_id)
             self._parked[request_id] = seen
             self._adapters.note_load(seen)
-            if self._marks_shared_prefixes and not self.guard.get_shared_prefix_end(seen):
+            if self._options.marks_shared_prefixes and not self.guard.get_shared_prefix_end(seen):
                 setattr(request, compat.SHARED_PREFIX_END, self._num_computed[request_id] + num_external_tokens)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
 
@@ -483,7 +478,7 @@ class SchedulerSide:
         told, self._stats = self._stats, Tally()
         told.add(self.guard.get_kv_connector_stats())
         told.add(self._take_levels())
-        shown = for_operators(told, block_bytes, self._tier_token_bytes, self.layout.token_bytes)
+        shown = for_operators(told, block_bytes, self._options.tier_token_bytes, self.layout.token_bytes)
         shown.add(self._outages.take_changes(self.guard.get_outages()))
         return {series: value for series, value in shown.items() if value}
 
@@ -509,7 +504,7 @@ class SchedulerSide:
             self._told.bypass(request_id, all_computed)
             return False
         why_not = None
-        if not self._loads:
+        if not self._options.loads:
             why_not = "with kv_role=kv_producer and overlapping steps, nothing is loaded"
         elif why := self._adapters.why_not(self._requests[request_id]):
             why_not = why
@@ -535,7 +530,7 @@ class SchedulerSide:
     def _waiting_requests(self) -> Iterable[SeenRequest]:
         """Waiting requests in the order of vLLM's queues, which it hides: those that hold blocks, as for a load, come first."""
         waiting = [seen for seen in self._requests.values() if not seen.own.status.name.startswith("RUNNING")]
-        if self._by_priority:
+        if self._options.by_priority:
             waiting.sort(key=lambda seen: seen.own)  # vLLM's requests compare by priority, then by arrival
         else:
             waiting.sort(key=lambda seen: seen.own.status.name != "PREEMPTED")
