@@ -288,7 +288,7 @@ def test_a_failure_becomes_small_and_a_script_that_shows_it(tmp_path: Path, caps
     scenario = played.scenario(10011)
     error = played.run(scenario).play().error
     assert error is not None
-    small = Shrinker(lambda less: played.fails_like(less, error), simpler=played.simpler).shrink(scenario)
+    small = Shrinker(lambda less: played.fails_like(less, error), played.simpler).shrink(scenario)
     assert len([action for action in small.actions if isinstance(action, Ask)]) <= 3
     path = tmp_path / "shows_it.py"
     path.write_text(played.script(small, error, "cargohold simulate"))

@@ -303,7 +303,7 @@ def _shrunk(recipe: Recipe, scenario: Scenario, error: Exception) -> Scenario:
         def is_failing(less: Scenario) -> bool:
             return recipe.fails_like(less, error)
 
-        return Shrinker(is_failing, on_run=show, simpler=recipe.simpler).shrink(scenario)
+        return Shrinker(is_failing, recipe.simpler, on_run=show).shrink(scenario)
 
 
 def _show_run(scenario: Scenario, timeline: RecentTimeline) -> None:

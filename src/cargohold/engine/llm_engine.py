@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -38,11 +38,6 @@ from cargohold.protocol import (
 )
 
 
-def random_seed() -> int:
-    """A seed that cannot be predicted."""
-    return secrets.randbits(63)
-
-
 @dataclass(slots=True)
 class _Live:
     """A request on its way, and its text so far."""
@@ -65,7 +60,6 @@ class LLMEngine:
         tokenizer: text to tokens and back; ``None`` if the model has none.
         limits: limits that a request must fit into.
         clock: monotonic time in seconds.
-        draw_seed: draws the seed of a request that has none.
         publisher: where KV events go after each step; closed when the engine ends. Without one, ``take_events`` has them.
 
     Attributes:
@@ -81,7 +75,6 @@ class LLMEngine:
         limits: EngineLimits,
         *,
         clock: Clock = time.monotonic,
-        draw_seed: Callable[[], int] = random_seed,
         publisher: ZmqEventPublisher | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -89,7 +82,6 @@ class LLMEngine:
         self.limits = limits
         self._executor: Executor | None = executor
         self._clock = clock
-        self._draw_seed = draw_seed
         self._publisher = publisher
         self._events = KeptEvents(MAX_KEPT_EVENTS)
         self._stats: Stats = {}
@@ -152,7 +144,7 @@ class LLMEngine:
             all_token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
-            seed=self._draw_seed() if sampling.seed is None else sampling.seed,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,  # one that cannot be predicted
             times=RequestTimes(arrived=self._clock()),
             hash_block_tokens=self.limits.hash_block_tokens,
             priority=int(priority),

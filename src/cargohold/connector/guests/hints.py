@@ -469,13 +469,6 @@ class Hints(Guest):
         self._events.clear()
         return events
 
-    def pinned_by_tenant(self) -> dict[str | None, int]:
-        """Return how many chunks each tenant has leases on."""
-        pinned: Counter[str | None] = Counter()
-        for grant in self._grants.values():
-            pinned[grant.tenant] += len(grant.keys) if grant.is_lease else 0
-        return {tenant: number for tenant, number in pinned.items() if number}
-
     def pins(self) -> list[Pin]:
         """Return the leases in force, the one that ends first in front."""
         now = self._clock()

@@ -145,10 +145,6 @@ class Shelf:
         for thread in closing:
             thread.join()
 
-    def num_suspended(self) -> int:
-        """Number of ways of access that are suspended, over all tiers."""
-        return sum(place.queue.health().num_open for place in self._places)
-
     def _from_first(self, num: int, ask: Callable[[Place, Sequence[int]], list[bool]]) -> list[bool]:
         """Ask each tier for what those before it could not do; ``ask`` gets the indices of that."""
         is_done = [False] * num

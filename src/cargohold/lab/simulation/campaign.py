@@ -171,33 +171,26 @@ MAX_RUNS = 300
 """Most runs to spend: a run that does not settle takes seconds."""
 
 
-def fails(scenario: Scenario) -> bool:
-    """Whether a run of ``scenario`` fails."""
-    return Run(scenario).play().error is not None
-
-
 class Shrinker:
     """Makes a failing scenario smaller: takes its shortest failing beginning, and leaves out whatever it fails without.
 
     The smaller scenario may fail for another reason than the whole: that is a failure as well.
 
     Args:
-        is_failing: tells whether a scenario fails; by default, by playing it.
-        max_runs: most runs to spend.
-        on_run: called after each run, for progress.
+        is_failing: tells whether a scenario fails, by playing it.
         simpler: yields further scenarios that are simpler than a given one.
+        on_run: called after each run, for progress.
     """
 
     def __init__(
         self,
-        is_failing: Callable[[Scenario], bool] = fails,
-        max_runs: int = MAX_RUNS,
+        is_failing: Callable[[Scenario], bool],
+        simpler: Callable[[Scenario], Iterable[Scenario]],
         on_run: Callable[[], None] = lambda: None,
-        simpler: Callable[[Scenario], Iterable[Scenario]] = lambda _: (),
     ) -> None:
         self._simpler = simpler
         self._is_failing = is_failing
-        self._num_left = max_runs
+        self._num_left = MAX_RUNS
         self._on_run = on_run
 
     def shrink(self, scenario: Scenario) -> Scenario:

@@ -173,11 +173,6 @@ class ConnectorPlan:
     custom: tuple[KVConnectorFactory, ...] = ()
 
     @property
-    def has_lower_tiers(self) -> bool:
-        """Whether there are tiers below host memory."""
-        return any(tier.lower for tier in self.tiers)
-
-    @property
     def keeps_all(self) -> bool:
         """Whether the connector that is asked first keeps whatever it can."""
         return not self.custom and bool(self.tiers) and self.tiers[0].keeps_all

@@ -80,8 +80,6 @@ class Run:
     Args:
         scenario: what to play.
         timeline: records what happens, for people.
-        inspect_every: steps between thorough checks.
-        checksums: whether tiers notice corruption.
         on_idle: called when nothing happens, in place of letting virtual time pass: a user's connector may copy in real time.
         world: what surrounds the engines; by default, made from ``scenario``.
     """
@@ -91,16 +89,13 @@ class Run:
         scenario: Scenario,
         *,
         timeline: Timeline = NO_TIMELINE,
-        inspect_every: int = INSPECT_EVERY,
-        checksums: bool = True,
         on_idle: Callable[[], None] | None = None,
         world: World | None = None,
     ) -> None:
         self._scenario = scenario
         self._on_idle = on_idle
         self._timeline = timeline
-        self._inspect_every = inspect_every
-        self._world = world or World(scenario, checksums=checksums)
+        self._world = world or World(scenario)
         self._clock: VirtualClock = self._world.clock
         self._expected: dict[str, Expectation] = {}
         self._asks: dict[str, Ask] = {}
@@ -249,7 +244,7 @@ class Run:
             self._timeline.step(self._clock.now, engine, *engine.last_step)
             raise
         self._timeline.step(self._clock.now, engine, step, output)
-        if engine.num_steps % self._inspect_every == 0:
+        if engine.num_steps % INSPECT_EVERY == 0:
             self._inspect()
         if not step.scheduled and output.connector.is_empty():
             self._sleep(next_action)

@@ -219,7 +219,6 @@ class World:
 
     Args:
         scenario: the engines and everything around them.
-        checksums: whether tiers notice corruption; if not, the oracles must.
         prepare: called with every engine before its first step; not with engines of vLLM.
         beside: the world around another engine, with which this one shares time, faults, and tiers that machines share.
 
@@ -234,13 +233,11 @@ class World:
         self,
         scenario: Scenario,
         *,
-        checksums: bool = True,
         prepare: Callable[[SimulatedEngine], None] = lambda _: None,
         beside: World | None = None,
     ) -> None:
         self._scenario = scenario
         self._prepare = prepare
-        self._checksums = checksums
         self.clock: VirtualClock = VirtualClock() if beside is None else beside.clock
         random = Random(f"{scenario.seed}/chance")  # noqa: S311  # repeatable, on purpose
         drawn = FaultSource(scenario.rates, random, self._now, scenario.quiet_from)
@@ -324,7 +321,7 @@ class World:
 
         def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
             transfers: TransferWorker = self._make_link(region, rows, environment.rank)
-            if self._checksums and self.source.is_possible(DAMAGING):
+            if self.source.is_possible(DAMAGING):
                 shard = environment.rank // environment.layout.num_replicas
                 transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(shard, {}))
             return self._faulty_transfers(transfers, region, rows, self.source)
