@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.deferrals import Deferrals
+from cargohold.integrations.vllm.loads import Deferrals
 
 LIMIT_S = 10.0
 

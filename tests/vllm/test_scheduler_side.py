@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.engine_view import BlockView, NotedTables
 from cargohold.integrations.vllm.groups import Groups
+from cargohold.integrations.vllm.loads import LoadRoom
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd, metrics
@@ -83,8 +83,8 @@ def test_a_synchronous_load_of_which_nothing_was_taken_says_nothing_of_a_later_o
         connector.is_async = is_async
         assert side.get_num_new_matched_tokens(request, 0) == (32, True)
         side.update_state_after_alloc(request, blocks, num_taken)
-    assert list(side._news.loads) == ["r"]
-    assert not side._news.synchronous
+    news = side._loads.take_news()
+    assert (list(news.loads), news.synchronous) == (["r"], [])
 
 
 def test_where_a_prompt_comes_from_is_counted_once_however_often_it_is_admitted() -> None:

@@ -15,8 +15,8 @@ pytest.importorskip(
 from vllm.v1.core import single_type_kv_cache_manager
 
 from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
-from cargohold.integrations.vllm.deferrals import LoadRoom
 from cargohold.integrations.vllm.groups import bears_full_hits
+from cargohold.integrations.vllm.loads import LoadRoom
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.fingerprints import GroupPlan
 from cargohold.lab.simulation.traffic import Ask

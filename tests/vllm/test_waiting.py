@@ -126,7 +126,7 @@ def ask_together(engine: Engine, prompts: Sequence[Sequence[int]], faults: Fault
     while engine.is_busy:
         ended |= engine.step()
         crowd.num_steps += 1
-        crowd.most_loads = max(crowd.most_loads, len(engine.side._loading))
+        crowd.most_loads = max(crowd.most_loads, len(engine.side._loads))
     faults.hold_polls = 0
     crowd.answers = [ended[str(number)] for number in range(len(prompts))]
     crowd.num_loads = sum(count for (direction, _), count in faults.counts.items() if direction is Direction.LOAD)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
 from reprlib import repr as shown  # a client may send values of any size
 from typing import Any, Final
@@ -16,7 +15,6 @@ from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.adapters import Adapters
 from cargohold.integrations.vllm.around import Around
-from cargohold.integrations.vllm.deferrals import Deferrals, LoadRoom
 from cargohold.integrations.vllm.engine_view import (
     BlockTables,
     NotedTables,
@@ -28,19 +26,17 @@ from cargohold.integrations.vllm.engine_view import (
 )
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
+from cargohold.integrations.vllm.loads import Deferrals, LoadRoom, Loads
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.resets import CacheResets, PoolResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
     FRONT_KEY,
     HINTS_KEY,
-    NULL_BLOCK_ID,
-    BlockIds,
     CacheReport,
     ConnectorGuard,
     HintOutcome,
     KVCacheLayout,
-    KVConnectorOutput,
     KVConnectorScheduler,
     KVEvent,
     OutputAggregator,
@@ -61,34 +57,6 @@ STATS_EVERY_S: Final = 0.1
 _REMOTE_PREFILL: Final = "do_remote_prefill"
 """Key that vLLM's connectors between prefill and decode engines answer. vLLM's engine ends if two connectors answer the same
 key, and our decode engines need none: they look up every prompt."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load in flight.
-
-    Attributes:
-        since: when it began.
-        num_tokens: prompt tokens that were not counted as computed because they are loaded. 0 once a rank has failed the load,
-            when they are counted after all, and for a request that was admitted before, whose prompt is counted already.
-        ends_in_step: whether it is over when the workers' step is: the connector called it synchronous.
-        block_ids: the blocks that it fills.
-    """
-
-    since: float
-    num_tokens: int
-    ends_in_step: bool
-    block_ids: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _News:
-    """What the workers are to be told with the next step; see ``StepMessage``."""
-
-    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    sends: list[str] = field(default_factory=list)
-    synchronous: list[str] = field(default_factory=list)
-    void: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +132,8 @@ class SchedulerSide:
             policy=options.follow_weights,
             is_paused=options.around.is_paused,
         )
-        PoolResets(self.guard, pool, options.around.scheduler, self._blocks_of_loads, self._note_void)
+        self._loads = Loads(layout.groups, clock)
+        PoolResets(self.guard, pool, options.around.scheduler, self._loads.blocks, self._note_void)
         self._groups = options.groups
         self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
         self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.key_of)
@@ -173,24 +142,19 @@ class SchedulerSide:
         self._told = Explanations()
         # Answers to requests' hints, by request id.
         self._outcomes: dict[str, list[HintOutcome]] = {}
-        # Loads in flight by request id, the oldest first.
-        self._loading: dict[str, _Load] = {}
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
         # Since when nothing was computed although there are requests and stuck copies hold blocks.
         self._starved_since: float | None = None
-        # Requests that were given blocks for a load and have not run since.
-        self._parked: dict[str, SeenRequest] = {}
         # Requests whose load failed: asking again might fail again, for ever.
         self._failed: set[str] = set()
         # By request id, tokens on the device when vLLM last asked.
         self._num_computed: dict[str, int] = {}
-        # Requests for which the connector has just promised a synchronous load.
-        self._synchronous: set[str] = set()
         # Requests whose prompt was counted: after a failed load or a preemption they are admitted again.
         self._admitted: set[str] = set()
         self._first_tokens = FirstTokens(clock)
-        self._news = _News()
+        # Requests that ended since the last step, and whose blocks the connector keeps.
+        self._sends: list[str] = []
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = False
         self._stats = Tally(
@@ -272,10 +236,9 @@ class SchedulerSide:
         if isinstance(self._tables, NotedTables):
             self._tables.forget(request_id)
         self._failed.discard(request_id)
-        self._parked.pop(request_id, None)
+        self._loads.forget(request_id)
         self._deferrals.forget(request_id)
         self._num_computed.pop(request_id, None)
-        self._synchronous.discard(request_id)
         self._admitted.discard(request_id)
         self._first_tokens.note_ended(request, self._stats)
         seen = self._requests.pop(request_id, None)
@@ -288,7 +251,7 @@ class SchedulerSide:
         keeps_blocks, params = self.guard.request_finished(seen, self._groups.select(tables))
         report = self.guard.explain(request_id)
         if keeps_blocks:
-            self._news.sends.append(request_id)
+            self._sends.append(request_id)
         answer = dict(params or {})
         answer.pop(_REMOTE_PREFILL, None)
         outcomes = self._outcomes.pop(request_id, ())
@@ -307,7 +270,7 @@ class SchedulerSide:
         """
         request_id = request.request_id
         self._num_computed[request_id] = num_computed_tokens
-        self._synchronous.discard(request_id)  # vLLM may have taken nothing of what was promised
+        self._loads.note_promise(request_id, ends_in_step=False)
         if not self._may_ask_about(request):
             self._deferrals.forget(request_id)
             return 0, False
@@ -336,13 +299,12 @@ class SchedulerSide:
         if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._holding_for_loads(request_id)):
             self._told.note(request_id, "its load waited until requests loaded before it had the blocks that they need")
             return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
-        if num_tokens and not is_async:
-            self._synchronous.add(request_id)
+        self._loads.note_promise(request_id, ends_in_step=num_tokens > 0 and not is_async)
         return num_tokens, num_tokens > 0
 
     def _holding_for_loads(self, asking: str) -> Iterator[SeenRequest]:
         """Requests other than ``asking`` that hold blocks for a load, also those of whose blocks vLLM tells later."""
-        for request_id in self._parked.keys() | (self._num_computed.keys() - self._admitted):
+        for request_id in self._loads.parked.keys() | (self._num_computed.keys() - self._admitted):
             if request_id != asking and request_id in self._requests and any(self._tables.blocks(request_id)):
                 yield self._requests[request_id]
 
@@ -367,17 +329,12 @@ class SchedulerSide:
             return
         tables = block_ids(self._groups.select(blocks.blocks))
         if num_external_tokens:
-            is_synchronous = request_id in self._synchronous
-            self._synchronous.discard(request_id)
-            filled = self._news.loads[request_id] = self._destinations(request_id, tables, num_external_tokens)
-            num_counted = num_external_tokens if is_first else 0
-            self._loading[request_id] = _Load(self._clock(), num_counted, is_synchronous, filled)
-            if is_synchronous:
-                self._news.synchronous.append(request_id)
-            self._parked[request_id] = seen
+            first = self._num_computed[request_id]
+            tokens = range(first, first + num_external_tokens)
+            self._loads.begin(seen, tables, tokens, num_external_tokens if is_first else 0)
             self._adapters.note_load(seen)
             if self._options.marks_shared_prefixes and not self.guard.get_shared_prefix_end(seen):
-                setattr(request, compat.SHARED_PREFIX_END, self._num_computed[request_id] + num_external_tokens)
+                setattr(request, compat.SHARED_PREFIX_END, tokens.stop)
         self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
 
     def build_connector_meta(self, output: Any) -> StepMessage:
@@ -389,17 +346,16 @@ class SchedulerSide:
         # drop it, and if every step stored something, the connector would always be in use and never be reset.
         is_reset_due = self._resets.is_due()
         self._context.shows_free_blocks = not is_reset_due
-        if self._parked:
-            for request_id in output.num_scheduled_tokens:
-                self._parked.pop(request_id, None)
+        self._loads.note_running(output.num_scheduled_tokens)
         requests = {} if is_reset_due else self._adapters.without_given_up(self._requests)
         inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables, self._groups))
-        new, self._news = self._news, _News()
+        new = self._loads.take_news()
+        sends, self._sends = self._sends, []
         stop = self.guard.stop_workers() or self.guard.is_stopping
         look = self._resets.take_look(computes=bool(output.num_scheduled_tokens))
         adapters = self._adapters.take_looks()
         return StepMessage(
-            inner, new.loads, tuple(new.sends), tuple(new.synchronous), stop, look, adapters, tuple(new.void)
+            inner, new.loads, tuple(sends), tuple(new.synchronous), stop, look, adapters, tuple(new.void)
         )
 
     def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
@@ -431,7 +387,7 @@ class SchedulerSide:
         if step_failed:
             output = replace(output, step_failed=True)
         self._stats.add(output.kv_connector_stats)
-        output = self._without_synchronous(output)
+        output = self._loads.end(output)
         if not output.is_empty():
             self.guard.update_connector_output(output)
         if self.guard.is_winding_up and self._stopped_ranks.issuperset(ranks):
@@ -446,7 +402,7 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is nothing to compute."""
-        return bool(self._loading) or self.guard.has_pending_work()
+        return bool(self._loads) or self.guard.has_pending_work()
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will become free soon without a preemption."""
@@ -516,17 +472,6 @@ class SchedulerSide:
             self._told.note(request_id, f"nothing was looked up: {why_not}")
         return why_not is None
 
-    def _destinations(self, request_id: str, tables: BlockIds, num_external_tokens: int) -> tuple[int, ...]:
-        """The blocks that a load fills."""
-        first = self._num_computed[request_id]
-        end = first + num_external_tokens
-        return tuple(
-            block_id
-            for group, table in zip(self.layout.groups, tables, strict=True)
-            for block_id in table[first // group.block_tokens : -(-end // group.block_tokens)]
-            if block_id != NULL_BLOCK_ID
-        )
-
     def _waiting_requests(self) -> Iterable[SeenRequest]:
         """Waiting requests in the order of vLLM's queues, which it hides: those that hold blocks, as for a load, come first."""
         waiting = [seen for seen in self._requests.values() if not seen.own.status.name.startswith("RUNNING")]
@@ -534,53 +479,31 @@ class SchedulerSide:
             waiting.sort(key=lambda seen: seen.own)  # vLLM's requests compare by priority, then by arrival
         else:
             waiting.sort(key=lambda seen: seen.own.status.name != "PREEMPTED")
-        return sorted(waiting, key=lambda seen: not (seen.request_id in self._parked or seen.own.num_computed_tokens))
+        return sorted(
+            waiting, key=lambda seen: not (seen.request_id in self._loads.parked or seen.own.num_computed_tokens)
+        )
 
-    def _without_synchronous(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """Note the loads that ended; return the output as the connector expects it, to which synchronous loads need no end."""
-        ended = output.finished_recving
-        if not ended:
-            return output  # in most steps
-        loads = {request_id: self._loading.pop(request_id, None) for request_id in ended}
-        own = frozenset(request_id for request_id, load in loads.items() if load is None or not load.ends_in_step)
-        if len(own) == len(ended):
-            return output
-        return replace(output, finished_recving=own)
-
-    def _note_failed(self, request_ids: AbstractSet[str]) -> None:
+    def _note_failed(self, request_ids: Collection[str]) -> None:
         """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
-        self._failed |= request_ids & self._requests.keys()
-        self._count_as_computed(request_ids)
-
-    def _count_as_computed(self, request_ids: Iterable[str]) -> None:
-        """Count what is not loaded after all."""
-        for request_id in request_ids:
-            load = self._loading.get(request_id)
-            if load is not None:
-                self._stats[metrics.PROMPT.of("computed")] += load.num_tokens
-                load.num_tokens = 0
-
-    def _blocks_of_loads(self) -> dict[str, tuple[int, ...]]:
-        """The requests that wait for a load, or have not run since, and the blocks that loads in flight fill."""
-        if compat.TransferResults is None:
-            return {}  # told by block that a load has failed, vLLM computes into the blocks that the request had
-        return {**dict.fromkeys(self._parked, ()), **{name: load.block_ids for name, load in self._loading.items()}}
+        if request_ids:
+            self._failed.update(self._requests.keys() & request_ids)
+            self._count_computed(self._loads.count_failed(request_ids))
 
     def _note_void(self, request_ids: Collection[str]) -> None:
         """Note requests that vLLM computes as new ones, because its cache was reset: what is loaded for them is void."""
-        self._count_as_computed(request_ids)
-        void = [request_id for request_id in request_ids if request_id in self._loading]
-        self._news.void += void
-        for request_id in request_ids:
-            self._parked.pop(request_id, None)
+        self._count_computed(self._loads.count_failed(request_ids))
+        void = self._loads.note_void(request_ids)
         if void:
             logger.info(
                 "vLLM's prefix cache is reset: %d loads in flight are void; their requests start over", len(void)
             )
 
+    def _count_computed(self, num_tokens: int) -> None:
+        """Count prompt tokens that are not loaded after all."""
+        self._stats[metrics.PROMPT.of("computed")] += num_tokens
+
     def _check_deadlines(self) -> None:
-        oldest = next(iter(self._loading.items()), None)
-        late = oldest[0] if oldest is not None and self._clock() - oldest[1].since > self._timeout_s else None
+        late = self._loads.late(self._timeout_s)
         if self._patience.has_run_out(late, self._timeout_s):
             self.guard.break_off(f"did not end the load of request {late} within {self._timeout_s:g} s")
         undecided = self._deferrals.note_step(self._timeout_s)
@@ -601,7 +524,7 @@ class SchedulerSide:
         """Give back all references of the connector. All workers have stopped: nothing reads or writes its blocks any more."""
         unlocks = self.guard.release().block_ids_to_unlock
         self._context.free_ids(unlocks)
-        self._loading.clear()
+        self._loads.clear()
         self._deferrals.clear()
 
 

@@ -1,0 +1,300 @@
+"""Loads of vLLM's requests: how long one was deferred, whether there is room for it, and what became of it.
+
+Room for loads: no two loaded requests may wait for each other's blocks for ever.
+
+A request that was given blocks for a load keeps them until it has run, for vLLM preempts only running requests. So vLLM admits
+another load only if the blocks that earlier loaded requests still need stay free. Where a group forgets the past, as with a
+window, vLLM counts too few: from the most blocks that a request holds at a time it subtracts the length of the request's
+table, forgotten blocks included::
+
+    window of 16, blocks of 4, load of 64 tokens, 128 in all      at most 8 blocks at a time, 4 of them held
+    table   |  |  |  |  |  |  |  |  |  |  |  |  |##|##|##|##|     16 long: 8 - 16 < 0, so nothing is reserved
+
+Two such requests can then fill the pool, and neither of them has room for its next tokens. Here, the blocks that requests
+really hold are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cargohold.deadlines import Patience
+from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.engine_view import BlockTables, SeenRequest
+from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, BlockIds, Clock, KVCacheGroup, KVConnectorOutput
+
+
+@dataclass(slots=True)
+class _Wait:
+    """The wait of one request.
+
+    Attributes:
+        patience: decides when the wait is too long; each request has its own, for vLLM does not ask for all in the same steps.
+        seconds: how long the request has waited.
+    """
+
+    patience: Patience
+    seconds: float = 0.0
+
+
+class Deferrals:
+    """Measures how long each request has waited for the connector's answer, and for nothing else.
+
+    vLLM asks again only when it has a place for the request, which may be minutes later. So the time between two steps counts
+    only for requests about which vLLM asked again at its end.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waits: dict[str, _Wait] = {}
+        self._asked: set[str] = set()
+        self._last_step = clock()
+
+    def __len__(self) -> int:
+        return len(self._waits.keys() | self._asked)
+
+    def note(self, request_id: str) -> bool:
+        """Note that a request was told to ask again. Returns whether that was the first time."""
+        is_first = request_id not in self._waits and request_id not in self._asked
+        self._asked.add(request_id)
+        return is_first
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has its answer, or needs none any more."""
+        self._waits.pop(request_id, None)
+        self._asked.discard(request_id)
+
+    def clear(self) -> None:
+        """Forget all requests: the connector is asked no more."""
+        self._waits.clear()
+        self._asked.clear()
+
+    def note_step(self, limit_s: float) -> str | None:
+        """Count the time since the last step. Returns a request that has waited longer than ``limit_s``, if there is one."""
+        asked, self._asked = sorted(self._asked), set()
+        before, self._last_step = self._last_step, self._clock()
+        late = None
+        for request_id in asked:
+            wait = self._waits.get(request_id)
+            if wait is None:
+                self._waits[request_id] = _Wait(Patience(self._clock))
+                continue
+            wait.seconds += self._last_step - before
+            overdue = request_id if wait.seconds > limit_s else None
+            if wait.patience.has_run_out(overdue, limit_s):
+                late = late or request_id
+        return late
+
+
+# --- room for loads ---------------------------------------------------------------------------------------------------
+
+_FORGETTING = (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
+_MAX_STATES = 3
+"""Recurrent states that a request holds at a time: the one that a step advances, the one that it was copied from, and one of a
+step before that is still in flight."""
+
+
+class LoadRoom:
+    """Decides whether the pool has room for another load.
+
+    Args:
+        pool: vLLM's block pool.
+        groups: the KV-cache groups.
+        tables: the requests' block tables.
+        max_in_flight_tokens: most tokens that vLLM schedules before it frees the blocks that these tokens move out of a window.
+    """
+
+    def __init__(
+        self, pool: Any, groups: Sequence[KVCacheGroup], tables: BlockTables, max_in_flight_tokens: int
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._tables = tables
+        self._max_in_flight_tokens = max_in_flight_tokens
+        self._counts_too_little = any(group.kind in _FORGETTING for group in groups)
+
+    def admits(self, num_tokens: int, parked: Iterable[Any]) -> bool:
+        """Whether a load can have its blocks without any of ``parked`` being short of them.
+
+        Args:
+            num_tokens: tokens that will be on the device after the load.
+            parked: requests that were given blocks for a load, and have not run since.
+        """
+        if not self._counts_too_little:
+            return True
+        needed = [self._num_needed(request) for request in parked]
+        if not needed:
+            return True
+        taken = sum(
+            -(-num_tokens // group.block_tokens) - group.num_skipped_tokens(num_tokens) // group.block_tokens
+            for group in self._groups
+        )
+        return taken + sum(needed) <= int(self._pool.get_num_free_blocks())
+
+    def _num_needed(self, request: Any) -> int:
+        """Blocks that a parked request will need beyond those it holds."""
+        tables = self._tables.blocks(request.request_id)
+        return sum(
+            max(self._max_held(group, request.num_tokens) - sum(not block.is_null for block in table), 0)
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+
+    def _max_held(self, group: KVCacheGroup, num_tokens: int) -> int:
+        """Blocks that a request holds at most at a time until its prompt is computed."""
+        all_blocks = -(-num_tokens // group.block_tokens)
+        if group.kind is AttentionKind.RECURRENT:
+            return min(all_blocks, _MAX_STATES)
+        if group.window_tokens is None:
+            return all_blocks
+        return min(all_blocks, -(-(group.window_tokens + self._max_in_flight_tokens) // group.block_tokens) + 1)
+
+
+# --- loads in flight --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load in flight.
+
+    Attributes:
+        since: when it began.
+        num_tokens: prompt tokens that were not counted as computed because they are loaded. 0 once they are not loaded after
+            all, and for a request that was admitted before, whose prompt is counted already.
+        ends_in_step: whether it is over when the workers' step is: the connector called it synchronous.
+        block_ids: the blocks that it fills.
+    """
+
+    since: float
+    num_tokens: int
+    ends_in_step: bool
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LoadNews:
+    """What the workers are to be told of loads with the next step; see ``StepMessage``."""
+
+    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    synchronous: list[str] = field(default_factory=list)
+    void: list[str] = field(default_factory=list)
+
+
+class Loads:
+    """The loads in flight, and the requests that wait for them.
+
+    Args:
+        groups: the KV-cache groups that are served.
+        clock: monotonic time in seconds.
+
+    Attributes:
+        parked: requests that were given blocks for a load and have not run since, by id.
+    """
+
+    def __init__(self, groups: Sequence[KVCacheGroup], clock: Clock) -> None:
+        self._groups = groups
+        self._clock = clock
+        self.parked: dict[str, SeenRequest] = {}
+        # The oldest first.
+        self._in_flight: dict[str, _Load] = {}
+        # Requests for which the connector has just promised a synchronous load.
+        self._synchronous: set[str] = set()
+        self._news = LoadNews()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def note_promise(self, request_id: str, *, ends_in_step: bool) -> None:
+        """Note what the connector has promised of a request's next load; of an earlier promise, vLLM may have taken nothing."""
+        if ends_in_step:
+            self._synchronous.add(request_id)
+        else:
+            self._synchronous.discard(request_id)
+
+    def begin(self, seen: SeenRequest, tables: BlockIds, tokens: range, num_counted: int) -> None:
+        """Note a load.
+
+        Args:
+            seen: the request.
+            tables: its block tables.
+            tokens: the tokens that are loaded.
+            num_counted: those of them that would have been counted as computed.
+        """
+        request_id = seen.request_id
+        ends_in_step = request_id in self._synchronous
+        filled = tuple(
+            block_id
+            for group, table in zip(self._groups, tables, strict=True)
+            for block_id in table[tokens.start // group.block_tokens : -(-tokens.stop // group.block_tokens)]
+            if block_id != NULL_BLOCK_ID
+        )
+        self._in_flight[request_id] = _Load(self._clock(), num_counted, ends_in_step, filled)
+        self.parked[request_id] = seen
+        self._news.loads[request_id] = filled
+        if ends_in_step:
+            self._synchronous.discard(request_id)
+            self._news.synchronous.append(request_id)
+
+    def note_running(self, request_ids: Iterable[str]) -> None:
+        """Note which requests run in a step."""
+        if self.parked:
+            for request_id in request_ids:
+                self.parked.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended; a load of it that is in flight ends by itself."""
+        self.parked.pop(request_id, None)
+        self._synchronous.discard(request_id)
+
+    def end(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """Note the loads that ended; return the output as the connector expects it, to which synchronous loads need no end."""
+        ended = output.finished_recving
+        if not ended:
+            return output  # in most steps
+        loads = {request_id: self._in_flight.pop(request_id, None) for request_id in ended}
+        own = frozenset(request_id for request_id, load in loads.items() if load is None or not load.ends_in_step)
+        if len(own) == len(ended):
+            return output
+        return replace(output, finished_recving=own)
+
+    def count_failed(self, request_ids: Iterable[str]) -> int:
+        """Return how many prompt tokens are not loaded after all, and were not counted before."""
+        num_tokens = 0
+        for request_id in request_ids:
+            load = self._in_flight.get(request_id)
+            if load is not None:
+                num_tokens += load.num_tokens
+                load.num_tokens = 0
+        return num_tokens
+
+    def note_void(self, request_ids: Collection[str]) -> list[str]:
+        """Note requests that start over: what is loaded for them is void. Return those of them with a load in flight."""
+        void = [request_id for request_id in request_ids if request_id in self._in_flight]
+        self._news.void += void
+        for request_id in request_ids:
+            self.parked.pop(request_id, None)
+        return void
+
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        """The requests that wait for a load, or have not run since, and the blocks that loads in flight fill."""
+        if compat.TransferResults is None:
+            return {}  # told by block that a load has failed, vLLM computes into the blocks that the request had
+        return {**dict.fromkeys(self.parked, ()), **{name: load.block_ids for name, load in self._in_flight.items()}}
+
+    def late(self, timeout_s: float) -> str | None:
+        """Return the request whose load takes longest, if it takes longer than ``timeout_s``."""
+        oldest = next(iter(self._in_flight.items()), None)
+        return oldest[0] if oldest is not None and self._clock() - oldest[1].since > timeout_s else None
+
+    def take_news(self) -> LoadNews:
+        """Return what the workers have not been told."""
+        news, self._news = self._news, LoadNews()
+        return news
+
+    def clear(self) -> None:
+        """Forget the loads in flight: all workers have stopped."""
+        self._in_flight.clear()
