@@ -23,6 +23,7 @@ from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
 from cargohold.blocks.prefix import _Windowed
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
+from cargohold.cache.grants import Grant, Grants
 from cargohold.cache.manager import ChunkKeys
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
@@ -892,8 +893,8 @@ def lets_a_tenant_release_what_another_has_pinned(patch: Patch) -> None:
 
     def of_anybody(self: Hints, request: RequestView, hint: Hint) -> HintOutcome:
         outcome = release(self, request, hint)
-        about = [key for keys in self._keys_about(request) for key in keys.keys if key in self._of]
-        for grant in self._grants_on(about) if hint.lease is None else ():
+        about = [key for keys in self._keys_about(request) for key in keys.keys]
+        for grant in self.grants.on(about) if hint.lease is None else ():
             self._end(grant, HintEnd.RELEASED)
         return outcome
 
@@ -906,9 +907,9 @@ def lets_requests_of_others_renew_a_lease(patch: Patch) -> None:
 
     def of_anybody(self: Hints, state: RequestState) -> None:
         note_used(self, state)
-        for grant in self._grants_on([key for keys in state.keys for key in keys.keys if key in self._of]):
+        for grant in self.grants.on([key for keys in state.keys for key in keys.keys]):
             grant.ends_at = max(grant.ends_at, self._clock() + grant.ttl_s)
-            self._ends.set(grant, grant.ends_at)
+            self.grants._ends.set(grant, grant.ends_at)
 
     patch.setattr(Hints, "note_used", of_anybody)
 
@@ -940,14 +941,15 @@ def lets_leases_last_for_ever(patch: Patch) -> None:
 
 @mutant(workload="hints")
 def leaves_chunks_out_of_order_when_their_hint_ends(patch: Patch) -> None:
-    end, rank = Hints._end, Hints._rank
+    end, rank = Grants.end, Grants.rank
 
-    def forgetful(self: Hints, *args: Any) -> None:
-        patch.setattr(Hints, "_rank", lambda *_: None)
-        end(self, *args)
-        patch.setattr(Hints, "_rank", rank)
+    def forgetful(self: Grants, grant: Grant) -> list[OffloadKey]:
+        patch.setattr(Grants, "rank", lambda *_: None)
+        keys = end(self, grant)
+        patch.setattr(Grants, "rank", rank)
+        return keys
 
-    patch.setattr(Hints, "_end", forgetful)
+    patch.setattr(Grants, "end", forgetful)
 
 
 @mutant(workload="hints")

@@ -1,25 +1,20 @@
-"""Hints: leases and priorities of chunks in host memory, their budgets, and their ends.
+"""Hints: how each is answered, what it leads to, and what becomes of that as chunks come, are used and end.
 
-A *grant* is what a hint has led to: it gives chunks a level in the tier (see ``cargohold.cache.shares``) until its time is
-over. Chunks of the hint's request that are not there yet get it when they come. Where grants meet on a chunk, a lease counts
-most, then the newest. The ends of grants are in a heap, so a step looks at the first one only, and at nothing without hints.
+A hint leads to a *grant* (see ``cargohold.cache.grants``), which covers chunks until its time is over, or to a prefetch, which
+ends with one.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
-from itertools import count
-from math import inf
 from typing import Final
 
 from cargohold.blocks import READY
+from cargohold.cache.grants import MAX_GRANTS, Grant, Grants, counting
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
-from cargohold.cache.retention import HELD, NO_RETENTION, NO_TENANT, NORMAL, Budget, Budgets, Ends, Retention
+from cargohold.cache.retention import HELD, NORMAL, Budget, Budgets
 from cargohold.connector.config import HINTS_ALL, HINTS_OFF, OffloadConfig
 from cargohold.connector.kernel.guest import ORDINARY, Admission, Guest, Worth
 from cargohold.connector.kernel.jobs import Store
@@ -45,8 +40,6 @@ from cargohold.protocol import (
 )
 from cargohold.tiers.scheduler_side import Ahead, Prefetches
 
-MAX_GRANTS: Final = 4096
-"""Maximum number of grants in force; one tenant may have half of them."""
 MAX_EVENTS: Final = 4096
 """Maximum number of events kept until they are taken; beyond it the oldest are forgotten."""
 DEFAULT_PIN_S: Final = 300.0
@@ -56,58 +49,6 @@ DEMOTED: Final = {"nowhere": 0, "lower": 10}
 
 _FREE = (HintKind.RETAIN, HintKind.DEMOTE, HintKind.RELEASE)
 """Kinds that clients may ask for who may not take what others could need."""
-
-
-@dataclass(slots=True, eq=False)
-class Grant:
-    """What a hint has led to.
-
-    Attributes:
-        hint: the hint.
-        tenant: who gave it.
-        level: the level that its chunks get.
-        ends_at: when it ends.
-        ttl_s: by how long a use renews it, if it is a lease.
-        number: in the order of hints.
-        keys: the chunks that it covers, in the tier or not.
-        num_tokens: number of leading tokens whose chunks it covers.
-        alone: itself: what most of its chunks have.
-        is_dropping: whether its chunks are worth nothing from now on: they leave host memory as soon as nothing needs them.
-        is_told: whether it was told how the hint has ended.
-        is_over: whether it has ended.
-        told_until: until when it lasts as far as lower tiers know.
-    """
-
-    hint: Hint
-    tenant: str | None
-    level: int
-    ends_at: float
-    ttl_s: float
-    number: int
-    keys: dict[OffloadKey, None] = field(default_factory=dict)
-    num_tokens: int = 0
-    alone: tuple[Grant, ...] = field(init=False)
-    is_dropping: bool = False
-    is_told: bool = False
-    is_over: bool = False
-    told_until: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.alone = (self,)
-        self.told_until = self.ends_at
-
-    @property
-    def is_lease(self) -> bool:
-        """Whether it is a lease."""
-        return self.level == HELD
-
-    @property
-    def budget(self) -> Budget:
-        """What it takes from others."""
-        return Budget.of(self.level)
-
-    def __lt__(self, other: Grant) -> bool:
-        return self.number < other.number
 
 
 class Hints(Guest):
@@ -121,10 +62,9 @@ class Hints(Guest):
         requests: the connector's requests, by id.
 
     Attributes:
+        grants: the grants in force.
         ahead: prefetches under way; ``None`` without lower tiers.
-        on_retained: told of chunks for which hints ask something else now, for lower tiers.
         on_ask: told of a request's keys before its chunks are fetched for a hint.
-        coming: tells which chunks are on their way into the tier.
     """
 
     name = "hints"
@@ -145,24 +85,14 @@ class Hints(Guest):
         # Leases leave to tenants what is reserved for them.
         num_reserved = sum(limits.reserved for limits in manager.quotas.values())
         capacity = manager.capacity
-        self.budgets = Budgets(
-            {
-                Budget.PINNED: min(int(config.hints.pin_fraction * capacity), capacity - num_reserved),
-                Budget.RAISED: int(config.hints.retain_fraction * capacity),
-                Budget.LOWERED: capacity,
-            }
-        )
-        self._numbers = count(1)
-        self._grants: dict[int, Grant] = {}
-        self._num_of: Counter[str | None] = Counter()
-        self._ends = Ends[Grant]()
-        self._leases: dict[tuple[str | None, str], Grant] = {}
-        # By chunk: the grants that cover it, the oldest first.
-        self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
+        limits = {
+            Budget.PINNED: min(int(config.hints.pin_fraction * capacity), capacity - num_reserved),
+            Budget.RAISED: int(config.hints.retain_fraction * capacity),
+            Budget.LOWERED: capacity,
+        }
+        self.grants = Grants(manager, Budgets(limits), clock)
         self.ahead: Prefetches | None = None
-        self.on_retained: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self.on_ask: Callable[[RequestView, Iterable[ChunkKeys]], None] = lambda _request, _keys: None
-        self.coming: Callable[[Sequence[OffloadKey]], AbstractSet[OffloadKey]] = lambda _: frozenset()
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
         # What the hints of requests that have not ended have led to.
         self._of_request: dict[str, tuple[Grant, ...]] = {}
@@ -170,34 +100,12 @@ class Hints(Guest):
         self._levels: Stats = {}
 
     def __bool__(self) -> bool:
-        return bool(self._grants)
-
-    @property
-    def grants(self) -> Sequence[Grant]:
-        """The grants in force: for inspection."""
-        return list(self._grants.values())
-
-    def level_of(self, key: OffloadKey) -> int:
-        """Return the level that a chunk has, or gets when it comes."""
-        grants = self._of.get(key)
-        return NORMAL if grants is None else _counting(grants).level
-
-    def retention_of(self, key: OffloadKey) -> Retention:
-        """Return what lower tiers are asked for a chunk. To give back a place in host memory is nothing to them."""
-        grants = [grant for grant in self._of.get(key, ()) if grant.hint.to != "lower"]
-        if not grants or (grant := _counting(grants)).level == NORMAL:
-            return NO_RETENTION
-        ends_s = grant.ends_at - self._clock() if grant.level > NORMAL else inf
-        return Retention(grant.level, ends_s, _digest_of(grant.tenant))
-
-    def retentions_of(self, keys: Sequence[OffloadKey]) -> list[Retention]:
-        """Return what lower tiers are asked for each of these chunks."""
-        return list(map(self.retention_of, keys))
+        return bool(self.grants)
 
     @property
     def num_pinned(self) -> int:
         """Number of chunks that leases cover."""
-        return self.budgets.num_used(Budget.PINNED)
+        return self.grants.budgets.num_used(Budget.PINNED)
 
     # --- hints --------------------------------------------------------------------------------------------------------
 
@@ -229,17 +137,17 @@ class Hints(Guest):
         state = self._requests.get(request.request_id)
         keys = self._keys_about(request)
         ttl_s, limits = self._ttl(hint)
-        grant = Grant(hint, request.tenant, _level_of(hint), self._clock() + ttl_s, ttl_s, next(self._numbers))
-        if not self.budgets.limit_of(grant.tenant, grant.budget):
+        grant = self.grants.make(hint, request.tenant, _level_of(hint), self._clock(), ttl_s)
+        if not self.grants.budgets.limit_of(grant.tenant, grant.budget):
             return HintOutcome(hint.action_id, HintStatus.REJECTED, "host memory is too small for it")
-        if len(self._grants) >= MAX_GRANTS or self._num_of[grant.tenant] >= MAX_GRANTS // 2:
+        if not self.grants.has_room_for(grant.tenant):
             return HintOutcome(hint.action_id, HintStatus.REJECTED, "too many hints are in force")
-        is_renewal = hint.lease is not None and (grant.tenant, hint.lease) in self._leases
-        if is_renewal:
-            self._end(self._leases[grant.tenant, hint.lease or ""], HintEnd.RELEASED)
+        former = self.grants.lease(grant.tenant, hint.lease)
+        if former is not None:
+            self._end(former, HintEnd.RELEASED)
         in_range = _in_range(keys, hint)
         num_others = len(self._manager.others(in_range, grant.tenant))
-        num_left = self._cover(grant, in_range, only_present=state is None)
+        num_left = self.grants.cover(grant, in_range, only_present=state is None)
         if num_others:
             limits.append(f"{num_others} chunks count for another tenant")
         if state is None and not grant.keys:
@@ -248,7 +156,7 @@ class Hints(Guest):
             if num_left:
                 return HintOutcome(hint.action_id, HintStatus.CLIPPED, self._limit_reached(grant))
             return HintOutcome(hint.action_id, HintStatus.MISSING, "host memory has none of these chunks")
-        self._begin(grant)
+        self.grants.begin(grant)
         if state is not None and not state.has_ended:
             self._of_request[request.request_id] = (*self._granted_to(request), grant)
         limits += [self._limit_reached(grant)] if num_left else []
@@ -273,7 +181,7 @@ class Hints(Guest):
             if hint.kind is HintKind.SHARE:
                 return self._grant(request, hint)
             return HintOutcome(hint.action_id, HintStatus.ACCEPTED, "host memory has all of it", num_tokens)
-        room = self.budgets.room(request.tenant, Budget.RAISED) // len(keys) * smallest
+        room = self.grants.budgets.room(request.tenant, Budget.RAISED) // len(keys) * smallest
         if room < smallest:
             return HintOutcome(hint.action_id, HintStatus.REJECTED, "retain_fraction leaves no room for it")
         on_ask = partial(self.on_ask, request, keys)
@@ -285,7 +193,7 @@ class Hints(Guest):
     def _are_coming(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether those of the chunks that host memory lacks are all on their way into it."""
         lacking = [key for key, state in zip(keys, self._manager.lookup(keys), strict=True) if state != READY]
-        return bool(lacking) and len(self.coming(lacking)) == len(set(lacking))
+        return bool(lacking) and len(self.grants.coming(lacking)) == len(set(lacking))
 
     def end_ahead(self, ahead: Ahead, how: HintEnd) -> None:
         """Learn that a prefetch has ended: what has come is retained, so that it is still there when it is needed."""
@@ -293,12 +201,12 @@ class Hints(Guest):
         is_shared = hint.kind is HintKind.SHARE and how is HintEnd.DONE
         left_s = self._ttl(hint)[0] if is_shared else max(1.0, ahead.deadline - now)
         level = hint.priority if is_shared else MAX_PRIORITY
-        if how is HintEnd.DONE and len(self._grants) < MAX_GRANTS:
-            grant = Grant(hint, ahead.tenant, level, now + left_s, left_s, next(self._numbers))
-            self._cover(grant, _in_range(ahead.wanted.keys, hint), only_present=True)
+        if how is HintEnd.DONE and len(self.grants) < MAX_GRANTS:
+            grant = self.grants.make(hint, ahead.tenant, level, now, left_s)
+            self.grants.cover(grant, _in_range(ahead.wanted.keys, hint), only_present=True)
             grant.is_told = not is_shared
             if grant.keys:
-                self._begin(grant)
+                self.grants.begin(grant)
                 if is_shared:
                     return  # it ends with its time
         self._tell(hint, how, ahead.tenant)
@@ -317,14 +225,13 @@ class Hints(Guest):
     def _release(self, request: RequestView, hint: Hint) -> HintOutcome:
         """End a lease, or all grants of the tenant on a prefix."""
         if hint.lease is not None:
-            named = self._leases.get((request.tenant, hint.lease))
+            named = self.grants.lease(request.tenant, hint.lease)
             ended = [] if named is None else [named]
         else:
             keys = self._keys_about(request)
-            covering = [self._of.get(key, ()) for key in _in_range(keys, hint)]
-            found = {grant.number: grant for grants in covering for grant in grants}
-            found |= {grant.number: grant for grant in self._granted_to(request) if not grant.is_over}
-            ended = [grant for grant in found.values() if grant.tenant == request.tenant]
+            own = [grant for grant in self._granted_to(request) if not grant.is_over]
+            found = dict.fromkeys([*self.grants.on(_in_range(keys, hint)), *own])
+            ended = [grant for grant in found if grant.tenant == request.tenant]
         for grant in ended:
             self._end(grant, HintEnd.RELEASED)
         if not ended:
@@ -341,7 +248,7 @@ class Hints(Guest):
         return hint.ttl_s, []
 
     def _limit_reached(self, grant: Grant) -> str:
-        most = self.budgets.limit_of(grant.tenant, grant.budget)
+        most = self.grants.budgets.limit_of(grant.tenant, grant.budget)
         return f"{grant.budget.value} leaves this tenant {most} chunks at most, and others may have some of them"
 
     # --- what it hears ------------------------------------------------------------------------------------------------
@@ -350,7 +257,7 @@ class Hints(Guest):
         """Go on with prefetches, behind the requests that the engine has asked for; end what is over."""
         if self.ahead:
             self.ahead.step()
-        if self._grants:
+        if self.grants:
             self.expire()
 
     def request_admitted(self, state: RequestState, admission: Admission) -> None:
@@ -405,45 +312,45 @@ class Hints(Guest):
 
         Grants of other tenants than the one for whom a chunk has come let go of it: they cannot hold it.
         """
-        if not self._of:
+        grants = self.grants
+        if not grants.cover_any:
             return
-        covered = [key for key in keys if key in self._of]
-        for grant in self._grants_on(covered) if self._manager.quotas else ():
+        covered = [key for key in keys if grants.of(key)]
+        for grant in grants.on(covered) if self._manager.quotas else ():
             others = self._manager.others([key for key in covered if key in grant.keys], grant.tenant)
             for key in others:
-                self._uncover(grant, key)
-            self.on_retained(others)
-        covered = [key for key in covered if key in self._of]
-        self._rank(covered)
-        for grant in self._grants_on(covered):
+                grants.uncover(grant, key)
+            grants.on_retained(others)
+        covered = [key for key in covered if grants.of(key)]
+        grants.rank(covered)
+        for grant in grants.on(covered):
             if grant.is_dropping:
                 self._drop(grant)
 
     def note_used(self, state: RequestState) -> None:
         """Learn that a request is admitted: it uses its chunks, which renews leases, and makes lowered chunks normal."""
-        if not self._of:
+        grants = self.grants
+        if not grants.cover_any:
             return
-        used = [key for keys in state.keys for key in keys.keys if key in self._of]
+        used = [key for keys in state.keys for key in keys.keys if grants.of(key)]
         now, own = self._clock(), set(self._granted_to(state.request))
-        for grant in self._grants_on(used):
+        for grant in grants.on(used):
             if grant.is_lease and grant.tenant == state.request.tenant:
-                grant.ends_at = now + grant.ttl_s
-                self._ends.set(grant, grant.ends_at)
-                if grant.told_until - now < grant.ttl_s / 2:
-                    grant.told_until = grant.ends_at
-                    self.on_retained(grant.keys)
-        lowered = [(key, grant) for key in used for grant in self._of[key] if grant.level < NORMAL and grant not in own]
+                grants.renew(grant, now)
+        lowered = [
+            (key, grant) for key in used for grant in grants.of(key) if grant.level < NORMAL and grant not in own
+        ]
         for of_somebody, grant in lowered:
-            self._uncover(grant, of_somebody)
+            grants.uncover(grant, of_somebody)
         if lowered:
-            self.on_retained([key for key, _ in lowered])
-        self._rank(used)  # some may have come from lower tiers
+            grants.on_retained([key for key, _ in lowered])
+        grants.rank(used)  # some may have come from lower tiers
 
     def _note_ended(self, state: RequestState) -> None:
         for grant in self._of_request.pop(state.request.request_id):
             if not grant.is_over and grant.hint.end is None:
                 keys = self._keys_about(state.request)
-                self._cover(grant, _in_range(keys, grant.hint))
+                self.grants.cover(grant, _in_range(keys, grant.hint))
                 grant.num_tokens = _num_covered(keys, grant.keys)
             if not grant.is_over:
                 self._drop(grant)
@@ -452,7 +359,7 @@ class Hints(Guest):
 
     def expire(self) -> None:
         """End what is over by now. To be called once a step."""
-        for grant in self._ends.take_ended(self._clock()):
+        for grant in self.grants.take_ended():
             has_some = READY in self._manager.lookup(list(grant.keys))
             self._end(grant, HintEnd.EXPIRED if has_some else HintEnd.VOID)
 
@@ -460,7 +367,7 @@ class Hints(Guest):
         """Forget all grants: the tier was reset, or its connector ends. On disks, what they were told lasts for its time."""
         if self.ahead is not None:
             self.ahead.end_all()
-        for grant in list(self._grants.values()):
+        for grant in self.grants:
             self._end(grant, HintEnd.VOID, tells_tiers=False)
 
     def take_events(self) -> list[HintEvent]:
@@ -474,87 +381,25 @@ class Hints(Guest):
         now = self._clock()
         pins = [
             Pin(grant.hint.lease, grant.tenant, len(grant.keys), grant.num_tokens, grant.ends_at - now)
-            for grant in self._grants.values()
+            for grant in self.grants
             if grant.is_lease and grant.ends_at > now
         ]
         return sorted(pins, key=lambda pin: pin.left_s)
 
-    def check(self) -> None:
-        """Verify every invariant. Raises ``AssertionError``."""
-        assert all(not grant.is_over for grant in self._grants.values()), "a grant that is over is in force"
-        for budget in Budget:
-            grants = [grant for grant in self._grants.values() if grant.budget is budget]
-            num_used = sum(len(grant.keys) for grant in grants)
-            assert num_used == self.budgets.num_used(budget), "a budget is counted wrongly"
-            for tenant in {grant.tenant for grant in grants}:
-                own = sum(len(grant.keys) for grant in grants if grant.tenant == tenant)
-                assert own <= self.budgets.limit_of(tenant, budget), f"{tenant} has more than its part of a budget"
-        covered: dict[OffloadKey, set[Grant]] = {}
-        for grant in self._grants.values():
-            for key in grant.keys:
-                covered.setdefault(key, set()).add(grant)
-        assert covered == {key: set(grants) for key, grants in self._of.items()}, (
-            "a chunk has grants that are not in force"
-        )
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, grant: Grant) -> None:
-        self._grants[grant.number] = grant
-        self._num_of[grant.tenant] += 1
-        self._ends.set(grant, grant.ends_at)
-        if grant.hint.lease is not None:
-            self._leases[grant.tenant, grant.hint.lease] = grant
-
     def _end(self, grant: Grant, how: HintEnd, *, tells_tiers: bool = True) -> None:
-        grant.is_over = True
-        self._ends.forget(grant)
-        del self._grants[grant.number]
-        self._num_of[grant.tenant] -= 1
-        if not self._num_of[grant.tenant]:
-            del self._num_of[grant.tenant]
-        if grant.hint.lease is not None:
-            del self._leases[grant.tenant, grant.hint.lease]
-        keys = list(grant.keys)
-        for key in keys:
-            self._uncover(grant, key)
-        self._rank(keys)
+        keys = self.grants.end(grant)
         if tells_tiers:
             # What lower tiers were told of a lease or a raised priority ends by itself.
             ends_alone = how is HintEnd.EXPIRED and grant.level > NORMAL
-            self.on_retained([key for key in keys if key in self._of] if ends_alone else keys)
+            self.grants.on_retained([key for key in keys if self.grants.of(key)] if ends_alone else keys)
         if not grant.is_told:
             self._tell(grant.hint, how, grant.tenant)
 
     def _tell(self, hint: Hint, how: HintEnd, tenant: str | None) -> None:
         self._stats[metrics.HINTS.of(how.value)] += 1
         self._events.append(HintEvent(hint.action_id, hint.kind, how, tenant))
-
-    def _cover(self, grant: Grant, keys: Sequence[OffloadKey], *, only_present: bool = False) -> int:
-        """Let a grant cover chunks, as far as its budget goes; return how many it cannot cover.
-
-        Chunks that are not there get the level when they come. With ``only_present``, those are left out that are not on their
-        way. Chunks that count for another tenant are not covered.
-        """
-        others = set(self._manager.others(keys, grant.tenant))
-        new = [key for key in keys if key not in grant.keys and key not in others]
-        if only_present:
-            states = self._manager.lookup(new)
-            coming = frozenset() if states.count(READY) == len(new) else self.coming(new)
-            new = [key for key, state in zip(new, states, strict=True) if state == READY or key in coming]
-        covered = new[: self.budgets.room(grant.tenant, grant.budget)]
-        self.budgets.take(grant.tenant, grant.budget, len(covered))
-        grant.keys.update(dict.fromkeys(covered))
-        for key in covered:
-            before = self._of.get(key)
-            self._of[key] = grant.alone if before is None else (*before, grant)
-        self._rank(covered)
-        self.on_retained(covered)
-        return len(new) - len(covered)
-
-    def _grants_on(self, keys: Sequence[OffloadKey]) -> list[Grant]:
-        """Return the grants that cover some of these chunks, each once."""
-        return list(dict.fromkeys(grant for key in keys for grant in self._of[key]))
 
     def _drop(self, grant: Grant) -> None:
         """Let chunks that are worth nothing leave host memory, if that is what the hint asks for; tell when none is left.
@@ -564,45 +409,12 @@ class Hints(Guest):
         if grant.hint.kind is not HintKind.DEMOTE or grant.hint.to != "nowhere":
             return
         grant.is_dropping = True
-        mine = [key for key in grant.keys if all(other.tenant == grant.tenant for other in self._of[key])]
-        self._manager.drop([key for key in mine if _counting(self._of[key]) is grant], grant.tenant)
+        mine = [key for key in grant.keys if all(other.tenant == grant.tenant for other in self.grants.of(key))]
+        self._manager.drop([key for key in mine if counting(self.grants.of(key)) is grant], grant.tenant)
         keys = list(grant.keys)
-        if not grant.is_told and READY not in self._manager.lookup(keys) and not self.coming(keys):
+        if not grant.is_told and READY not in self._manager.lookup(keys) and not self.grants.coming(keys):
             grant.is_told = True
             self._tell(grant.hint, HintEnd.DONE, grant.tenant)
-
-    def _uncover(self, grant: Grant, key: OffloadKey) -> None:
-        """Let a grant cover a chunk no more."""
-        del grant.keys[key]
-        self.budgets.take(grant.tenant, grant.budget, -1)
-        left = tuple(other for other in self._of[key] if other is not grant)
-        if left:
-            self._of[key] = left
-        else:
-            del self._of[key]
-
-    def _rank(self, keys: Sequence[OffloadKey]) -> None:
-        """Give chunks the levels that follow from their grants."""
-        by_level: dict[tuple[int, str | None], list[OffloadKey]] = {}
-        for key in keys:
-            grants = self._of.get(key)
-            if grants is None:
-                by_level.setdefault((NORMAL, None), []).append(key)
-            else:
-                grant = _counting(grants)
-                by_level.setdefault((grant.level, grant.tenant), []).append(key)
-        for (level, tenant), same in by_level.items():
-            self._manager.rank(same, level, tenant)
-
-
-def _counting(grants: Sequence[Grant]) -> Grant:
-    """Return the grant that counts where several meet: a lease, or else the newest."""
-    return next((grant for grant in grants if grant.is_lease), grants[-1])
-
-
-def _digest_of(tenant: str | None) -> bytes:
-    """Return the 8 bytes that stand for a tenant in lower tiers."""
-    return NO_TENANT if tenant is None else blake2b(tenant.encode(), digest_size=len(NO_TENANT)).digest()
 
 
 def _level_of(hint: Hint) -> int:

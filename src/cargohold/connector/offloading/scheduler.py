@@ -112,7 +112,7 @@ class OffloadingScheduler(KernelScheduler):
         self._meters = Meters(self._shared, environment, lower)
         self._handoff = HandingOff(lower)
         self._hints = Hints(config, manager, self._shared.new_keys, environment.clock, self._requests)
-        self._hints.coming = self._stores.coming
+        self._hints.grants.coming = self._stores.coming
         self._below = None if lower is None else self._make_below(lower, config, environment)
         view = GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
         own = [made_by("guests", guest, Guest, view) for guest in config.guests]
@@ -133,7 +133,7 @@ class OffloadingScheduler(KernelScheduler):
         lower.describe_by(self._notes_of)
         below.num_announced = through(self._handoff, self._handoff.num_announced, 0)
         lower.on_arrived = through(hints, hints.note_stored, None)
-        hints.on_retained = through(below, lower.rank, None)
+        hints.grants.on_retained = through(below, lower.rank, None)
         hints.ahead = Prefetches(prefetcher, lower.host, environment.clock, hints.end_ahead)
         if self._events is not None:
             below.on_ask = hints.on_ask = through(self._events, self._events.note_wanted, None)
@@ -241,8 +241,8 @@ class OffloadingScheduler(KernelScheduler):
             TierContents(
                 tier=shared.tier,
                 pins=call(hints, hints.pins, ()) or [],
-                max_pinned_chunks=hints.budgets.limit_of(None, Budget.PINNED),
-                max_pinned_chunks_each=hints.budgets.limit_of("any", Budget.PINNED),
+                max_pinned_chunks=hints.grants.budgets.limit_of(None, Budget.PINNED),
+                max_pinned_chunks_each=hints.grants.budgets.limit_of("any", Budget.PINNED),
                 tenants=[
                     TenantUse(tenant, num_chunks, self._meters.num_bytes(num_chunks))
                     for tenant, num_chunks in shared.manager.usage().items()
@@ -274,7 +274,9 @@ class OffloadingScheduler(KernelScheduler):
         if self._events is not None:
             notes = self._guests.through(self._events, self._events.notes_of, list[Note]())(keys)
         if self._hints:
-            retained = self._guests.through(self._hints, self._hints.retentions_of, [NO_RETENTION] * len(keys))(keys)
+            retained = self._guests.through(self._hints, self._hints.grants.retentions_of, [NO_RETENTION] * len(keys))(
+                keys
+            )
             notes = [
                 replace(note, retention=of) for note, of in zip(notes or [NO_NOTE] * len(keys), retained, strict=True)
             ]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from cargohold.cache import OffloadKey
+from cargohold.cache.grants import Grant
 from cargohold.cache.manager import offload_key
 from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL, Budget
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.config import HINTS_OFF, HINTS_RETAIN, HintConfig
-from cargohold.connector.guests.hints import Grant
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.request import SchedulerStep, StepOutput
@@ -74,7 +74,7 @@ class HintOracle(Oracle):
         for side in live_sides(self._engine.scheduler.connector):
             hints = side.hints
             try:
-                hints.check()
+                hints.grants.check()
             except AssertionError as error:
                 self.fail(f"{side.name}: {error}")
             if hints.grants and side in self._config:
@@ -104,7 +104,7 @@ class HintOracle(Oracle):
         now = self._engine.clock()
         covered = [key for grant in side.hints.grants for key in grant.keys]
         for key in medium.find(covered):
-            told, asked = medium.retention(key), side.hints.retention_of(key)
+            told, asked = medium.retention(key), side.hints.grants.retention_of(key)
             if told is None:
                 continue
             what = f"{side.name}: of chunk {key.hex()[:8]}, the disk was told {told}, and hints ask {asked}"
@@ -132,7 +132,7 @@ class HintOracle(Oracle):
         on_hints, note_used = hints.on_hints, hints.note_used
 
         def given(request: RequestView, given: Sequence[Hint]) -> list[HintOutcome]:
-            before: Sequence[Grant] = hints.grants
+            before: Sequence[Grant] = list(hints.grants)
             outcomes: list[HintOutcome] = on_hints(request, given)
             for grant in before:
                 if grant.is_over and grant.ends_at > self._engine.clock() and grant.tenant != request.tenant:
@@ -194,7 +194,7 @@ class HintOracle(Oracle):
             victims, exposed = evict_end(slots, num_chunks)
             for slot in victims:
                 key = keys[slot]
-                level = side.hints.level_of(key)
+                level = side.hints.grants.level_of(key)
                 if level == HELD:
                     self._found = f"{side.name} evicted chunk {key.hex()[:8]} although a lease holds it"
                 if owners is not None:
