@@ -13,8 +13,8 @@ import numpy as np
 from cargohold.connector.factory import connector_factory
 from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep
 from cargohold.engine.executor import Executor, LayerHooks, ModelRunner, RankPlace
-from cargohold.engine.frames import RankSpec
-from cargohold.engine.ranks import ExecutorConfig, ExecutorKind, make_executor
+from cargohold.engine.ranks.choice import ExecutorConfig, ExecutorKind, make_executor
+from cargohold.engine.ranks.rank import RankSpec
 from cargohold.protocol import (
     AttentionKind,
     KVCacheGroup,

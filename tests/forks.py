@@ -21,7 +21,7 @@ from threading import Thread
 import pytest
 
 from cargohold.cli import main
-from cargohold.engine.ranks import RankProcess
+from cargohold.engine.ranks.processes import RankProcess
 
 
 def fork_server() -> ForkServerContext:

@@ -14,7 +14,7 @@ for name in (
     "transformers.models.qwen3.modeling_qwen3",
     "cargohold.cli.run",
     "cargohold.lab.conformance",
-    "cargohold.engine.ranks",
+    "cargohold.engine.ranks.processes",
     "cargohold.engine.model.hf_runner",
     "tests.executor.ranks",
 ):

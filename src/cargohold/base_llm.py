@@ -36,12 +36,12 @@ from cargohold.engine.core.scheduler import Scheduler
 from cargohold.engine.engine_thread import Asked, EngineThread
 from cargohold.engine.events import ZmqEventPublisher
 from cargohold.engine.executor import RankPlace
-from cargohold.engine.frames import RankSpec
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.outputs import EngineStatus
-from cargohold.engine.ranks import ExecutorKind, make_executor
+from cargohold.engine.ranks.choice import ExecutorKind, make_executor
+from cargohold.engine.ranks.rank import RankSpec
 from cargohold.errors import ConfigError, RequestError
 from cargohold.option_values import format_bytes, format_count
 from cargohold.options import made, no_such_option
@@ -324,7 +324,7 @@ def all_asked(prompts: Any, sampling: Any, options: RequestOptions) -> list[Aske
 
 @dataclass(frozen=True, slots=True)
 class HFRunners:
-    """Makes runners of Hugging Face models. Satisfies ``cargohold.engine.frames.RunnerFactory``.
+    """Makes runners of Hugging Face models. Satisfies ``cargohold.engine.executor.RunnerFactory``.
 
     Attributes:
         info: the model.

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from cargohold.engine.frames import Channel
+from cargohold.engine.ranks.processes import Channel
 
 
 def test_a_frame_has_one_deadline_however_many_pieces_it_comes_in() -> None:

@@ -18,11 +18,13 @@ import psutil
 import pytest
 
 from cargohold import LLM
-from cargohold.engine import ranks
 from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
 from cargohold.engine.executor import Executor, InlineExecutor, RankPlace, Worker
-from cargohold.engine.frames import RankSpec, StepCodec
-from cargohold.engine.ranks import MultiprocessExecutor, RayExecutor
+from cargohold.engine.ranks import processes as processes_module
+from cargohold.engine.ranks.processes import MultiprocessExecutor
+from cargohold.engine.ranks.rank import RankSpec
+from cargohold.engine.ranks.ray_actors import RayExecutor
+from cargohold.engine.ranks.step_codec import StepCodec
 from cargohold.errors import ConfigError, EngineDeadError, UnsupportedModelError
 from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import (
@@ -300,7 +302,7 @@ def test_all_ranks_have_one_deadline_over_ray(monkeypatch: pytest.MonkeyPatch) -
     frame = b"O" + StepCodec().encode_output(StepOutput({}, KVConnectorOutput()))
     ray = MagicMock(wait=wait, get=lambda *_, **__: frame)
     ray.remote.return_value.options.return_value.remote.side_effect = MagicMock  # an actor for each rank
-    monkeypatch.setattr("cargohold.engine.ranks._connect", lambda _: (ray, False))
+    monkeypatch.setattr("cargohold.engine.ranks.ray_actors._connect", lambda _: (ray, False))
     spec = RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT)
     with monkeypatch.context() as patched:
         patched.setattr(time, "monotonic", lambda: now)
@@ -313,7 +315,7 @@ def test_ranks_that_cannot_be_killed_do_not_hang_the_engine(
     make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found by freezing a file system: a killed process ends when its I/O does, and the engine waited for that."""
-    monkeypatch.setattr(ranks, "KILL_WAIT_S", 0.5, raising=False)
+    monkeypatch.setattr(processes_module, "KILL_WAIT_S", 0.5)
     executor = make_executor("multiprocess", Trouble("hang", "forward", 1, 0), step_timeout_s=1.0)
     assert isinstance(executor, MultiprocessExecutor)
     process_ids, processes = executor.process_ids, multiprocessing.active_children()
@@ -341,7 +343,7 @@ def test_a_program_ends_although_its_workers_do_not() -> None:
 
 
 def _leave_stopped_workers(channel: multiprocessing.connection.Connection) -> None:
-    ranks.EXIT_WAIT_S = 0.5
+    processes_module.EXIT_WAIT_S = 0.5
     executor = _engine()
     for process_id in executor.process_ids:
         os.kill(process_id, signal.SIGSTOP)  # it does not even take the signal to end
@@ -386,7 +388,7 @@ def test_a_ray_cluster_that_does_not_answer_is_refused_by_name(monkeypatch: pyte
 def test_more_ranks_than_the_cluster_has_room_for_are_refused(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.engine.ranks.STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("cargohold.engine.ranks.ray_actors.STOP_TIMEOUT_S", 1.0)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=5 is not possible.*no room"):
         RayExecutor(RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 5, StepCodec(), OutputAggregator(5))
 

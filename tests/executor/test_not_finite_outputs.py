@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cargohold.engine.core.request import ScheduledTokens, SchedulerStep, StepOutput
 from cargohold.engine.executor import merge_outputs
-from cargohold.engine.frames import StepCodec
+from cargohold.engine.ranks.step_codec import StepCodec
 from cargohold.protocol import KVConnectorOutput, OutputAggregator
 
 

@@ -15,7 +15,7 @@ from cargohold.engine.core.kv_cache_manager import max_held_blocks
 from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy, SchedulerConfig
 from cargohold.engine.events import WIRE_MAP, WIRES
 from cargohold.engine.model.info import DTYPES, ModelInfo
-from cargohold.engine.ranks import ExecutorConfig, ExecutorKind
+from cargohold.engine.ranks.choice import ExecutorConfig, ExecutorKind
 from cargohold.errors import ConfigError, PromptTooLongError
 from cargohold.option_values import (
     MAX_TIMEOUT_S,

@@ -8,12 +8,7 @@ from typing import Any, Protocol
 
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.errors import ContractError
-from cargohold.protocol import (
-    KVConnectorOutput,
-    KVConnectorWorker,
-    OutputAggregator,
-    WorkerConnectorGuard,
-)
+from cargohold.protocol import KVConnectorOutput, KVConnectorWorker, OutputAggregator, WorkerConnectorGuard
 
 
 class LayerHooks(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from cargohold.engine.core.request import Request, RequestStatus, SchedulerStep, StepOutput
 from cargohold.engine.executor import Worker, merge_outputs
-from cargohold.engine.frames import StepCodec
+from cargohold.engine.ranks.step_codec import StepCodec
 from cargohold.lab.simulation.replica import SimulatedEngine, SimulatedExecutor
 from cargohold.protocol import (
     NOTHING_ENDED,

@@ -1,4 +1,4 @@
-"""Ranks in other processes: steps as bytes, framed, with a deadline on everything.
+"""Steps and outputs as bytes, for ranks in other processes.
 
 They are msgpack, decoded into declared types by msgspec, so that bytes can become data and nothing else. Connectors' messages
 are carried inside, and decoded into the types that the connector's two sides declare. A message that cannot be carried is the
@@ -7,42 +7,20 @@ connector's error; the step itself is carried all the same.
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
-import time
-import traceback
-import weakref
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep, StepOutput
-from cargohold.engine.executor import RankPlace, RunnerFactory, Worker
-from cargohold.errors import (
-    CargoholdError,
-    ConfigError,
-    EngineDeadError,
-    ModelError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    one_line,
-)
-from cargohold.process import made_for_good
+from cargohold.errors import one_line
 from cargohold.protocol import (
-    Clock,
     EmptyMetadata,
-    Exchange,
-    KVCacheLayout,
-    KVConnectorFactory,
     KVConnectorOutput,
     KVConnectorScheduler,
     TransferOutcome,
     UndeliveredMetadata,
-    WorkerEnvironment,
     metrics,
 )
 
@@ -235,218 +213,3 @@ def _unpack(data: bytes) -> array[int]:
     numbers = array(_INT32)
     numbers.frombytes(data)
     return numbers
-
-
-# --- one rank of several ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """All that a rank needs to start.
-
-    Attributes:
-        runners: makes the model runner.
-        connectors: makes the worker side of the connector.
-        layout: the paged KV cache.
-    """
-
-    runners: RunnerFactory
-    connectors: KVConnectorFactory
-    layout: KVCacheLayout
-
-
-class RankWorker:
-    """A worker that takes steps and gives outputs as bytes.
-
-    Args:
-        spec: makes the worker's parts.
-        place: which rank this is.
-        clock: monotonic time in seconds.
-    """
-
-    def __init__(self, spec: RankSpec, place: RankPlace, clock: Clock) -> None:
-        runner = spec.runners.make_runner(place)
-        environment = WorkerEnvironment(spec.layout, place.rank, clock, _exchange(spec.layout))
-        connector = spec.connectors.make_worker_side(environment)
-        self._codec = StepCodec(metadata_type=connector.metadata_type)
-        self._worker = Worker(runner, connector)
-
-    def execute(self, step: bytes) -> bytes:
-        """Run one step."""
-        return self._codec.encode_output(self._worker.execute(self._codec.decode_step(step)))
-
-    def shutdown(self) -> None:
-        """Let transfers end."""
-        self._worker.shutdown()
-
-
-def _exchange(layout: KVCacheLayout) -> Exchange | None:
-    if layout.num_replicas == 1:
-        return None
-    from cargohold.engine.model.weights import exchange_with_ranks  # noqa: PLC0415  # imports torch
-
-    assert layout.num_shards == 1, "all ranks of the group hold the same"
-    return exchange_with_ranks
-
-
-# --- a rank's side of the conversation with its executor --------------------------------------------------------------
-
-_READY, _OUTPUT, _ERROR, _REFUSED = b"R", b"O", b"E", b"X"
-"""First byte of a frame: the rank has started; a step's output; the rank cannot go on; the rank refuses to start."""
-
-_REFUSALS = {error.__name__: error for error in (ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError)}
-
-
-class FramedRank:
-    """A rank that answers every call with a frame and never raises: its executor may be in another process or machine."""
-
-    def __init__(self) -> None:
-        self._worker: RankWorker | None = None
-
-    def start(self, spec: RankSpec, place: RankPlace) -> bytes:
-        """Load the rank's shard of the model, in a process that is the rank's alone."""
-        try:
-            with made_for_good():
-                self._worker = RankWorker(spec, place, time.monotonic)
-        except (ConfigError, ModelError) as error:
-            return _encode_refusal(error)
-        except Exception:  # noqa: BLE001  # whatever it is, the engine must learn of it
-            return _ERROR + traceback.format_exc().encode()
-        return _READY
-
-    def execute(self, step: bytes) -> bytes:
-        """Run one step."""
-        assert self._worker is not None, "start comes first"
-        try:
-            return _OUTPUT + self._worker.execute(step)
-        except Exception:  # noqa: BLE001  # whatever it is, the engine must learn of it
-            return _ERROR + traceback.format_exc().encode()
-
-    def shutdown(self) -> None:
-        """Let transfers end."""
-        if self._worker is not None:
-            self._worker.shutdown()
-
-
-def open_frame(rank: int, frame: bytes) -> bytes:
-    """The content of a frame from a rank.
-
-    Raises:
-        ConfigError, ModelError: the rank refused to start.
-        EngineDeadError: the rank cannot go on.
-    """
-    kind, content = frame[:1], frame[1:]
-    if kind in (_READY, _OUTPUT):
-        return content
-    if kind == _REFUSED:
-        raise _decode_refusal(content)
-    raise EngineDeadError(f"worker {rank} cannot go on:\n{content.decode()}")
-
-
-def _encode_refusal(error: ConfigError | ModelError) -> bytes:
-    facts = (
-        [error.key, str(error.value), error.expected] if isinstance(error, ConfigError) else [error.model, error.reason]
-    )
-    return _REFUSED + msgspec.msgpack.encode([type(error).__name__, facts])
-
-
-def _decode_refusal(content: bytes) -> CargoholdError:
-    kind, facts = msgspec.msgpack.decode(content, type=tuple[str, list[str]])
-    return _REFUSALS[kind](*facts)
-
-
-def describe_silence(ranks: Sequence[int], timeout_s: float) -> str:
-    """A sentence about ranks that did not answer. One that hangs cannot be told from those that wait for it in a collective."""
-    if len(ranks) == 1:
-        return f"worker {ranks[0]} did not answer within {timeout_s:g} s: it hangs"
-    names = ", ".join(map(str, ranks))
-    return f"workers {names} did not answer within {timeout_s:g} s: one of them hangs, and others may be waiting for it"
-
-
-# --- frames of bytes between two processes ----------------------------------------------------------------------------
-
-_LENGTH = struct.Struct("!Q")
-
-_ends: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
-"""The ends that this process uses, or hands over to another one."""
-
-
-def _let_go_as_child() -> None:
-    """Close all ends in a forked child, which inherits them: else nobody would learn that its parent is gone."""
-    for end in list(_ends):
-        end.close()
-    _ends.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_as_child)
-
-
-class ChannelClosedError(ConnectionError):
-    """The other end is gone."""
-
-
-class Channel:
-    """One end of a stream socket that carries frames. A child that is forked from its process cannot use it.
-
-    Args:
-        sock: a connected stream socket; owned by the channel from now on.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        _ends.add(self)
-
-    @classmethod
-    def pair(cls) -> tuple[Channel, Channel]:
-        """Two connected ends, private to this process and those it hands one to."""
-        left, right = socket.socketpair()
-        return cls(left), cls(right)
-
-    def __reduce__(self) -> tuple[type[Channel], tuple[socket.socket]]:
-        return Channel, (self._socket,)  # multiprocessing hands sockets over to the processes it starts
-
-    def fileno(self) -> int:
-        """The socket's descriptor, for ``multiprocessing.connection.wait``."""
-        return self._socket.fileno()
-
-    def send(self, frame: bytes, timeout_s: float | None = None) -> None:
-        """Send a frame. Raises ``TimeoutError`` if the other end does not take it in time, ``ChannelClosedError`` if gone."""
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.sendall(_LENGTH.pack(len(frame)))
-            self._socket.sendall(frame)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ChannelClosedError("the other end is gone") from error
-
-    def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for a frame. Raises like ``send``."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-        return self._read(length, deadline)
-
-    def close(self) -> None:
-        """Close this end."""
-        self._socket.close()
-
-    def _read(self, length: int, deadline: float | None) -> bytes:
-        data = bytearray(length)
-        view = memoryview(data)
-        while view:
-            # A socket's timeout begins again with every piece.
-            self._socket.settimeout(None if deadline is None else _time_until(deadline))
-            try:
-                count = self._socket.recv_into(view)
-            except ConnectionResetError as error:
-                raise ChannelClosedError("the other end is gone") from error
-            if count == 0:
-                raise ChannelClosedError("the other end is gone")
-            view = view[count:]
-        return bytes(data)
-
-
-def _time_until(deadline: float) -> float:
-    """Seconds until a time on the monotonic clock. Raises ``TimeoutError`` if it has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return left
