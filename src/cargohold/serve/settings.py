@@ -12,6 +12,7 @@ from cargohold.connector.offloading import OffloadConfig, TenantQuota
 from cargohold.connector.tenants import Tenant, check_keys, with_quotas
 from cargohold.errors import ConfigError
 from cargohold.option_values import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
+from cargohold.options import require
 from cargohold.serve.keys import KeyRing
 
 DEFAULT_BODY_BYTES = 8 * 1024**2
@@ -59,13 +60,13 @@ class ServeConfig:
     write_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        self._require("port", is_int(self.port) and 0 <= self.port <= 65535, "a number from 0 (any free port) to 65535")
-        self._require("max_queue", is_int(self.max_queue) and self.max_queue >= 0, "an integer from 0")
+        require(self, "port", is_int(self.port) and 0 <= self.port <= 65535, "a number from 0 (any free port) to 65535")
+        require(self, "max_queue", is_int(self.max_queue) and self.max_queue >= 0, "an integer from 0")
         for key in ("max_body_bytes", "max_connections"):
-            self._require(key, is_positive_int(getattr(self, key)), "an integer from 1")
+            require(self, key, is_positive_int(getattr(self, key)), "an integer from 1")
         for key in ("header_timeout_s", "read_timeout_s", "write_timeout_s"):
             value = getattr(self, key)
-            self._require(key, is_number(value) and 0 < value <= MAX_TIMEOUT_S, "a number of seconds above 0")
+            require(self, key, is_number(value) and 0 < value <= MAX_TIMEOUT_S, "a number of seconds above 0")
         of_clients = [*self.api_keys, *(tenant.key for tenant in self.tenants)]
         of_others = {"--admin-key": self.admin_key, "--metrics-key": self.metrics_key}
         for name, keys in (
@@ -89,10 +90,6 @@ class ServeConfig:
         """How many clients are told apart, the admin included. All that need no key are one."""
         num_keys = len(self.api_keys) + len(self.tenants)
         return num_keys + (self.admin_key is not None) if num_keys else 1
-
-    def _require(self, field: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise ConfigError(field, getattr(self, field), f"it must be {expected}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.errors import ConfigError
 from cargohold.option_values import is_int, is_number, is_positive_int
+from cargohold.options import require
 from cargohold.protocol import (
     NOTHING_TO_REPORT,
     Adapter,
@@ -58,31 +58,33 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._freeze_stops()
-        self._require("max_tokens", is_positive_int(self.max_tokens), "an integer from 1")
+        require(self, "max_tokens", is_positive_int(self.max_tokens), "an integer from 1")
         # At most the largest float, for temperatures reach workers as floats: an integer may be larger.
         is_temperature = is_number(self.temperature) and 0 <= self.temperature <= sys.float_info.max
-        self._require("temperature", is_temperature, "a number from 0 (greedy)")
+        require(self, "temperature", is_temperature, "a number from 0 (greedy)")
         is_count = is_int(self.top_k) and 0 <= self.top_k < 2**63
-        self._require("top_k", is_count, "an integer from 1, or 0 for all tokens")
-        self._require("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
-        self._require(
+        require(self, "top_k", is_count, "an integer from 1, or 0 for all tokens")
+        require(self, "top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        require(
+            self,
             "seed",
             self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**63),
             "an integer from 0 to 2**63 - 1, or None",
         )
-        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        require(self, "ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         if self.temperature == 0:
             # Greedy decoding ignores top_k and top_p: a user who sets them with temperature 0 has misunderstood something.
-            self._require("top_k", self.top_k in (0, 1), "left out of greedy decoding; or set temperature above 0")
-            self._require("top_p", self.top_p == 1, "left out of greedy decoding; or set temperature above 0")
+            require(self, "top_k", self.top_k in (0, 1), "left out of greedy decoding; or set temperature above 0")
+            require(self, "top_p", self.top_p == 1, "left out of greedy decoding; or set temperature above 0")
         self._make_plain()
 
     def _freeze_stops(self) -> None:
         """Turn ``stop`` and ``stop_token_ids`` into tuples: users may give one string, lists or sets."""
         stop = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
-        self._require("stop", stop is not None and all(isinstance(text, str) and text for text in stop), _STRINGS)
+        require(self, "stop", stop is not None and all(isinstance(text, str) and text for text in stop), _STRINGS)
         token_ids = _items(self.stop_token_ids)
-        self._require(
+        require(
+            self,
             "stop_token_ids",
             token_ids is not None and all(is_int(token_id) and token_id >= 0 for token_id in token_ids),
             "a list of integers from 0",
@@ -96,10 +98,6 @@ class SamplingParams:
         for name, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float)):
             object.__setattr__(self, name, kind(getattr(self, name)))
         object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
-
-    def _require(self, field: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise ConfigError(field, getattr(self, field), f"it must be {expected}")
 
 
 _STRINGS = "a string or a list of strings, none of them empty"
