@@ -7,6 +7,7 @@ from typing import Any
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.cache.manager import offload_key
 from cargohold.lab.simulation import SimulatedEngine
+from cargohold.protocol import HintEnd
 
 HOLDS: dict[str, dict[str, Any]] = {
     "touch": {},
@@ -25,3 +26,8 @@ def broken_rule(engine: SimulatedEngine) -> str:
     """The rule for which the connector was turned off, if it was."""
     broken = engine.scheduler.connector.broken
     return "" if broken is None else broken.rule
+
+
+def ends(engine: SimulatedEngine) -> list[HintEnd]:
+    """How hints have ended since the last call."""
+    return [event.end for event in engine.scheduler.connector.take_hint_events()]

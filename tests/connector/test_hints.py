@@ -14,7 +14,7 @@ from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simul
 from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.protocol import Hint, HintEnd, HintKind, HintOutcome, HintStatus, Prefix, metrics
 from tests.connector.common import alone, evict_everything, finish, prompt
-from tests.connector.offloading import keys_of
+from tests.connector.offloading import ends, keys_of
 
 ACCEPTED, CLIPPED, REJECTED, MISSING = (
     HintStatus.ACCEPTED,
@@ -60,10 +60,6 @@ def hint(engine: SimulatedEngine, one: Hint, about: str | Prefix) -> HintOutcome
 
 def present(offloading: SimulatedOffloading, tokens: list[int]) -> list[int]:
     return list(offloading.manager.lookup(keys_of(tokens, len(tokens) // 4)))
-
-
-def ends(engine: SimulatedEngine) -> list[HintEnd]:
-    return [event.end for event in engine.scheduler.connector.take_hint_events()]
 
 
 def test_a_pinned_prompt_outlives_a_flood_and_its_lease_ends_with_time() -> None:

@@ -12,7 +12,7 @@ from cargohold.protocol import MEDIUM_HOST, BlockStored, Hint, HintEnd, HintOutc
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side.ahead import MAX_AHEAD
 from tests.connector.common import prompt
-from tests.connector.offloading import keys_of
+from tests.connector.offloading import ends, keys_of
 from tests.connector.tiering import finish, make_engine, restored, serve
 from tests.held_tiers import SimulatedTiering
 
@@ -28,10 +28,6 @@ def prefix(tokens: list[int], salt: str | None = None) -> Prefix:
 def give(engine: SimulatedEngine, hint: Hint, tokens: list[int] = TOKENS, salt: str | None = None) -> HintOutcome:
     (outcome,) = engine.scheduler.hint(prefix(tokens, salt), [hint])
     return outcome
-
-
-def ends(engine: SimulatedEngine) -> list[HintEnd]:
-    return [event.end for event in engine.scheduler.connector.take_hint_events()]
 
 
 def restarted(tiering: SimulatedTiering) -> SimulatedEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.errors import RequestError
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock, WrongTokenError, simulated_layout
 from cargohold.protocol import KVConnectorTransferResults, RequestView
+from tests.connector.common import alone, prompt
 from tests.effort import examples
 from tests.engine.scripted import Load, Script, ScriptedScheduler, ScriptedWorker, fill, scripted_connector
 
@@ -26,23 +26,12 @@ LAYOUTS = {
 }
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(1000) for _ in range(length)]
-
-
 def run_all(engine: SimulatedEngine, requests: dict[str, tuple[list[int], int]]) -> dict[str, list[int]]:
     for request_id, (tokens, max_tokens) in requests.items():
         engine.add(request_id, tokens, max_tokens)
     engine.run()
     engine.scheduler.check_settled()
     return {request_id: engine.tokens(request_id) for request_id in requests}
-
-
-def alone(tokens: list[int], max_tokens: int) -> list[int]:
-    """What a request gets that has the engine to itself, without any reuse."""
-    engine = SimulatedEngine(simulated_layout(200), prefix_caching=False)
-    return run_all(engine, {"alone": (tokens, max_tokens)})["alone"]
 
 
 @pytest.mark.parametrize("windows", LAYOUTS.values(), ids=LAYOUTS.keys())

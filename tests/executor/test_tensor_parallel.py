@@ -37,18 +37,14 @@ def test_processes_that_are_started_as_outside_of_tests_answer_as_a_whole_model(
     check_split_as_whole(model_with_heads("qwen3", 2), make_llm)
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_kv_heads"), [pytest.param("qwen3", 2, id="norms of keys"), pytest.param("gemma3", 4, id="windows")]
+)
 @pytest.mark.usefixtures("no_process_left", "forked_ranks")
-def test_a_split_model_with_norms_of_keys_answers_as_a_whole_one(
-    model_with_heads: MakeModel, make_llm: Callable[..., LLM]
+def test_a_split_model_answers_as_a_whole_one(
+    kind: str, num_kv_heads: int, model_with_heads: MakeModel, make_llm: Callable[..., LLM]
 ) -> None:
-    check_split_as_whole(model_with_heads("qwen3", 2), make_llm)
-
-
-@pytest.mark.usefixtures("no_process_left", "forked_ranks")
-def test_a_split_model_with_windows_answers_as_a_whole_one(
-    model_with_heads: MakeModel, make_llm: Callable[..., LLM]
-) -> None:
-    check_split_as_whole(model_with_heads("gemma3", 4), make_llm)
+    check_split_as_whole(model_with_heads(kind, num_kv_heads), make_llm)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "vocab_size"), [(1, 200), (2, 199)])

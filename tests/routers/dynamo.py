@@ -102,3 +102,10 @@ def running_indexer(log: Path) -> Iterator[Indexer]:
             yield indexer
         finally:
             process.kill()
+
+
+def end_of_run(chunks: list[bool], first: int, per_chunk: int) -> int:
+    """The number of the block before which all from ``first`` on are in chunks that are there."""
+    while first // per_chunk < len(chunks) and chunks[first // per_chunk]:
+        first = (first // per_chunk + 1) * per_chunk
+    return first

@@ -20,7 +20,7 @@ from cargohold.tiers.scheduler_side import TierOptions
 from tests.connector.common import evict_everything, prompt
 from tests.connector.tiering import lose_host_memory, make_engine
 from tests.held_tiers import HeldMedium, HeldQueue, SimulatedTiering
-from tests.routers.dynamo import Found, Indexer, needs_dynamo, running_indexer
+from tests.routers.dynamo import Found, Indexer, end_of_run, needs_dynamo, running_indexer
 
 pytestmark = needs_dynamo
 zmq = pytest.importorskip("zmq", reason="publishing events needs the extra cargohold[events]")
@@ -129,20 +129,13 @@ class Replica:
         in_host = [state == READY for state in self.tiering.manager.lookup(keys)]
         (disk,), ((medium,),) = self.tiering.lower.tiers, self.tiering.media
         on_disk = [disk.is_readable and name in medium.chunks for name in self.tiering.lower.names_of(keys)]
-        num_host = _run(in_host, num_device, per_chunk)
-        num_disk = _run(on_disk, num_host, per_chunk)
+        num_host = end_of_run(in_host, num_device, per_chunk)
+        num_disk = end_of_run(on_disk, num_host, per_chunk)
         return Found(num_device * BLOCK_TOKENS, num_host * BLOCK_TOKENS, num_disk * BLOCK_TOKENS)
 
 
 def _hash_of(mark: int) -> bytes:
     return mark.to_bytes(32, "big")
-
-
-def _run(chunks: list[bool], first: int, per_chunk: int) -> int:
-    """The number of the block before which all from ``first`` on are in chunks that are there."""
-    while first // per_chunk < len(chunks) and chunks[first // per_chunk]:
-        first = (first // per_chunk + 1) * per_chunk
-    return first
 
 
 def compare(replica: Replica, indexer: Indexer) -> None:

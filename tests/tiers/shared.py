@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from cargohold.tiers import SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.opening import open_tier
@@ -18,6 +19,10 @@ def shared(url: str, timeout_s: float = 10.0, **options: object) -> Tier:
 
 def store(tier: Tier, number: int) -> StoreOutcome:
     return tier.store(key(number), memoryview(payload(number)))
+
+
+def bytes_of_files(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def raising(error: Exception) -> Callable[..., None]:

@@ -24,13 +24,9 @@ from cargohold.tiers import LoadOutcome, StoreOutcome
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores import directory as object_listing
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
-from tests.tiers.shared import raising, shared, store
+from tests.tiers.shared import bytes_of_files, raising, shared, store
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def bytes_of_chunks(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def test_a_budget_is_kept_by_one_engine_and_the_oldest_go_first(tmp_path: Path) -> None:
@@ -38,7 +34,7 @@ def test_a_budget_is_kept_by_one_engine_and_the_oldest_go_first(tmp_path: Path) 
     tier = shared(f"file://{tmp_path}", max_bytes=10 * CHUNK)
     for number in range(40):
         assert store(tier, number) is StoreOutcome.STORED
-        assert bytes_of_chunks(tmp_path) <= 11 * CHUNK, "what is not ours does not count, and stays"
+        assert bytes_of_files(tmp_path) <= 11 * CHUNK, "what is not ours does not count, and stays"
         for at, path in enumerate(sorted(tmp_path.glob("*/00/*"))):
             os.utime(path, (at, at))  # a clock that is fine enough to tell them apart
     kept = [number for number in range(40) if load(tier, number) == payload(number)]
@@ -49,7 +45,7 @@ def test_two_engines_share_a_budget(tmp_path: Path) -> None:
     tiers = [shared(f"file://{tmp_path}", max_bytes=32 * CHUNK) for _ in range(2)]
     for number in range(200):
         store(tiers[number % 2], number)
-        assert bytes_of_chunks(tmp_path) <= 35 * CHUNK
+        assert bytes_of_files(tmp_path) <= 35 * CHUNK
     assert sum(tiers[0].probe([key(number) for number in range(200)])) >= 20
 
 
@@ -123,9 +119,9 @@ def test_an_unfinished_chunk_of_a_killed_process_counts_until_it_is_deleted(tmp_
     tier = shared(f"file://{tmp_path}", max_bytes=10 * CHUNK)
     for number in range(10, 20):
         assert store(tier, number) is StoreOutcome.STORED
-        assert bytes_of_chunks(tmp_path) <= 10 * CHUNK
+        assert bytes_of_files(tmp_path) <= 10 * CHUNK
     (holding,) = open_inventory(f"file://{tmp_path}").holdings()
-    assert holding.num_bytes == bytes_of_chunks(tmp_path)
+    assert holding.num_bytes == bytes_of_files(tmp_path)
     assert holding.num_chunks in {2, 3} and left.exists()
 
 

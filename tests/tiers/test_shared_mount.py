@@ -12,7 +12,8 @@ import pytest
 from cargohold.errors import TierError
 from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome, Tier, open_tier
 from cargohold.tiers.stores import directory as object_listing
-from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
+from tests.tiers.common import CHUNK, NAMESPACE, load, payload
+from tests.tiers.shared import store
 
 
 class Mount:
@@ -48,10 +49,6 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 def shared(directory: Path, max_bytes: int | None = None) -> Tier:
     return open_tier(SharedTierConfig(url=f"file://{directory}", max_bytes=max_bytes), NAMESPACE, CHUNK)
-
-
-def store(tier: Tier, number: int) -> StoreOutcome:
-    return tier.store(key(number), memoryview(payload(number)))
 
 
 @pytest.mark.parametrize("below", ["", "kv", "kv/deep"])

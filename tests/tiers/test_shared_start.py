@@ -30,6 +30,7 @@ from cargohold.tiers.port import JobKind, JobStatus, TierJob
 from tests.servers import BUCKET, Server, set_credentials
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
+from tests.tiers.shared import store
 
 WAIT_S = 20.0
 MIB = 1024**2
@@ -124,10 +125,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 def in_bucket(max_bytes: str | None = None) -> Tier:
     config = SharedTierConfig(url=f"s3://{BUCKET}/kv", max_bytes=max_bytes)
     return open_tier(config.with_times(3 * WAIT_S), NAMESPACE, CHUNK)
-
-
-def store(tier: Tier, number: int) -> StoreOutcome:
-    return tier.store(key(number), memoryview(payload(number)))
 
 
 @pytest.mark.parametrize(

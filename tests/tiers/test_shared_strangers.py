@@ -18,6 +18,7 @@ from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.opening import open_tier
 from tests.servers import Server, key_value_server
 from tests.tiers.common import CHUNK, NAMESPACE, in_thread, key, load, payload
+from tests.tiers.shared import store
 
 WAIT_S = 20.0
 MIB = 1024**2
@@ -28,10 +29,6 @@ def filled(url: str, count: int) -> Tier:
     for number in range(count):
         assert store(tier, number) is StoreOutcome.STORED
     return tier
-
-
-def store(tier: Tier, number: int) -> StoreOutcome:
-    return tier.store(key(number), memoryview(payload(number)))
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

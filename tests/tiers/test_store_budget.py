@@ -27,6 +27,7 @@ from cargohold.tiers.stores.directory import StoredObject, list_ours
 from cargohold.tiers.stores.objects import StoreBudget
 from tests.tiers.bad_medium import ordinary_user
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
+from tests.tiers.shared import bytes_of_files, store
 
 WAIT_S = 30.0
 VALUE = CHUNK + HEADER_BYTES
@@ -35,14 +36,6 @@ OTHERS = replace(NAMESPACE, weights="of others")
 
 def shared(directory: Path, max_bytes: int | None, namespace: Namespace = NAMESPACE, num_shards: int = 1) -> Tier:
     return open_tier(SharedTierConfig(url=f"file://{directory}", max_bytes=max_bytes), namespace, CHUNK, num_shards)
-
-
-def store(tier: Tier, number: int) -> StoreOutcome:
-    return tier.store(key(number), memoryview(payload(number)))
-
-
-def bytes_of_files(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 class TestBudget:

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from cargohold.blocks import READY
 from cargohold.cache.manager import offload_key
 from cargohold.tiers.disk import DiskTier
-from tests.routers.dynamo import Found, Indexer, needs_dynamo, ports, running_indexer
+from tests.routers.dynamo import Found, Indexer, end_of_run, needs_dynamo, ports, running_indexer
 from tests.vllm.common import LAZY, RESTARTED, forget, make_prompts
 from tests.vllm.engine import BLOCK_TOKENS, Engine
 from tests.vllm.models import VOCAB_SIZE
@@ -150,8 +150,8 @@ class Replica:
         in_host = [state == READY for state in manager.lookup(keys)]
         on_disk = self._disks[-1].probe(connector.lower.names_of(keys))
         num_device = len(list(takewhile(on_device.__contains__, hashes)))
-        num_host = _run(in_host, num_device, per_chunk)
-        num_disk = _run(on_disk, num_host, per_chunk)
+        num_host = end_of_run(in_host, num_device, per_chunk)
+        num_disk = end_of_run(on_disk, num_host, per_chunk)
         return Found(num_device * BLOCK_TOKENS, num_host * BLOCK_TOKENS, num_disk * BLOCK_TOKENS)
 
     def compare(self) -> list[Found]:
@@ -182,13 +182,6 @@ def _block_hashes(prompt: Sequence[int], salt: str | None) -> list[bytes]:
         block_hasher=get_request_block_hasher(BLOCK_TOKENS, hash_function()),
     )
     return list(request.block_hashes)
-
-
-def _run(chunks: list[bool], first: int, per_chunk: int) -> int:
-    """The number of the block before which all from ``first`` on are in chunks that are there."""
-    while first // per_chunk < len(chunks) and chunks[first // per_chunk]:
-        first = (first // per_chunk + 1) * per_chunk
-    return first
 
 
 def _on(directory: Path, **options: Any) -> dict[str, Any]:

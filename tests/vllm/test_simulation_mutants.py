@@ -95,7 +95,7 @@ def never_gives_references_back(patch: Patch) -> None:
 
 @mutant()
 def lets_the_engine_stop_while_stores_are_in_flight(patch: Patch) -> None:
-    patch.setattr(SchedulerSide, "has_pending_work", lambda self: bool(self._loading))
+    patch.setattr(SchedulerSide, "has_pending_work", lambda self: bool(self._loads))
 
 
 @mutant(workload="stops")
