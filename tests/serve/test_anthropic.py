@@ -76,17 +76,25 @@ def test_all_tokens_of_the_prompt_are_counted_once(client: clients.anthropic.Ant
         assert usage.input_tokens <= 16
 
 
+TIDE: dict[str, Any] = {"name": "tide", "input_schema": {}}
+MARK = {"type": "ephemeral"}
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "this engine has no thinking"),
         ({"tool_choice": {"type": "any"}}, "use auto or none"),
-        ({"tools": [{"name": "tide", "input_schema": {}}]}, "no place for tools"),
+        ({"tools": [TIDE]}, "no place for tools"),
         ({"tools": [{"name": "search", "type": "web_search_20250305"}]}, "tools[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
         ({"messages": [{"role": "user", "content": "The ship sails on. " * 3000}]}, "prompt is too long"),
         ({"tempratur": 1}, "did you mean temperature?"),
+        ({"tools": [{**TIDE, "strict": True}]}, "no strict of tools"),
+        ({"tools": [{**TIDE, "input_examples": [{}]}]}, "no input_examples of tools"),
+        ({"tools": [{**TIDE, "defer_loading": False, "cache_control": MARK}]}, "no place for tools"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "Once upon"}]}, "cannot be continued"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -111,3 +119,10 @@ def test_results_of_tools_become_messages_of_their_own(server: Server) -> None:
     reply = call(server, "/v1/messages/count_tokens", {"model": "chat", "messages": conversation})
     written = "<|user|>Tell me about the harbour.<|end|><|assistant|><|end|><|tool|>It is high.<|end|><|assistant|>"
     assert reply.json["input_tokens"] == len(server.admission.llm.tokenize(written))
+
+
+def test_a_conversation_that_ends_with_the_assistant_can_be_counted(server: Server) -> None:
+    """What cannot be continued is history all the same."""
+    conversation = [*HELLO, {"role": "assistant", "content": "Once upon"}]
+    reply = call(server, "/v1/messages/count_tokens", {"model": "chat", "messages": conversation})
+    assert reply.status == 200 and reply.json["input_tokens"] > 0

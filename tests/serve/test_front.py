@@ -373,6 +373,14 @@ def test_marks_that_are_impossible_are_passed_over_and_refused_where_it_is_stric
     assert "cache_control" in refused.json["error"]["message"]
 
 
+def test_a_block_whose_type_is_no_text_hinders_no_mark(line: Line) -> None:
+    kinds: Any = ({}, [], None)
+    content = [{"type": kind, "text": "a"} for kind in kinds]
+    content.append({"type": "text", "text": "a", "cache_control": MARK})
+    line.ask({"messages": [{"role": "user", "content": content}]}, MESSAGES)
+    assert [hint.part for hint in line.behind.hints] == [1.0]
+
+
 def test_who_gives_hints_by_name_has_said_what_there_is_to_say(line: Line) -> None:
     named: Any = (
         {"cargohold_hints": []},
@@ -698,16 +706,20 @@ def test_pins_are_given_and_released_by_requests_of_one_token(kept_apart: Line, 
     (hint,), _ = parse_hints(pin["kv_transfer_params"]["cargohold_hints"])
     assert (hint.kind, hint.lease, hint.ttl_s) == ("pin", "agent 7", 60)
     assert (scope["path"], pin["max_tokens"], pin["cache_salt"]) == (CHAT, 1, tenants.salt("acme", "ann"))
-    kept_apart.ask(b"", "/cache/pins/agent%207", keyed("of acme"), method="DELETE")
+    # Servers have decoded a path already.
+    kept_apart.ask(b"", "/cache/pins/agents/7%20", keyed("of acme"), method="DELETE")
     (hint,), _ = parse_hints(kept_apart.behind.body["kv_transfer_params"]["cargohold_hints"])
-    assert (hint.kind, hint.lease, kept_apart.behind.seen[-1][0]["method"]) == ("release", "agent 7", "POST")
+    assert (hint.kind, hint.lease, kept_apart.behind.seen[-1][0]["method"]) == ("release", "agents/7%20", "POST")
     assert kept_apart.behind.headers[b"content-type"] == b"application/json", "vLLM takes nothing else"
     kept_apart.behind.status = 404
     assert kept_apart.ask(asked, "/cache/pins", keyed("of acme")).status == 404
     kept_apart.behind.status, kept_apart.behind.pieces = 200, [b"{}"]
     assert kept_apart.ask(asked, "/cache/pins", keyed("of acme")).status == 501
-    for body in (b"", b"{", {}, {"prompt": 1, "lease": 2}):
-        assert kept_apart.ask(body, "/cache/pins", keyed("of acme")).status in {400, 501}
+    nameless = {name: value for name, value in asked.items() if name != "lease"}
+    for body in (b"", b"{", {}, {"prompt": 1, "lease": 2}, nameless, {**asked, "lease": ""}, {**asked, "ttl": 60}):
+        assert kept_apart.ask(body, "/cache/pins", keyed("of acme")).status == 400
+    kept_apart.behind.pieces = [b"null"]  # its client has gone
+    assert kept_apart.ask(asked, "/cache/pins", keyed("of acme")).status == 501
 
 
 def test_it_needs_no_package_that_vllm_has_not() -> None:

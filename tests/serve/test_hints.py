@@ -124,6 +124,8 @@ def test_prompts_are_pinned_and_released_by_their_tenants_alone(chat_model: str)
         assert status(ask("/cache/pins/mine", None, "two", "DELETE")) == "missing"
         assert status(ask("/cache/pins/mine", None, "one", "DELETE")) == "accepted"
         assert status(ask("/cache/pins/mine", None, "one", "DELETE")) == "missing"
+        assert status(ask("/cache/pins", {"prompt": TEXT, "lease": "agents/7 %", "ttl_s": 60})) == "accepted"
+        assert status(ask("/cache/pins/agents%2F7%20%25", None, "one", "DELETE")) == "accepted"
         conversation = {"messages": [{"role": "user", "content": "Hello"}], "hints": [{"action_type": "retain"}]}
         assert ask("/cache/hints", conversation).status == 200
         assert call(server, "/cache/hints", conversation).status == 401

@@ -157,6 +157,10 @@ def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(clien
     assert answer.choices[0].finish_reason == "length"
 
 
+SAID: dict[str, Any] = {"role": "assistant", "content": "Yes."}
+STRICT: dict[str, Any] = {"type": "function", "function": {"name": "tide", "strict": True}}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
@@ -188,6 +192,12 @@ def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(clien
         ({"messages": "Hello"}, "messages", "valid list"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"chat_template_kwargs": {"tokenize": True}}, None, "no variable of a chat template"),
+        ({"tools": [{"type": "custom", "custom": {"name": "tide"}}]}, "tools[0]", "type function"),
+        ({"tools": [{"type": "function", "function": {"strict": True}}]}, "tools[0]", "has a name"),
+        ({"tools": [STRICT]}, "tools[0].function.strict", "leave strict out"),
+        ({"messages": [{**SAID, "function_call": {"name": "tide"}}, *HELLO]}, "messages[0].function_call", "be None"),
+        ({"messages": [{**SAID, "audio": {"id": "a"}}, *HELLO]}, "messages[0].audio", "be None"),
+        ({"stream": True, "stream_options": {"continuous": True}}, "stream_options.continuous", "not permitted"),
     ],
     ids=str,
 )
@@ -207,6 +217,8 @@ def test_what_the_engine_has_not_is_refused_by_name(
         {"user": "me", "metadata": {"a": "b"}, "prompt_cache_key": "key", "service_tier": "auto", "store": False},
         {"temperature": 0, "top_p": 0.5, "top_k": 3},
         {"response_format": {"type": "text"}, "top_k": -1, "parallel_tool_calls": True},
+        {"messages": [{**SAID, "function_call": None, "audio": None, "refusal": None, "annotations": []}, *HELLO]},
+        {"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": True}},
     ],
     ids=str,
 )

@@ -42,6 +42,7 @@ def test_the_page_is_whole_and_may_do_nothing_but_ask_this_server(server: Server
     text = reply.body.decode()
     assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert re.findall(r"""(?:src|href|action)=["'](?!#|data:,)""", text) == [] and "url(" not in text
+    assert re.findall(r"""fetch\(["'`]/""", text) == [], "behind a proxy, the page may stand at another path"
     assert re.findall(r"\bstyle=|\bon\w+=|innerHTML", text) == [], "the policy lets none of these work"
     policy = reply.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy

@@ -54,6 +54,50 @@ def test_half_a_character_comes_back_as_a_whole_one(server: Server) -> None:
     assert (reply.status, "there is no model" in reply.json["error"]["message"]) == (404, True)
 
 
+MESSAGES = "/v1/messages"
+ANTHROPIC: dict[str, Any] = {"model": "chat", "messages": BODY["messages"], "max_tokens": 1}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+HALF = {"action_id": "\ud800", "action_type": "retain"}
+WRONG_BLOCKS: Any = (5, "text", [], None, {"type": "text", "text": 5}, {"type": []})
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "tide"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (MESSAGES, {**ANTHROPIC, "tool_choice": {"type": ["auto"]}}),
+        (MESSAGES, {**ANTHROPIC, "tool_choice": {"type": {}}}),
+        *(
+            (MESSAGES, {**ANTHROPIC, "messages": [{"role": "user", "content": [{**RESULT, "content": [item]}]}]})
+            for item in WRONG_BLOCKS
+        ),
+        (CHAT, {**BODY, "messages": [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}]}),
+        *((CHAT, {**BODY, "tools": [tool]}) for tool in ({}, {**TOOL, "function": "tide"}, {**TOOL, "type": "custom"})),
+        (CHAT, {**BODY, "chat_template_kwargs": {f"name{at}": 1 for at in range(65)}}),
+    ],
+    ids=lambda value: str(value)[-70:],
+)
+def test_a_value_of_the_wrong_kind_is_refused_wherever_it_stands(server: Server, path: str, body: Any) -> None:
+    reply = call(server, path, body)
+    assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error"), reply.body
+
+
+def test_half_a_character_in_a_hint_is_no_name(server: Server) -> None:
+    for path, body in (
+        (CHAT, {**BODY, "cargohold_hints": [HALF]}),
+        (MESSAGES, {**ANTHROPIC, "cargohold_hints": [HALF]}),
+        ("/cache/hints", {"prompt": "Hello", "hints": [HALF]}),
+    ):
+        reply = call(server, path, body)
+        (outcome,) = reply.json.get("cargohold_hints", []) or reply.json["outcomes"]
+        assert (reply.status, outcome["action_id"]) == (200, "#0")
+    streamed = call(server, CHAT, {**BODY, "stream": True, "cargohold_hints": [HALF]})
+    assert b'"action_id":"#0"' in streamed.body and b'"error"' not in streamed.body
+    reply = call(server, "/cache/pins", {"prompt": "Hello", "lease": "\ud800"})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "lease")
+    assert call(server, "/cache/pins/", method="DELETE").status == 400
+
+
 def test_a_body_that_is_not_sent_as_json_is_refused(server: Server) -> None:
     reply = call(server, CHAT, json.dumps(BODY).encode(), {"content-type": "text/plain"})
     assert (reply.status, "application/json" in reply.json["error"]["message"]) == (400, True)
@@ -64,7 +108,7 @@ def test_a_body_that_is_not_sent_as_json_is_refused(server: Server) -> None:
 )
 def test_what_is_not_there_is_said_in_json(server: Server, method: str, path: str, status: int) -> None:
     reply = call(server, path, method=method)
-    assert reply.status == status and reply.json["error"]["message"]
+    assert reply.status == status and "/openapi.json" in reply.json["error"]["message"]
 
 
 def test_bytes_that_are_no_http_are_refused(server: Server) -> None:

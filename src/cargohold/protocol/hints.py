@@ -268,7 +268,8 @@ def _is_seconds(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME
+    # Half a character, which JSON can write, has no bytes: what is told of it could not be sent.
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME and value == value.encode(errors="replace").decode()
 
 
 # --- envelopes --------------------------------------------------------------------------------------------------------

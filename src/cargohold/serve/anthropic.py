@@ -70,17 +70,22 @@ class AnthropicMessage(BaseModel):
 
 
 class AnthropicTool(BaseModel):
-    """A tool of the client's."""
+    """A tool of the client's. Fields that are not declared here ask for what no template can say."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
     description: str = ""
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The tool as templates know it."""
+    def for_template(self, param: str) -> dict[str, Any]:
+        """The tool as templates know it. Raises ``ApiError`` for what the engine does not do with tools."""
+        for name, value in (self.model_extra or {}).items():
+            if value:
+                raise invalid(f"this engine has no {name[:80]} of tools: leave it out", f"{param}.{name[:80]}")
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
@@ -98,7 +103,7 @@ class Prompt(Body):
     def tokens(self, llm: AsyncLLM, most: int) -> list[int]:
         """The conversation as the model's template writes it. Raises ``PromptTooLongError``, see ``AsyncLLM.chat_prompt``."""
         choice = (self.tool_choice or {"type": "auto"}).get("type")
-        if choice not in {"auto", "none"}:
+        if choice not in ("auto", "none"):
             raise invalid(
                 "tool_choice: the model decides itself whether it calls a tool; use auto or none", "tool_choice"
             )
@@ -108,7 +113,7 @@ class Prompt(Body):
         messages = [{"role": "system", "content": system}] if system else []
         for at, message in enumerate(self.messages):
             messages += message.for_template(f"messages[{at}]")
-        tools = [tool.for_template() for tool in self.offered()]
+        tools = [tool.for_template(f"tools[{at}]") for at, tool in enumerate(self.offered())]
         return llm.chat_prompt(messages, tools=tools, max_tokens=most)
 
     def offered(self) -> list[AnthropicTool]:
@@ -156,6 +161,8 @@ async def count_tokens(request: Request, body: Prompt) -> Response:
 async def messages(request: Request, body: MessagesBody) -> Response:
     """The next message of a conversation."""
     llm = _begin(request, body)
+    if body.messages[-1].role == "assistant":
+        raise invalid("the assistant's message cannot be continued here: the last one must be the user's", "messages")
     client, sampling = client_of(request), [body.sampling()]
 
     def make_prompts() -> Prompts:

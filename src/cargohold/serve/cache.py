@@ -25,7 +25,7 @@ from cargohold.llm import AsyncLLM
 from cargohold.protocol import Hint, KeptPrefix, Pin, Stats, Tally, TenantUse, metrics
 from cargohold.serve.admission import ServerContext, client_of, context_of
 from cargohold.serve.errors import ApiError, json_response
-from cargohold.serve.interfaces import Items, Message, fitting, in_turn
+from cargohold.serve.interfaces import Items, Message, fitting, in_turn, offered_tools
 from cargohold.serve.meters import OfNobody, told_of
 from cargohold.serve.records import Moved, Record
 from cargohold.serve.settings import Client
@@ -103,7 +103,7 @@ class PrefixBody(BaseModel):
         """The prompt. Raises ``RequestError`` if it cannot be made."""
         if self.messages is not None:
             messages = [message.for_template(f"messages[{at}]") for at, message in enumerate(self.messages)]
-            return llm.chat_prompt(messages, tools=self.tools, max_tokens=most)
+            return llm.chat_prompt(messages, tools=offered_tools(self.tools), max_tokens=most)
         return llm.tokenize(self.prompt, max_tokens=most) if isinstance(self.prompt, str) else self.prompt or []
 
 
@@ -159,8 +159,8 @@ async def pins(request: Request) -> Response:
     return json_response(shown)
 
 
-@router.delete("/cache/pins/{lease}")
-async def release(request: Request, lease: Annotated[str, Path(max_length=128)]) -> Response:
+@router.delete("/cache/pins/{lease:path}")
+async def release(request: Request, lease: Annotated[str, Path(min_length=1, max_length=128)]) -> Response:
     """End a pin before its time."""
     return await _hint(request, PrefixBody(), Hint.release(lease))
 

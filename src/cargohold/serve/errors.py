@@ -17,6 +17,7 @@ _OPENAI_TYPES: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+_NOT_SERVED: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 _ANTHROPIC_TYPES: Final = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
@@ -57,7 +58,8 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case HTTPException():
-            return ApiError(HTTPStatus(error.status_code), str(error.detail))
+            where = "; /openapi.json lists what is served here" if error.status_code in _NOT_SERVED else ""
+            return ApiError(HTTPStatus(error.status_code), f"{error.detail}{where}")
         case ConfigError():
             return invalid(str(error), error.key)
         case RequestError():
@@ -100,5 +102,7 @@ def _encode(body: Any) -> bytes:
 
 def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _printable(item) for key, item in value.items()}
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
     return value.encode(errors="replace").decode() if isinstance(value, str) else value

@@ -21,7 +21,6 @@ from http import HTTPStatus
 from itertools import count
 from secrets import token_hex
 from typing import Any, Final
-from urllib.parse import unquote
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,6 +40,9 @@ TURN_PRIORITY: Final = 60
 _MAX_SESSIONS: Final = 4096
 _MAX_LEASES: Final = 64
 _MAX_RELEASES: Final = 16
+_OF_PROMPT: Final = ("model", "messages", "tools", "prompt", "cache_salt")
+_OF_PIN: Final = ("lease", "ttl_s")
+"""What the body of a pin may have."""
 
 
 class Sessions:
@@ -194,7 +196,7 @@ class Front:
         session, is_over = session_of(headers, body), is_last(headers, body)
         if session is not None and is_over:
             self._sessions.close(tenant, session)
-        if body.has("cargohold_hints") or hints_in(_object(body.get("kv_transfer_params"))) is not None:
+        if "cargohold_hints" in body.names or hints_in(_object(body.get("kv_transfer_params"))) is not None:
             return [], None  # who gives hints by name has said what there is to say
         hints = []
         lease = None
@@ -216,15 +218,16 @@ class Front:
         """
         if scope["method"] == "DELETE":
             asked: dict[str, Any] = {"prompt": [0]}  # any, in any vocabulary
-            hint: dict[str, Any] = {
-                "action_type": "release",
-                "payload": {"lease": unquote(path_of(scope)[len(PINS) + 1 :])},
-            }
+            hint: dict[str, Any] = {"action_type": "release", "payload": {"lease": path_of(scope)[len(PINS) + 1 :]}}
         else:
             body = _read(await _whole(receive) or b"", must=True)
             assert body is not None
-            asked = {name: body.get(name) for name in ("model", "messages", "tools", "prompt", "cache_salt")}
-            hint = {"action_type": "pin", "payload": {name: body.get(name) for name in ("lease", "ttl_s")}}
+            if unknown := next((name for name in body.names if name not in _OF_PROMPT + _OF_PIN), None):
+                raise invalid(f"there is no field {unknown!r:.80} here", unknown[:80], "unknown_field")
+            if not isinstance(body.get("lease"), str) or not body.get("lease"):
+                raise invalid("lease: a pin needs a name, by which it is released", "lease")
+            asked = {name: body.get(name) for name in _OF_PROMPT}
+            hint = {"action_type": "pin", "payload": {name: body.get(name) for name in _OF_PIN}}
         asked |= {
             "cache_salt": _salt_of(asked.get("cache_salt"), client),
             "max_tokens": 1,
@@ -246,7 +249,7 @@ class Front:
             for message in messages:
                 await send(message)
             return
-        params = _object(msgspec.json.decode(answer).get("kv_transfer_params")) or {}
+        params = _object((_object(msgspec.json.decode(answer)) or {}).get("kv_transfer_params")) or {}
         if HINTS_KEY not in params:
             raise ApiError(HTTPStatus.NOT_IMPLEMENTED, "the engine behind this server has no Cargohold connector")
         await json_response({"outcomes": params[HINTS_KEY]})(scope, receive, send)

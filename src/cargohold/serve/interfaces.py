@@ -106,7 +106,7 @@ class Body(BaseModel):
                 continue
             if name not in NEUTRAL:
                 known = [*type(self).model_fields, *NEUTRAL, *WITHOUT_EFFECT]
-                close = get_close_matches(name, known, n=1)
+                close = get_close_matches(name[:80], known, n=1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise invalid(f"there is no field {name!r:.80} here{hint}", name[:80], "unknown_field")
             if not any(_is(value, neutral) for neutral in NEUTRAL[name]):
@@ -148,9 +148,10 @@ class CachedBody(Body):
 class StreamOptions(BaseModel):
     """How a stream is written."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 class OpenAIBody(CachedBody):
@@ -206,7 +207,7 @@ ToolChoice = Literal["none", "auto", "required"] | dict[str, Any] | None
 
 
 class Message(BaseModel):
-    """One message. Fields that are not declared here say nothing to a template."""
+    """One message. Fields that are not declared here say nothing to a template; those that are always null no longer."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -215,6 +216,8 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    audio: None = None
+    function_call: None = None
 
     def for_template(self, param: str) -> dict[str, Any]:
         """The message as templates know it. Raises ``ApiError`` for what is no text."""
@@ -233,13 +236,13 @@ class Message(BaseModel):
         return message
 
 
-def text_of(content: str | list[dict[str, Any]] | None, param: str) -> str:
+def text_of(content: str | list[Any] | None, param: str) -> str:
     """The text of a message's content, whose parts are joined. Raises ``ApiError`` for parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
     for at, part in enumerate(content):
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type")
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
             raise invalid(
                 f"{param}[{at}] is of type {kind!r:.40}: this server reads text only", param, "unsupported_content"
             )
@@ -260,17 +263,27 @@ def _call(call: dict[str, Any], param: str) -> dict[str, Any]:
     return {"type": "function", "id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}
 
 
-def offered_tools(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict[str, Any]] | None:
-    """The tools that the model may call. Raises ``ApiError`` if it must call one: nothing here can make it."""
+def offered_tools(tools: list[dict[str, Any]] | None, choice: ToolChoice = None) -> list[dict[str, Any]] | None:
+    """The tools that the model may call. Raises ``ApiError`` if it must call one, or by a schema: nothing here can make it."""
     if choice == "required" or isinstance(choice, dict):
         raise invalid("tool_choice: the model decides itself whether it calls a tool; use auto or none", "tool_choice")
+    for at, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise invalid(f"tools[{at}] must be of type function, with a function that has a name", f"tools[{at}]")
+        if function.get("strict"):
+            message = f"tools[{at}]: nothing holds the model to a schema here; leave strict out, or set it to false"
+            raise invalid(message, f"tools[{at}].function.strict", "unsupported_field")
     return None if choice == "none" else tools
 
 
 def tool_names(tools: list[dict[str, Any]] | None) -> list[str]:
     """Names by which a model may call tools that it was offered, as templates know them."""
-    functions = [tool.get("function", tool) for tool in tools or ()]
-    return [one["name"] for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    return [tool["function"]["name"] for tool in tools or ()]
 
 
 Events = Callable[[Outputs], AsyncGenerator[bytes]]

@@ -65,7 +65,7 @@ class ChatBody(OpenAIBody):
     tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 
 
 @router.get("/v1/models")

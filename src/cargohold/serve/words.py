@@ -6,7 +6,8 @@ It reads what it knows, and never minds what it does not: whether a body is vali
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -48,9 +49,10 @@ class Body:
         self.sent = sent
         self.has_changed = False
 
-    def has(self, name: str) -> bool:
-        """Whether it has a field."""
-        return name in self._fields
+    @property
+    def names(self) -> Collection[str]:
+        """The fields that it has."""
+        return self._fields
 
     def get(self, name: str) -> Any:
         """The value of a field; ``None`` if there is none, or it cannot be read."""
@@ -110,9 +112,9 @@ def keeping(body: Body, *, is_strict: bool = False) -> list[dict[str, Any]]:
 
 
 def _marked(body: Body) -> list[dict[str, Any]]:
-    marks = [(part, _ttl_of(mark, where)) for part, mark, where in _marks(body)]
+    marks = [(part, _ttl_of(mark, where)) for part, mark, where in islice(_marks(body), _MAX_MARKS + 1)]
     if len(marks) > _MAX_MARKS:
-        raise MarkError(f"there are {len(marks)} marks of cache_control; there may be {_MAX_MARKS}", "cache_control")
+        raise MarkError(f"there may be {_MAX_MARKS} marks of cache_control, not more", "cache_control")
     return [_kept(f"cache_control-{number}", ttl_s, part) for number, (part, ttl_s) in enumerate(marks, start=1)]
 
 
@@ -177,6 +179,7 @@ def _chars(value: Any) -> int:
     return sum(_chars(item) for item in value) if isinstance(value, list) else 0
 
 
+_LEFT_OUT: Final = ("thinking", "redacted_thinking", "image", "image_url")
 _IN_PROMPTS: Final = ("text", "content", "input", "name", "description", "input_schema", "parameters", "function")
 
 
@@ -184,7 +187,7 @@ def _sure(block: Any) -> int:
     """Characters of a block that every template writes into the prompt."""
     if isinstance(block, str):
         return len(block.strip())
-    if not isinstance(block, dict) or block.get("type") in {"thinking", "redacted_thinking", "image", "image_url"}:
+    if not isinstance(block, dict) or block.get("type") in _LEFT_OUT:
         return 0
     return sum(_chars(block[key]) for key in _IN_PROMPTS if key in block)
 
