@@ -30,7 +30,7 @@ from benchmarks.generating import Engine as VllmEngine
 from benchmarks.generating import Workload as VllmWorkload
 from benchmarks.vllm_contenders import ROOT, VLLM_PYTHON
 from cargohold import LLM, SamplingParams
-from cargohold.connector.observers import TracingFactory
+from cargohold.connector.tracing import TracingFactory
 from cargohold.engine.core.request import Request
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import Hint, KVConnectorFactory

@@ -28,8 +28,9 @@ from cargohold.connector.factory import (
     never_found,
     start_report,
 )
-from cargohold.connector.observers import RecordingFactory, TracingFactory
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.recording import RecordingFactory
+from cargohold.connector.tracing import TracingFactory
 from cargohold.engine.config import EngineConfig, EnginePlan, plan_engine
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.core.scheduler import Scheduler

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Tracer
 
-from cargohold.connector import observers
-from cargohold.connector.observers import Spans, TracingFactory
+from cargohold.connector import tracing
+from cargohold.connector.tracing import Spans, TracingFactory
 from cargohold.lab.simulation import SimulatedEngine, simulated_layout
 from cargohold.protocol import CacheReport, Episode, KVConnectorFactory
 from tests.connector.common import alone, prompt
@@ -38,7 +38,7 @@ def tracer(exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> I
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(1.0)), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
-    monkeypatch.setattr(observers, "_open_tracer", lambda: (tracer, provider.shutdown))
+    monkeypatch.setattr(tracing, "_open_tracer", lambda: (tracer, provider.shutdown))
     yield tracer
     provider.shutdown()
 

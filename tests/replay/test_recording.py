@@ -15,7 +15,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.cache.policies import POLICIES
-from cargohold.connector.observers import RecordingFactory
+from cargohold.connector.recording import RecordingFactory
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.lab.replay.replaying import replay
 from cargohold.lab.replay.traces import TraceRequest, read_trace

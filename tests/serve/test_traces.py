@@ -14,7 +14,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces nee
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cargohold import LLM, ConfigError
-from cargohold.connector import observers
+from cargohold.connector import tracing
 from tests.serve.running import call, running
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -66,6 +66,6 @@ def test_spans_of_a_request_arrive_in_its_clients_trace(chat_model: str, collect
 
 
 def test_without_the_packages_the_option_is_refused(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers, "_PACKAGES", ("cargohold_has_no_such_package.sdk",))
+    monkeypatch.setattr(tracing, "_PACKAGES", ("cargohold_has_no_such_package.sdk",))
     with pytest.raises(ConfigError, match=r"traces.*pip install 'cargohold\[otel\]'"):
         LLM(chat_model, traces=True)

@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.lora.request import LoRARequest
 
-from cargohold.connector import observers
+from cargohold.connector import tracing
 from cargohold.integrations.vllm.engine_view import SeenRequest
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats
 from tests.vllm.common import EAGER, EVENTS, ask_twice, follow_events, forget, make_prompts, restored, tokens, with_disk
@@ -199,7 +199,7 @@ def test_what_is_done_for_a_request_is_in_its_trace(
 
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(exports.SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(observers, "_open_tracer", lambda: (provider.get_tracer("test"), lambda: None))
+    monkeypatch.setattr(tracing, "_open_tracer", lambda: (provider.get_tracer("test"), lambda: None))
     trace, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     headers = {"traceparent": f"00-{trace}-{span_id}-01"}
     # vLLM gives a request this attribute if it traces itself.

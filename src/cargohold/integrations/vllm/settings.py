@@ -8,10 +8,11 @@ from typing import Annotated, Any, Final, Self, TypeGuard
 
 from cargohold.connector.config import LAZY, OffloadConfig
 from cargohold.connector.factory import Offload, check_apart, check_memory, connector_factory, load_timeout_s, tiers_of
-from cargohold.connector.observers import RecordingFactory, TracingFactory
-from cargohold.connector.observers import require_packages as require_tracing
 from cargohold.connector.options import parse_offload
+from cargohold.connector.recording import RecordingFactory
 from cargohold.connector.tenants import Tenants
+from cargohold.connector.tracing import TracingFactory
+from cargohold.connector.tracing import require_packages as require_tracing
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, KEEP
 from cargohold.options import Options, declared, made, one_of
