@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cargohold import LLM, SamplingParams
-from cargohold.engine.model.info import locate_model
+from cargohold.engine.model.files import locate_model
 
 MODEL = "smollm2"
 

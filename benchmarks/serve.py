@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.environment import NotInstalledError
 from cargohold import LLM, OffloadConfig, SamplingParams
-from cargohold.engine.model.info import locate_model
+from cargohold.engine.model.files import locate_model
 
 MODEL = "smollm2"
 HOST_BYTES = "1GiB"

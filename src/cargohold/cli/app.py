@@ -31,7 +31,7 @@ from cargohold import __version__
 from cargohold.cli.signals import EXIT_FAILED, failed, interrupted, termination
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.core.request import SamplingParams
-from cargohold.engine.model.info import is_kept_converted
+from cargohold.engine.model.files import is_kept_converted
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError, ConfigError, ModelError, RequestError, one_line
 from cargohold.llm import LLM

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from cargohold.cli.app import EXIT_USAGE, Answers, app, errors, loaded, quiet_transformers
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.core.request import SamplingParams
-from cargohold.engine.model.info import SMOLLM2, KVGeometry, describe_model, locate_model
+from cargohold.engine.model.files import SMOLLM2, locate_model
+from cargohold.engine.model.info import KVGeometry, describe_model
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError
 from cargohold.integrations.vllm.server import serving, why_turned_off

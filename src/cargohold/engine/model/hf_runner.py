@@ -29,16 +29,10 @@ import torch
 
 from cargohold.engine.core.request import SampleSpec, ScheduledTokens, SchedulerStep
 from cargohold.engine.executor import LayerHooks
-from cargohold.engine.model.attention import (
-    PAGED_ATTENTION,
-    Batch,
-    GroupBatch,
-    PagedForward,
-    PagedKV,
-    Workspace,
-    build_batch,
-)
-from cargohold.engine.model.info import ONE_AT_A_TIME, ModelInfo, layer_name
+from cargohold.engine.model.attention import PAGED_ATTENTION, PagedForward, Workspace
+from cargohold.engine.model.batch import Batch, GroupBatch, PagedKV, build_batch
+from cargohold.engine.model.files import ONE_AT_A_TIME
+from cargohold.engine.model.info import ModelInfo, layer_name
 from cargohold.engine.model.weights import checked_device, load_model
 from cargohold.errors import CargoholdError, UnsupportedModelError, one_line
 from cargohold.protocol import NULL_BLOCK_ID, KVCacheLayout

@@ -21,7 +21,8 @@ from torch import distributed
 
 from cargohold.engine.executor import RankPlace
 from cargohold.engine.model.attention import PAGED_ATTENTION, register_paged_attention
-from cargohold.engine.model.info import ONE_AT_A_TIME, ModelInfo
+from cargohold.engine.model.files import ONE_AT_A_TIME
+from cargohold.engine.model.info import ModelInfo
 from cargohold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, one_line
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Final
 
-from cargohold.engine.model.info import load_config, locate_model
+from cargohold.engine.model.files import load_config, locate_model
 from cargohold.errors import ConfigError, UnsupportedModelError, one_line
 from cargohold.lab.replay.replaying import ReplayResult
 from cargohold.lab.replay.tiers import DISK, HOST
