@@ -362,6 +362,18 @@ def test_a_model_that_was_replaced_while_the_engine_started_is_refused_tiers(
     namespace_of(reading(layout, places / path), 0, 1)
 
 
+def test_a_model_from_the_future_is_refused_tiers_for_that(
+    layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by trying: a clock that was set back by two hours had somebody write to the model, at every start until then."""
+    path = Path(model_of(layout).path)
+    written_s = max(file.stat().st_ctime for file in path.iterdir())
+    monkeypatch.setattr(time, "time", lambda: written_s - 7200.0)
+    with pytest.raises(ConfigError, match=r"changed in the future, by this machine's clock.* touch it") as caught:
+        namespace_of(reading(layout, path), 0, 1)
+    assert Path(str(caught.value.value)).parent == path
+
+
 def test_what_does_not_change_the_model_may_come_and_go_while_the_engine_starts(
     layout: KVCacheLayout, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import json
 import math
 import mmap
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -216,6 +217,16 @@ def _contents(files: list[Path], place: Path) -> Iterator[tuple[str, memoryview]
             view.release()
 
 
+_CHANGED: Final = (
+    "it was changed or replaced while the engine started, so the model that was loaded may not be the one that is there now, "
+    "and KV would be kept under the wrong name; start again when nobody writes there"
+)
+_FROM_LATER: Final = (
+    "it was changed in the future, by this machine's clock, so nobody can tell whether that was while the engine started; set "
+    "the clock, or that of the file server, or, if they are right now, touch it (touch -h)"
+)
+
+
 def _refuse_changed(files: Iterable[Path], since_s: float, download_dir: str | None) -> None:
     """Raise ``ConfigError`` if a file, or a link or directory that leads to it, was changed or replaced after ``since_s``.
 
@@ -229,13 +240,9 @@ def _refuse_changed(files: Iterable[Path], since_s: float, download_dir: str | N
         if any(file.is_relative_to(cache) for cache in caches):
             continue
         for name in _names_on_the_way_to(file.absolute()):
-            if _changed_at(name) > since_s:
-                raise ConfigError(
-                    "tiers",
-                    str(name),
-                    "it was changed or replaced while the engine started, so the model that was loaded may not be the one that "
-                    "is there now, and KV would be kept under the wrong name; start again when nobody writes there",
-                )
+            changed_s = _changed_at(name)
+            if changed_s > since_s:
+                raise ConfigError("tiers", str(name), _FROM_LATER if time.time() < changed_s < math.inf else _CHANGED)
 
 
 def _names_on_the_way_to(file: Path) -> Iterator[Path]:
