@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import os
@@ -23,6 +24,7 @@ from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, StoreOutcome
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores import directory as object_listing
+from cargohold.tiers.stores.options import PARALLEL_PROBES
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 from tests.tiers.shared import bytes_of_files, raising, shared, store
 
@@ -245,6 +247,25 @@ def test_a_probe_without_files_is_an_error_and_nothing_else(monkeypatch: pytest.
             tier.probe([key(1), key(2)])
         gc.collect()
     assert tier.probe([key(1), key(2)]) == [True, False]
+
+
+def test_a_probe_that_fails_waits_for_what_it_has_asked_and_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by running: each answer that came after the first failure was a traceback of an event loop that is closed."""
+    monkeypatch.setattr("cargohold.tiers.stores.objects.from_url", lambda *_, **__: MemoryStore())
+    tier = shared("s3://bucket/prefix")
+    asked, answered = [], []
+
+    async def answer(_: object, path: str) -> None:
+        asked.append(path)
+        if len(asked) == 1:
+            raise GenericError("no answer")
+        await asyncio.sleep(0)
+        answered.append(path)
+
+    monkeypatch.setattr(obstore, "head_async", answer)
+    with pytest.raises(TierError, match="no answer"):
+        tier.probe([key(number) for number in range(4 * PARALLEL_PROBES)])
+    assert answered == asked[1:] and len(asked) <= PARALLEL_PROBES
 
 
 def test_a_file_is_no_shared_directory(tmp_path: Path) -> None:

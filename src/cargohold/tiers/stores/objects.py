@@ -419,17 +419,28 @@ class ObjectTier(SharedTier):
         return found
 
     async def _ask_together(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        slots = asyncio.Semaphore(PARALLEL_PROBES)
+        """Ask for several objects at a time. When one cannot be asked for, asks for no more, and waits for those under way.
+
+        Answers that come when the loop has been closed would each be logged, with a traceback.
+        """
+        slots, failures = asyncio.Semaphore(PARALLEL_PROBES), list[Exception]()
 
         async def exists(key: OffloadKey) -> bool:
             async with slots:
                 try:
-                    await obstore.head_async(self._store, self._path(key))
+                    if not failures:
+                        await obstore.head_async(self._store, self._path(key))
+                        return True
                 except FileNotFoundError:
-                    return False
-                return True
+                    pass
+                except (store_errors.BaseError, OSError, ValueError) as error:
+                    failures.append(error)
+                return False
 
-        return await asyncio.gather(*map(exists, keys))
+        found = await asyncio.gather(*map(exists, keys))
+        if failures:
+            raise failures[0]
+        return found
 
     def _introduce(self, config: SharedOptions) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us do all we need.
