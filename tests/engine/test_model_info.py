@@ -11,7 +11,10 @@ import pytest
 import transformers
 
 from cargohold import ConfigError, UnsupportedModelError
+from cargohold.engine.model import files
+from cargohold.engine.model.files import CACHE_ENV, locate_model
 from cargohold.engine.model.info import describe_model
+from cargohold.errors import ModelNotFoundError
 
 SMALL: dict[str, Any] = {
     "hidden_size": 48,
@@ -84,6 +87,27 @@ def test_sequences_end_before_rotary_embeddings_change(
     model = saved(tmp_path, kind, **SMALL, **more, max_position_embeddings=512, rope_parameters=parameters)
     assert describe_model(model).max_positions == 128
     assert f"up to 128 of its 512 tokens: its {rope['rope_type']} rotary embedding changes there" in caplog.text
+
+
+def test_a_file_that_is_replaced_while_it_is_converted_is_not_kept_under_the_name_of_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: whoever brought the former file back was served the other model from then on."""
+    file = tmp_path / "model.gguf"
+    file.write_text("former")
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
+
+    def convert(model: str, gguf_file: Path, target: Path) -> None:
+        gguf_file.write_text("other")
+        (target / "config.json").write_text(gguf_file.read_text())
+
+    monkeypatch.setattr(files, "_convert_gguf", convert)
+    with pytest.raises(ModelNotFoundError, match="changed or replaced while it was converted; start again"):
+        locate_model(str(file))
+    assert Path(locate_model(str(file)), "config.json").read_text() == "other"
+    file.write_text("former")
+    with pytest.raises(ModelNotFoundError):
+        locate_model(str(file))
 
 
 def test_the_type_of_numbers_is_the_one_saved_unless_told_otherwise(tmp_path: Path) -> None:

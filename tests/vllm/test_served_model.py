@@ -55,6 +55,7 @@ def served(
     device: str = "cuda",
     load: dict[str, Any] | None = None,
     transfer: object = None,
+    further: object = None,
     specs: Sequence[Any] = (SimpleNamespace(block_size=16),),
     **options: Any,
 ) -> ServedModel:
@@ -83,6 +84,7 @@ def served(
             | (load or {})
         ),
         weight_transfer_config=transfer,
+        additional_config=further or {},
         lora_config=lora,
         speculative_config=None if draft is None else Drafts(**draft),
         compilation_config=SimpleNamespace(
@@ -123,6 +125,8 @@ def test_options_that_change_kv_make_another_model() -> None:
         served(draft={"method": "draft_model", "model": "org/small", "revision": None}),
         served(lora=LoRAConfig(max_loras=2)),
         served(lora=LoRAConfig(max_loras=2, fully_sharded_loras=True)),
+        served(further={"gdn_prefill_backend": "triton"}),
+        served(further=LoRAConfig()),
     ]
     assert not any(model.obstacle for model in models if "load_format dummy" not in model.dtype)
     assert len(set(models)) == len(models)

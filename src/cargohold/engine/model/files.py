@@ -182,6 +182,8 @@ def _convert_into(target: Path, model: str, gguf_file: Path) -> None:
     try:
         logger.info("converting %s once; it is kept in %s", gguf_file.name, target)
         _convert_gguf(model, gguf_file, scratch)
+        if _conversion_of(gguf_file) != target:  # it would be kept under the name of what the file was
+            raise ModelNotFoundError(model, "the file was changed or replaced while it was converted; start again")
         _publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -130,6 +130,9 @@ def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
     adapters = getattr(vllm_config, "lora_config", None)
     if adapters is not None:
         yield "adapters", adapters.compute_hash()  # of options that change how they are computed
+    further = getattr(vllm_config, "additional_config", None)
+    if further:  # of plugins, and for kernels of recurrent states
+        yield "additional_config", further.compute_hash() if hasattr(further, "compute_hash") else further
     if _tempers_by_length(model):
         generation = model.try_get_generation_config() | model.override_generation_config
         yield _TEMPERATURE, str(generation.get(_TEMPERATURE))
