@@ -60,12 +60,16 @@ def shown(name: str) -> str:
     return found[1]
 
 
-def differences(shown: str, printed: str) -> list[str]:
-    """Lines that were shown and not printed, in this order. Numbers may differ, and ``...`` stands for any text."""
-    lines = [_plain(line) for line in printed.splitlines()]
+def differences(shown: str, printed: str, *, numbers: bool = False) -> list[str]:
+    """Lines that were shown and not printed, in this order; ``...`` stands for any text, and numbers may differ.
+
+    With ``numbers``, they may not.
+    """
+    plain = _spaced if numbers else _plain
+    lines = [plain(line) for line in printed.splitlines()]
     wrong = []
     for line in filter(str.strip, shown.splitlines()):
-        pattern = ".*".join(re.escape(part) for part in _plain(line).split("..."))
+        pattern = ".*".join(re.escape(part) for part in plain(line).split("..."))
         at = next((at for at, candidate in enumerate(lines) if re.fullmatch(pattern, candidate)), None)
         if at is None:
             wrong.append(line)
@@ -84,4 +88,8 @@ def _modules(name: str) -> list[Path]:
 
 
 def _plain(line: str) -> str:
-    return " ".join(_NUMBER.sub("0", line).split())
+    return _spaced(_NUMBER.sub("0", line))
+
+
+def _spaced(line: str) -> str:
+    return " ".join(line.split())

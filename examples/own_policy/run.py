@@ -36,7 +36,7 @@ def main() -> None:
     # Options name it as MODULE:CLASS, also inside vLLM; the module must be importable where the engine runs.
     offload = OffloadConfig(host_bytes="64MiB", policy="oldest_ends:OldestEnds")
     with LLM(MODEL, num_device_blocks=64, dtype="float32", offload=offload) as llm:
-        (out,) = llm.generate("Once upon a time", SamplingParams(max_tokens=40))
+        (out,) = llm.generate("Once upon a time", SamplingParams(max_tokens=40, ignore_eos=True))
         llm.settle()
         stored = llm.stats()[metrics.STORED.of("host")]
     print(f"In an engine: {len(out.token_ids)} tokens generated, {stored} chunks stored.")
