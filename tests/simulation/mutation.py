@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cargohold.lab.simulation.campaign import Recipe
+from cargohold.lab.simulation.campaign import Recipe, play_seed
 from cargohold.lab.simulation.faults import parse_faults
 
 Patch = pytest.MonkeyPatch
@@ -45,3 +45,12 @@ def registrar(mutants: list[Mutant], recipe_class: type[Recipe]) -> Callable[...
         return register
 
     return mutant
+
+
+def assert_caught(mutant: Mutant, patch: Patch, max_seeds: int) -> None:
+    """Break the code, and play until an oracle finds it. That the broken code itself cannot run would prove nothing."""
+    mutant.apply(patch)
+    reports = (play_seed(mutant.recipe, seed) for seed in range(mutant.first_seed, mutant.first_seed + max_seeds))
+    failure = next((report.failure for report in reports if report.failure is not None), None)
+    assert failure is not None
+    assert "AttributeError" not in failure, failure

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.engine_view import SeenRequest
+from cargohold.integrations.vllm.request_view import SeenRequest
 from tests.vllm.common import make_prompts, with_disk
 from tests.vllm.engine import Engine
 

@@ -25,8 +25,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.lora.request import LoRARequest
 
 from cargohold.connector import tracing
-from cargohold.integrations.vllm.engine_view import SeenRequest
 from cargohold.integrations.vllm.metrics import PromMetrics, TransferStats
+from cargohold.integrations.vllm.request_view import SeenRequest
 from tests.vllm.common import EAGER, EVENTS, ask_twice, follow_events, forget, make_prompts, restored, tokens, with_disk
 from tests.vllm.engine import BLOCK_TOKENS
 from tests.vllm.models import save_adapter

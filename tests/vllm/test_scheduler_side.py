@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.engine_view import BlockView, NotedTables
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.loads import LoadRoom
+from cargohold.integrations.vllm.pool_view import BlockView, NotedTables
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd, metrics

@@ -23,7 +23,7 @@ from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 
-from cargohold.integrations.vllm.engine_view import SeenRequest
+from cargohold.integrations.vllm.request_view import SeenRequest
 from cargohold.integrations.vllm.weights import UnreadableWeightsError, contents_of, worker_of
 from cargohold.protocol import Prefix
 

@@ -26,7 +26,6 @@ from cargohold.integrations.vllm import compat, start
 from cargohold.integrations.vllm.adapters import HeldAdapters
 from cargohold.integrations.vllm.around import Around
 from cargohold.integrations.vllm.compat import waived_demands
-from cargohold.integrations.vllm.engine_view import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.layout import (
     NO_GROUPS,
     Translation,
@@ -44,6 +43,7 @@ from cargohold.integrations.vllm.layout import (
 )
 from cargohold.integrations.vllm.loads import LoadRoom
 from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
+from cargohold.integrations.vllm.pool_view import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.resets import CHECK, KEEP
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, Settings

@@ -22,7 +22,8 @@ from typing import Any
 
 from cargohold.deadlines import Patience
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.engine_view import BlockTables, SeenRequest
+from cargohold.integrations.vllm.pool_view import BlockTables
+from cargohold.integrations.vllm.request_view import SeenRequest
 from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, BlockIds, Clock, KVCacheGroup, KVConnectorOutput
 
 

@@ -15,19 +15,12 @@ from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.adapters import Adapters
 from cargohold.integrations.vllm.around import Around
-from cargohold.integrations.vllm.engine_view import (
-    BlockTables,
-    NotedTables,
-    PoolContext,
-    SeenRequest,
-    Step,
-    block_ids,
-    turn_end_of,
-)
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.loads import Deferrals, LoadRoom, Loads
 from cargohold.integrations.vllm.metrics import FirstTokens
+from cargohold.integrations.vllm.pool_view import BlockTables, NotedTables, PoolContext, block_ids
+from cargohold.integrations.vllm.request_view import SeenRequest, Step, turn_end_of
 from cargohold.integrations.vllm.resets import CacheResets, PoolResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
