@@ -185,7 +185,7 @@ class LoadNews:
     void: list[str] = field(default_factory=list)
 
 
-class Loads:
+class LoadsInFlight:
     """The loads in flight, and the requests that wait for them.
 
     Args:

@@ -17,7 +17,7 @@ from cargohold.integrations.vllm.adapters import Adapters
 from cargohold.integrations.vllm.around import Around
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
-from cargohold.integrations.vllm.loads import Deferrals, LoadRoom, Loads
+from cargohold.integrations.vllm.loads import Deferrals, LoadRoom, LoadsInFlight
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.pool_view import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.request_view import SeenRequest, Step, turn_end_of
@@ -125,7 +125,7 @@ class SchedulerSide:
             policy=options.follow_weights,
             is_paused=options.around.is_paused,
         )
-        self._loads = Loads(layout.groups, clock)
+        self._loads = LoadsInFlight(layout.groups, clock)
         PoolResets(self.guard, pool, options.around.scheduler, self._loads.blocks, self._note_void)
         self._groups = options.groups
         self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
