@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+from hypothesis import strategies as st
+
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.protocol import TransferOutcome
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -49,3 +52,26 @@ def serve_and_lose(engine: SimulatedEngine, tier: SimulatedOffloading, tokens: l
     engine.add("first", tokens, max_tokens)
     finish(engine, tier)
     evict_everything(engine)
+
+
+def play_any_schedule(data: st.DataObject, engine: SimulatedEngine, *tiers: SimulatedOffloading) -> None:
+    """Serve requests with equal beginnings while copies end in any order and way, and compare their tokens."""
+    held = [transfers for tier in tiers for transfers in tier.transfers]
+    for transfers in held:
+        transfers.auto = False
+    requests: dict[str, tuple[list[int], int]] = {}
+    for at in range(data.draw(st.integers(2, 8))):
+        tokens = prompt(0, 30)[: data.draw(st.integers(0, 30))] + prompt(at % 3, data.draw(st.integers(1, 12)))
+        requests[f"r{at}"] = tokens, data.draw(st.integers(1, 8))
+        engine.add(f"r{at}", *requests[f"r{at}"])
+        for _ in range(data.draw(st.integers(0, 12))):
+            if engine.scheduler.has_work():
+                engine.step()
+            for transfers in held:
+                for job in list(transfers.pending):
+                    if data.draw(st.booleans()):
+                        transfers.complete(job, data.draw(st.sampled_from(TransferOutcome)))
+    for transfers in held:
+        transfers.auto = True
+    finish(engine, *tiers)
+    assert {name: engine.tokens(name) for name in requests} == {name: alone(*asked) for name, asked in requests.items()}

@@ -31,7 +31,7 @@ from cargohold.protocol import (
 )
 from cargohold.transfer import CopyResult, Direction
 from examples.own_policy.oldest_ends import OldestEnds
-from tests.connector.common import alone, evict_everything, finish, prompt
+from tests.connector.common import alone, evict_everything, finish, play_any_schedule, prompt
 from tests.effort import examples
 
 
@@ -52,25 +52,7 @@ def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
         max_num_batched_tokens=data.draw(st.integers(4, 64)),
         max_num_seqs=data.draw(st.integers(1, 4)),
     )
-    (transfers,) = tier.transfers
-    transfers.auto = False
-    requests: dict[str, tuple[list[int], int]] = {}
-    for at in range(data.draw(st.integers(2, 8))):
-        requests[f"r{at}"] = (
-            prompt(0, 30)[: data.draw(st.integers(0, 30))] + prompt(at % 3, data.draw(st.integers(1, 12))),
-            data.draw(st.integers(1, 8)),
-        )
-        engine.add(f"r{at}", *requests[f"r{at}"])
-        for _ in range(data.draw(st.integers(0, 12))):
-            if engine.scheduler.has_work():
-                engine.step()
-            for job in list(transfers.pending):
-                if data.draw(st.booleans()):
-                    transfers.complete(job, data.draw(st.sampled_from(TransferOutcome)))
-    transfers.auto = True
-    finish(engine, tier)
-    for request_id, request in requests.items():
-        assert engine.tokens(request_id) == alone(*request)
+    play_any_schedule(data, engine, tier)
 
 
 def test_what_is_evicted_is_found_in_the_tier() -> None:

@@ -41,7 +41,7 @@ from cargohold.protocol import (
     add_stats,
     metrics,
 )
-from tests.connector.common import alone, evict_everything, finish, prompt
+from tests.connector.common import alone, evict_everything, finish, play_any_schedule, prompt
 from tests.effort import examples
 
 SHAPES: dict[str, Callable[[Sequence[SimulatedOffloading]], KVConnectorFactory]] = {
@@ -68,28 +68,8 @@ def test_tokens_are_those_without_offloading(shape: str, with_context: bool, dat
         max_num_batched_tokens=data.draw(st.integers(4, 64)),
         with_context=with_context,
     )
-    for tier in tiers:
-        tier.transfers[0].auto = False
-    requests: dict[str, tuple[list[int], int]] = {}
-    for at in range(data.draw(st.integers(2, 6))):
-        requests[f"r{at}"] = (
-            prompt(0, 30)[: data.draw(st.integers(0, 30))] + prompt(at % 3, data.draw(st.integers(1, 12))),
-            data.draw(st.integers(1, 8)),
-        )
-        engine.add(f"r{at}", *requests[f"r{at}"])
-        for _ in range(data.draw(st.integers(0, 10))):
-            if engine.scheduler.has_work():
-                engine.step()
-            for tier in tiers:
-                for job in tier.transfers[0].pending[:1]:
-                    if data.draw(st.booleans()):
-                        tier.transfers[0].complete(job, data.draw(st.sampled_from(TransferOutcome)))
-    for tier in tiers:
-        tier.transfers[0].auto = True
-    finish(engine, *tiers)
+    play_any_schedule(data, engine, *tiers)
     assert engine.scheduler.connector.broken is None
-    for request_id, request in requests.items():
-        assert engine.tokens(request_id) == alone(*request)
 
 
 def test_loads_come_from_the_first_that_has_something_and_stores_go_to_all() -> None:

@@ -7,11 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
-from cargohold.protocol import (
-    TransferOutcome,
-)
 from cargohold.transfer import Direction
-from tests.connector.common import alone, finish, prompt, serve_and_lose
+from tests.connector.common import alone, finish, play_any_schedule, prompt, serve_and_lose
 from tests.connector.offloading import HOLDS, broken_rule
 from tests.effort import examples
 
@@ -36,28 +33,7 @@ def test_tokens_are_those_without_offloading_under_any_schedule_of_copies(
         prefix_caching=data.draw(st.booleans()),
         **HOLDS[hold],
     )
-    shared = prompt(0, 30)
-    requests = {}
-    for at in range(data.draw(st.integers(2, 8))):
-        requests[f"r{at}"] = (
-            shared[: data.draw(st.integers(0, 30))] + prompt(at % 3, data.draw(st.integers(1, 12))),
-            data.draw(st.integers(1, 8)),
-        )
-    (transfers,) = offloading.transfers
-    transfers.auto = False
-    for request_id, request in requests.items():
-        engine.add(request_id, *request)
-        for _ in range(data.draw(st.integers(0, 12))):
-            if engine.scheduler.has_work():
-                engine.step()
-            for job in list(transfers.pending):
-                if data.draw(st.booleans()):
-                    transfers.complete(job, data.draw(st.sampled_from(TransferOutcome)))
-    transfers.auto = True
-    finish(engine, offloading)
-    assert {request_id: engine.tokens(request_id) for request_id in requests} == {
-        request_id: alone(*request) for request_id, request in requests.items()
-    }
+    play_any_schedule(data, engine, offloading)
 
 
 @pytest.mark.parametrize("hold", HOLDS)

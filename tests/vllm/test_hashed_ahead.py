@@ -11,10 +11,14 @@ pytest.importorskip(
     "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
 )
 
-from cargohold.lab.vllm.configuration import CAN_HASH_AHEAD, HASHED_AHEAD, MATCH_UNIT
+from vllm.config import VllmConfig
+
+from cargohold.lab.vllm.configuration import HASHED_AHEAD, MATCH_UNIT
 from cargohold.lab.vllm.recipe import VllmRecipe
 
-pytestmark = pytest.mark.skipif(not CAN_HASH_AHEAD, reason="this version of vLLM hashes blocks alone")
+pytestmark = pytest.mark.skipif(
+    not hasattr(VllmConfig, HASHED_AHEAD), reason="this version of vLLM hashes blocks alone"
+)
 
 
 def test_what_has_such_hashes_is_stored_and_found_under_no_other_prefix() -> None:

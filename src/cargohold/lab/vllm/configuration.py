@@ -53,7 +53,6 @@ DRAFTED: Final = "num_speculative_tokens"
 HASHED_AHEAD: Final = "num_hash_lookahead_tokens"
 """Key in a shape's scheduler options: tokens behind each block that its hash covers, too; left out for none. vLLM 0.33 does so
 for draft models, and not where there is a connector: here it does."""
-CAN_HASH_AHEAD: Final = hasattr(VllmConfig, HASHED_AHEAD)
 MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
 TRANSFER_TIMEOUT_S: Final = 0.5
