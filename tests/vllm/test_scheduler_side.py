@@ -48,13 +48,13 @@ def side_over(num_tokens: int, **options: Any) -> SchedulerSide:
     return SchedulerSide(Finds(num_tokens), LAYOUT, pool, tables, room, clock=lambda: 0.0, options=chosen)
 
 
-def asked(side: SchedulerSide, num_tokens: int) -> Any:
+def asked(side: SchedulerSide, num_tokens: int, params: Any = None) -> Any:
     """A request of vLLM's that the side knows."""
     request = SimpleNamespace(
         request_id="r",
         all_token_ids=list(range(num_tokens)),
         block_hashes=[],
-        kv_transfer_params=None,
+        kv_transfer_params=params,
         num_computed_tokens=0,
         num_prompt_tokens=num_tokens,
         num_tokens=num_tokens,
@@ -95,6 +95,17 @@ def test_where_a_prompt_comes_from_is_counted_once_however_often_it_is_admitted(
         side.get_num_new_matched_tokens(request, num_computed)
         side.update_state_after_alloc(request, blocks, 0)
     assert (side._stats[metrics.PROMPT.of("device")], side._stats[metrics.PROMPT.of("computed")]) == (8, 32)
+
+
+def test_hints_name_no_more_tokens_than_a_prompt_may_have() -> None:
+    """VLLM's engine would hash them all in one step, in the time of all requests."""
+    side = side_over(0, max_model_len=40)
+    given = [{"action_type": "retain", "payload": {"token_ids": [5] * num}} for num in (30, 11, 10)]
+    _, answer = side.request_finished(asked(side, 8, {"cargohold_hints": given}), ([],))
+    assert answer is not None
+    reasons = {outcome["action_id"]: outcome["reason"] for outcome in answer["cargohold_hints"]}
+    assert "more than a prompt may have" in reasons["#1"]
+    assert not any("more than a prompt" in reasons[name] for name in ("#0", "#2"))
 
 
 def test_a_key_that_other_connectors_answer_is_left_to_them() -> None:

@@ -320,27 +320,16 @@ class LLMEngine:
 
     def _read_hints(self, given: object) -> tuple[list[Hint], list[HintOutcome]]:
         """Hints that a client has given, and outcomes of what is none, or is about a prompt that no request can have here."""
-        hints, outcomes = ([], []) if given is None else parse_hints(given)
+        hints, outcomes = ([], []) if given is None else parse_hints(given, self.limits.max_model_len)
         possible: list[Hint] = []
-        num_tokens = 0
         for hint in hints:
             try:
-                num_tokens += self._num_hinted(hint, num_tokens)
+                self._checked_token_ids(hint.token_ids or (), None)
             except RequestError as error:
                 outcomes.append(HintOutcome(hint.action_id, HintStatus.REJECTED, f"token_ids: {error.reason}"))
             else:
                 possible.append(hint)
         return possible, outcomes
-
-    def _num_hinted(self, hint: Hint, num_before: int) -> int:
-        """Number of token ids that a hint brings along, checked as a prompt's.
-
-        Raises ``RequestError`` also if with those of the hints before it there are too many: the engine's thread hashes them.
-        """
-        token_ids, most = hint.token_ids or (), self.limits.max_model_len
-        if token_ids and num_before + len(token_ids) > most:
-            raise RequestError(f"the hints name more than {most} tokens in all (max_model_len)")
-        return len(self._checked_token_ids(token_ids, None))
 
     def _count(self, outcomes: Sequence[HintOutcome]) -> None:
         for outcome in outcomes:

@@ -275,11 +275,12 @@ def _is_name(value: object) -> bool:
 # --- envelopes --------------------------------------------------------------------------------------------------------
 
 
-def parse_hints(given: object) -> tuple[list[Hint], list[HintOutcome]]:
+def parse_hints(given: object, max_tokens: int = sys.maxsize) -> tuple[list[Hint], list[HintOutcome]]:
     """Read hints that a client or router has sent.
 
     Args:
         given: an envelope, as a mapping or an object with the same attributes; one action or hint, or a list of either.
+        max_tokens: number of token ids that they may bring along in all: an engine's thread reads and hashes them.
 
     Returns:
         The hints, and an outcome for each action that is none: it is malformed, unknown, or of another version. Those behind
@@ -293,7 +294,7 @@ def parse_hints(given: object) -> tuple[list[Hint], list[HintOutcome]]:
     rejected: list[HintOutcome] = []
     names: set[str] = set()
     for at, action in enumerate(actions[:MAX_HINTS]):
-        found = _read(action, at, version)
+        found = _read(action, at, version, max_tokens)
         if isinstance(found, HintOutcome):
             rejected.append(found)
         elif found.action_id in names:
@@ -301,6 +302,7 @@ def parse_hints(given: object) -> tuple[list[Hint], list[HintOutcome]]:
         else:
             names.add(found.action_id)
             hints.append(found)
+            max_tokens -= len(found.token_ids or ())
     if len(actions) > MAX_HINTS:  # a body has room for millions, and an engine's thread reads them
         problem = f"there are {len(actions)} actions, of which the first {MAX_HINTS} are read"
         rejected.append(HintOutcome(f"#{MAX_HINTS}", HintStatus.REJECTED, problem))
@@ -320,19 +322,26 @@ def _get(given: Any, name: str) -> Any:
     return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
 
 
-def _read(action: Any, at: int, version: object) -> Hint | HintOutcome:
+def _read(action: Any, at: int, version: object, max_tokens: int) -> Hint | HintOutcome:
     """Return the hint that an action is, or the outcome of one that is none."""
-    if isinstance(action, Hint):
-        return action
     name: Any = f"#{at}"
     try:
         given = _get(action, "action_id")
         name = given if _is_name(given) else name
-        return _hint_of(action, name, version)
+        _check_number(action, max_tokens)
+        return action if isinstance(action, Hint) else _hint_of(action, name, version)
     except ValueError as error:
         return HintOutcome(name, HintStatus.REJECTED, str(error))
     except Exception as error:  # noqa: BLE001  # see above
         return HintOutcome(name, HintStatus.REJECTED, f"it cannot be read: {type(error).__name__}")
+
+
+def _check_number(action: Any, max_tokens: int) -> None:
+    """Raise ``ValueError`` for too many token ids, before one of them is looked at."""
+    token_ids = _get(action if isinstance(action, Hint) else _get(action, "payload"), "token_ids")
+    if isinstance(token_ids, list | tuple) and len(token_ids) > max_tokens:
+        expected = "with the hints before, that is more than a prompt may have (max_model_len)"
+        raise ValueError(f"token_ids has {len(token_ids)} tokens: {expected}")
 
 
 def _hint_of(action: Any, name: str, envelope_version: object) -> Hint:

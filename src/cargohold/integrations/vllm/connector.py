@@ -487,6 +487,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             marks_shared_prefixes=marks_shared_prefixes(layout.groups),
             levels=held_levels(layout, self._settings.offload, group_sizes(self._kv_cache_config, layout.groups)),
             max_adapters=getattr(getattr(self._vllm_config, "lora_config", None), "max_loras", 1),
+            max_model_len=int(self._vllm_config.model_config.max_model_len),
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -71,6 +72,7 @@ class SideOptions:
             vLLM ends a step, and its prefix cache keeps windows and states.
         levels: levels that are told once.
         max_adapters: number of adapters with which one step may compute.
+        max_model_len: length of the longest prompt.
     """
 
     load_timeout_s: float
@@ -85,6 +87,7 @@ class SideOptions:
     marks_shared_prefixes: bool = False
     levels: Stats = field(default_factory=dict)
     max_adapters: int = 1
+    max_model_len: int = sys.maxsize
 
 
 class SchedulerSide:
@@ -213,7 +216,7 @@ class SchedulerSide:
 
     def _take_hints(self, seen: SeenRequest, given: object) -> list[HintOutcome]:
         """Give a request's hints to the connector. Returns the outcomes."""
-        hints, rejected = parse_hints(given)
+        hints, rejected = parse_hints(given, self._options.max_model_len)
         own = [hint for hint in hints if not hint.token_ids]
         outcomes = [*rejected, *self.guard.on_hints(seen, own)]
         for hint in hints:
