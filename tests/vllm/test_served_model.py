@@ -56,6 +56,7 @@ def served(
     load: dict[str, Any] | None = None,
     transfer: object = None,
     further: object = None,
+    worker: str = "auto",
     specs: Sequence[Any] = (SimpleNamespace(block_size=16),),
     **options: Any,
 ) -> ServedModel:
@@ -77,7 +78,7 @@ def served(
             **{"cache_dtype": "auto", "enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
             | (cache or {})
         ),
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=1, worker_cls=worker),
         device_config=SimpleNamespace(device_type=device),
         load_config=SimpleNamespace(
             **{"load_format": load_format, "ignore_patterns": ["original/**/*"], "model_loader_extra_config": {}}
@@ -309,7 +310,7 @@ def test_weights_and_scales_that_a_model_has_elsewhere_are_its_own(tmp_path: Pat
         digest_model(replace(ultravox, read_after_s=0.0))
 
 
-def test_code_of_plugins_is_part_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_plugins_and_workers_is_part_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: a model of a plugin that was mended found what it had computed before."""
     names = ("a_platform_of_ours", "a_model_of_ours", "one_file_of_ours")
     for name in names[:2]:
@@ -337,6 +338,8 @@ def test_code_of_plugins_is_part_of_the_model(tmp_path: Path, monkeypatch: pytes
     digests = [digest_model(served(model=str(tmp_path)))]
     files[1].write_text("changed, and not run")
     assert digest_model(served(model=str(tmp_path))) == digests[0]
+    assert digest_model(served(model=str(tmp_path), worker="vllm.v1.worker.gpu_worker.Worker")) == digests[0]
+    assert digest_model(served(model=str(tmp_path), worker="one_file_of_ours.Worker")) != digests[0]
 
 
 def test_weights_of_the_hub_are_looked_for_where_vllm_has_downloaded_them(

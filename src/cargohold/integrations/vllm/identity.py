@@ -51,6 +51,8 @@ _ENVIRONMENT: Final = (
 another way, or choose other frames of a film."""
 _ELSEWHERE: Final = ("audio_model_id", "text_model_id")
 """Fields of a model's configuration that name others, of which it takes weights and configuration: Ultravox has them."""
+_PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
+_OWN_PACKAGES: Final = frozenset({"", "__main__", "auto", "cargohold", "vllm"})
 _NO_CHANGE: Final = ("auto", "evs", "['original/**/*']")
 """Values of these options that change nothing: their defaults."""
 
@@ -105,7 +107,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
         config_path=_text(getattr(model, "hf_config_path", None)),
         download_dir=_text(getattr(vllm_config.load_config, "download_dir", None)),
         parts=tuple(_parts(model)),
-        code_parts=tuple(sorted(set(_plugins()))),
+        code_parts=tuple(sorted(_code_parts(vllm_config))),
         obstacle=next(_obstacles(vllm_config), ""),
         # A program that runs the engines itself may have saved their models meanwhile.
         read_after_s=ran_first_at() if compat.has_own_process() else None,
@@ -146,15 +148,16 @@ def _parts(model_config: Any) -> Iterator[str]:
             yield str(place)
 
 
-def _plugins() -> Iterator[str]:
-    """Where the code of vLLM's plugins is: a model, a way to quantize or a platform may be theirs."""
+def _code_parts(vllm_config: Any) -> Iterator[str]:
+    """Where code is that vLLM runs and that is not its own: a model, a way to quantize or a platform may be a plugin's."""
     chosen = compat.environment_option("VLLM_PLUGINS")
-    for group in ("vllm.general_plugins", "vllm.platform_plugins"):
-        for plugin in entry_points(group=group):
-            package = plugin.module.partition(".")[0]
-            found = None if package in ("cargohold", "vllm") else find_spec(package)
-            if found is not None and (chosen is None or plugin.name in chosen):
-                yield from found.submodule_search_locations or filter(None, [found.origin])
+    plugins = [plugin for group in _PLUGINS for plugin in entry_points(group=group)]
+    modules = [plugin.module for plugin in plugins if chosen is None or plugin.name in chosen]
+    modules += [getattr(vllm_config.parallel_config, name, "") for name in ("worker_cls", "worker_extension_cls")]
+    for package in {module.partition(".")[0] for module in modules} - _OWN_PACKAGES:
+        found = find_spec(package)
+        if found is not None:
+            yield from found.submodule_search_locations or filter(None, [found.origin])
 
 
 def _obstacles(vllm_config: Any) -> Iterator[str]:
