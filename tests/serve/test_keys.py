@@ -56,6 +56,13 @@ def test_the_key_for_metrics_reads_metrics_and_nothing_else(guarded: Server) -> 
 def test_with_a_key_for_metrics_nobody_reads_them_without(guarded: Server) -> None:
     for headers in ({}, keyed("wrong"), keyed(KEYS[0]), keyed(TENANT.key)):
         assert call(guarded, "/metrics", headers=headers).status == 401
+        shown = call(guarded, "/cache", headers=headers)
+        assert shown.status == 401 or (shown.json["tiers"], shown.json["engine"], shown.json["history"]) == (
+            [],
+            None,
+            None,
+        )
+    assert len(call(guarded, "/cache", headers=keyed("all")).json["tiers"]) == 2
     assert tenants_in_metrics(guarded, "all"), "the admin may"
     assert scrape(metrics_url(guarded.url)).error == "it needs a key (--metrics-key)"
 

@@ -58,6 +58,8 @@ async def cache(request: Request) -> Response:
     if client.tenant is None:
         history = [bucket.as_json() for bucket in context.admission.records.history()]
         shown |= {"history": history, "log": context.watch.log.lines()}
+    elif context.config.metrics_key is not None:
+        shown |= {"tiers": [], "engine": None}  # sums over all tenants, as those of ``/metrics``
     return json_response(shown)
 
 
