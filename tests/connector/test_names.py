@@ -122,7 +122,7 @@ def test_a_tier_of_ones_own_is_named_with_its_options() -> None:
         ({"connector": f"{HERE}:ShelfFactory", "places": "3"}, "^places='3' .* an integer"),
         ({"connector": f"{HERE}:ShelfFactory", "places": 0}, "^places=0 .* from 1"),
         ({"connector": f"{HERE}:ShelfFactory", "label": ""}, r"^connector=.* \(ValueError: a shelf without a label\)"),
-        ({"connector": f"{HERE}:make_shelf"}, "^connector=.* missing a required argument: 'width'"),
+        ({"connector": f"{HERE}:make_shelf"}, "^connector=.* missing a required (keyword-only )?argument: 'width'"),
         ({"connector": f"{HERE}:make_shelf", "width": 1, "depth": 2}, "unexpected keyword argument 'depth'"),
         ({"connector": f"{HERE}:make_shelf", "width": 1, "colour": "pink"}, "RuntimeError: no such paint"),
         (

@@ -41,8 +41,6 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
     def path(kind: str) -> str:
         version = compat.vllm_version()
-        if version in compat.SCHEDULER_ONLY:
-            pytest.skip(f"of vLLM {compat.VLLM_VERSION} there is no build for CPUs: its scheduler alone is tested")
         if compat.TransferResults is None and kind not in PLAIN:
             pytest.skip(f"vLLM {compat.VLLM_VERSION} cannot be told that a load of {kind} failed; 0.30 and later can")
         if kind == "lfm2" and version in {(0, 30), (0, 31)}:

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm import compat, plugin
+from cargohold.integrations.vllm import plugin
 from cargohold.integrations.vllm.server import serving
 from tests.serve.clients import anthropic, openai
 from tests.serve.scripted_model import save_scripted_model
@@ -86,8 +86,6 @@ def text(num_tokens: int) -> str:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("front")
-    if compat.vllm_version() in compat.SCHEDULER_ONLY:
-        pytest.skip(f"of vLLM {compat.VLLM_VERSION} there is no build for CPUs")
     model = save_scripted_model(directory / "model", SCRIPTS, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
     shares = {"acme": {"reserved": "25%"}, "zebra": {"hard": "50%"}, "agents": {}}
     tenants = {name: {"key": KEYS[name], **of} for name, of in shares.items()}

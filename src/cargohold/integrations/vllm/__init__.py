@@ -36,5 +36,5 @@ entry point in ``plugin``.
 from typing import Final
 
 OLDEST: Final = (0, 28)
-NEWEST: Final = (0, 32)
+NEWEST: Final = (0, 33)
 """The versions between which this adapter is tested. They stand here because this module alone imports nothing of vLLM."""

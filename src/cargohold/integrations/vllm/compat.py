@@ -249,9 +249,6 @@ def hashes_of(request: Any, token_ids: list[int]) -> list[bytes]:
 
 # --- what else is relied on -------------------------------------------------------------------------------------------
 
-SCHEDULER_ONLY: Final = ((0, 33),)
-"""Versions of which only the scheduler's side was tested, because there is no build for CPUs."""
-
 _MANAGER = ("block_pool",)
 _MANAGER_CALLS = {"get_blocks": 1}
 _POOL = ("blocks", "cached_block_hash_to_block", "free_block_queue", "hash_block_size")
@@ -291,12 +288,10 @@ _EVENT_FIELDS = {
 
 
 def version_warning() -> str | None:
-    """A sentence about a version that was not tested, or not wholly; ``None`` for those that were."""
+    """A sentence about a version that was not tested; ``None`` for those that were."""
     version = vllm_version()
     if version is not None and OLDEST <= version <= NEWEST:
         return None
-    if version in SCHEDULER_ONLY:
-        return f"of vLLM {VLLM_VERSION} only the scheduler's side was tested"
     tested = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
     return f"vLLM {VLLM_VERSION} is outside the range that was tested, {tested}"
 
@@ -376,7 +371,6 @@ def _changed_calls(what: str, subject: Any, calls: Mapping[str, int]) -> list[st
 __all__ = [
     "KEEPS_SHARED_PREFIXES",
     "MISSING",
-    "SCHEDULER_ONLY",
     "SHARED_PREFIX_END",
     "VLLM_VERSION",
     "AllBlocksCleared",
