@@ -189,6 +189,20 @@ def test_the_second_tier_is_asked_for_what_the_first_has_lost(pools: dict[str, A
         assert torch.equal(pools["kv"].kv_buffer, expected)
 
 
+def test_code_of_models_from_elsewhere_counts(
+    pools: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by reading: a model of a package of the user's that was mended found what it had computed before."""
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "models_of_ours")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "models_of_ours").mkdir()
+    pages, ids = pages_of("kv", pools["kv"]), set()
+    for contents in ("", "pass"):
+        (tmp_path / "models_of_ours" / "model.py").write_text(contents)
+        ids.add(Identity(a_config()).namespace("kv", pages).id)
+    assert len(ids) == 2
+
+
 def test_scales_of_a_quantized_cache_count_by_their_contents(group: None, tmp_path: Path) -> None:
     """Found by reading: the file's name counted, and other scales under it had KV of the former ones restored."""
     scales, ids = tmp_path / "scales.json", set()

@@ -322,7 +322,7 @@ def test_code_of_plugins_and_workers_is_part_of_the_model(tmp_path: Path, monkey
         EntryPoint("c", "one_file_of_ours:register", "vllm.general_plugins"),
     ]
     monkeypatch.setattr(
-        "cargohold.integrations.vllm.identity.entry_points",
+        "cargohold.tiers.namespace.entry_points",
         lambda group: [point for point in points if point.group == group],
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -18,9 +18,11 @@ import math
 import mmap
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -369,6 +371,24 @@ def code_files(model: ServedModel, place: Path) -> dict[str, Path]:
         for file in ([directory] if directory.is_file() else directory.rglob("*.py"))
         if file.is_file()
     }
+
+
+def places_of_plugins(
+    groups: Iterable[str], chosen: Collection[str] | None, modules: Iterable[str], own: str
+) -> list[str]:
+    """Return where the code is that an engine runs and that is neither its own nor Cargohold's, for ``ServedModel.code_parts``.
+
+    Args:
+        groups: the groups of entry points of the engine's plugins: a model, a way to quantize or a platform may be theirs.
+        chosen: names of those that it runs; ``None`` for all.
+        modules: further modules, or what is in them, by their full names.
+        own: the engine's package.
+    """
+    plugins = [plugin for group in groups for plugin in entry_points(group=group)]
+    run = [plugin.module for plugin in plugins if chosen is None or plugin.name in chosen]
+    packages = {name.partition(".")[0] for name in (*run, *modules)} - {"", "__main__", "cargohold", own}
+    specs = [spec for spec in map(find_spec, packages) if spec is not None]
+    return sorted(place for spec in specs for place in spec.submodule_search_locations or filter(None, [spec.origin]))
 
 
 def _places_of_own_code(model: ServedModel, place: Path) -> dict[str, Path]:

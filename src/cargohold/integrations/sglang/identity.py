@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -17,7 +19,7 @@ from cargohold.integrations.sglang.pages import Pages
 from cargohold.integrations.sglang.plugin import watch
 from cargohold.protocol import ServedModel
 from cargohold.tiers import Namespace
-from cargohold.tiers.namespace import digest_facts, digest_model
+from cargohold.tiers.namespace import digest_facts, digest_model, places_of_plugins
 
 # Options that change the KV of given tokens, or how it is arranged. Those that are as always are left out.
 _CHANGES: Final = (
@@ -42,6 +44,7 @@ _OTHER_SOURCES: Final = (
 )  # fmt: skip
 _SCALES: Final = "quantization_param_path"
 _LIBRARIES: Final = ("sglang", "transformers")
+_PLUGINS: Final = ("sglang.srt.plugins", "sglang.srt.platforms")
 _SHARDED: Final = ("mamba",)
 """Pools that differ between tensor-parallel ranks even where latent attention does not."""
 
@@ -130,8 +133,21 @@ def _served(path: str, revision: str | None) -> ServedModel:
         runs_code=bool(args["trust_remote_code"]),
         download_dir=args["download_dir"],
         parts=(args[_SCALES],) if args.get(_SCALES) else (),
+        code_parts=tuple(
+            places_of_plugins(
+                _PLUGINS,
+                _listed("SGLANG_PLUGINS") or None,
+                [*_listed("SGLANG_EXTERNAL_MODEL_PACKAGE"), *_listed("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE")],
+                own="sglang",
+            )
+        ),
         read_after_s=watch.began_s,
     )
+
+
+def _listed(variable: str) -> list[str]:
+    """Return what an environment variable names."""
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
 def _options() -> Iterator[str]:
@@ -152,6 +168,9 @@ def _obstacles() -> Iterator[str]:
         yield "SGLang knows LoRA adapters by name and path, which may be given to others"
     if str(getattr(args["load_format"], "value", args["load_format"])) not in _LOCAL_FORMATS:
         yield f"--load-format {args['load_format']} may bring weights from elsewhere than {args['model_path']}"
+    path, is_switch_on = args["model_path"], os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true"}
+    if is_switch_on and not Path(path).exists():
+        yield f"SGLANG_USE_MODELSCOPE brings {path} from another hub than Hugging Face's; name a directory instead"
     for name in _OTHER_SOURCES:
         if args.get(name):
             yield f"--{name.replace('_', '-')} changes what is in the model's files"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.plugin import ran_first_at
 from cargohold.integrations.vllm.regions import arrangement_of
 from cargohold.protocol import KVCacheLayout, ServedModel
+from cargohold.tiers.namespace import places_of_plugins
 
 # Options that change what the model's files say; the model's digest is made of these files.
 _CHANGES_OF_MODEL: Final = ("hf_config_path", "hf_overrides", "quantization", "quantization_config")
@@ -52,7 +52,6 @@ another way, or choose other frames of a film."""
 _ELSEWHERE: Final = ("audio_model_id", "text_model_id")
 """Fields of a model's configuration that name others, of which it takes weights and configuration: Ultravox has them."""
 _PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
-_OWN_PACKAGES: Final = frozenset({"", "__main__", "auto", "cargohold", "vllm"})
 _NO_CHANGE: Final = ("auto", "evs", "['original/**/*']")
 """Values of these options that change nothing: their defaults."""
 
@@ -95,6 +94,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
     changes["transformers"] = version("transformers")
     changes |= {name: compat.environment_option(name) for name in _ENVIRONMENT}
     changes |= dict(_further_changes(vllm_config))
+    workers = [getattr(vllm_config.parallel_config, name, "") for name in ("worker_cls", "worker_extension_cls")]
     changed = "".join(f", {name} {value}" for name, value in changes.items() if value)
     return ServedModel(
         name=str(model.served_model_name),
@@ -107,7 +107,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
         config_path=_text(getattr(model, "hf_config_path", None)),
         download_dir=_text(getattr(vllm_config.load_config, "download_dir", None)),
         parts=tuple(_parts(model)),
-        code_parts=tuple(sorted(_code_parts(vllm_config))),
+        code_parts=tuple(places_of_plugins(_PLUGINS, compat.environment_option("VLLM_PLUGINS"), workers, own="vllm")),
         obstacle=next(_obstacles(vllm_config), ""),
         # A program that runs the engines itself may have saved their models meanwhile.
         read_after_s=ran_first_at() if compat.has_own_process() else None,
@@ -146,18 +146,6 @@ def _parts(model_config: Any) -> Iterator[str]:
     for place in (*(getattr(config, name, None) for name in _ELSEWHERE), getattr(media, _SCALES, None)):
         if place:
             yield str(place)
-
-
-def _code_parts(vllm_config: Any) -> Iterator[str]:
-    """Where code is that vLLM runs and that is not its own: a model, a way to quantize or a platform may be a plugin's."""
-    chosen = compat.environment_option("VLLM_PLUGINS")
-    plugins = [plugin for group in _PLUGINS for plugin in entry_points(group=group)]
-    modules = [plugin.module for plugin in plugins if chosen is None or plugin.name in chosen]
-    modules += [getattr(vllm_config.parallel_config, name, "") for name in ("worker_cls", "worker_extension_cls")]
-    for package in {module.partition(".")[0] for module in modules} - _OWN_PACKAGES:
-        found = find_spec(package)
-        if found is not None:
-            yield from found.submodule_search_locations or filter(None, [found.origin])
 
 
 def _obstacles(vllm_config: Any) -> Iterator[str]:
