@@ -148,6 +148,7 @@ def test_processors_for_which_vllm_arranges_kv_otherwise_make_another_model(monk
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("VLLM_BATCH_INVARIANT", True),
         ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", {"weight_scale_group_size": 128}),
         ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
         ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),

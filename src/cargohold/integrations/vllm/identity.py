@@ -38,6 +38,7 @@ _SCALES: Final = "mm_encoder_fp8_scale_path"
 _FILES: Final = ("ignore_patterns", "load_format", "model_loader_extra_config")
 _TEMPERATURE: Final = "attn_temperature_tuning"
 _ENVIRONMENT: Final = (
+    "VLLM_BATCH_INVARIANT",
     "VLLM_CPU_INT4_W4A8",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
@@ -48,7 +49,7 @@ _ENVIRONMENT: Final = (
     "VLLM_XPU_INC_WNA16_BACKEND",
 )
 """vLLM's environment variables that quantize weights or activations, choose experts by lot, arrange the inside of a block in
-another way, or choose other frames of a film."""
+another way, choose other frames of a film, or promise the same bits whatever is computed together."""
 _ELSEWHERE: Final = ("audio_model_id", "text_model_id")
 """Fields of a model's configuration that name others, of which it takes weights and configuration: Ultravox has them."""
 _PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
