@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,3 +117,38 @@ def test_a_thread_is_interrupted_at_its_next_line() -> None:
     interrupt_thread(thread)
     thread.join(60)
     assert interrupted.is_set()
+
+
+def test_a_thread_is_not_interrupted_while_it_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by sending SIGINT at random: the new thread got it and died, and its starter waited for it for ever."""
+    really_start, is_starting, may_start = vars(threading)["_start_new_thread"], threading.Event(), threading.Event()
+    told: list[str] = []
+
+    def start_later(*arguments: object) -> object:
+        is_starting.set()
+        assert may_start.wait(60)
+        return really_start(*arguments)
+
+    def work() -> None:
+        try:
+            monkeypatch.setattr(threading, "_start_new_thread", start_later)
+            threading.Thread(target=told.append, args=["the new one ran"]).start()
+            while True:
+                pass
+        except KeyboardInterrupt:
+            told.append("interrupted")
+
+    def let_it_start(pause_s: float) -> None:
+        told.append("waited")
+        may_start.set()
+        time.sleep(pause_s)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert is_starting.wait(60)
+    monkeypatch.setattr("cargohold.process.time", SimpleNamespace(sleep=let_it_start))
+    interrupt_thread(thread)
+    may_start.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert told[0] == "waited" and "the new one ran" in told and told[-1] == "interrupted"

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path, PurePosixPath
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import psutil
 
@@ -155,9 +156,22 @@ def held_back_in_processes() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_LOOK_S: Final = 0.001
+_MOST_LOOKS: Final = 1000
+
+
 def interrupt_thread(thread: threading.Thread) -> None:
-    """Raise ``KeyboardInterrupt`` in a thread, at its next line of Python: what Ctrl-C does to the main thread alone."""
-    if thread.ident is not None:
+    """Raise ``KeyboardInterrupt`` in a thread, at its next line of Python: what Ctrl-C does to the main thread alone.
+
+    Until a thread that is being started runs, Python 3.11 takes it for the one that starts it. It would be interrupted
+    instead, and its starter would wait for it for ever. So this waits until no thread is being started.
+    """
+    for _ in range(_MOST_LOOKS):
+        # Whoever wakes up has the interpreter for some milliseconds, in which nobody else starts a thread.
+        time.sleep(_LOOK_S)
+        if all(one.ident is not None for one in threading.enumerate()):
+            break
+    if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
 
 

@@ -332,6 +332,7 @@ def test_a_directory_that_hangs_at_the_start_is_told_and_refused(
         with pytest.raises(ConfigError, match=rf"tiers\[0\].directory='{tmp_path}' .* has not answered for 0.01 s"):
             LLM(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS)
     assert f"the start has waited 0.01 s for {tmp_path}" in caplog.text
+    answers.clear()
     monkeypatch.setattr("cargohold.tiers.opening._SILENT_S", 0.0)
     monkeypatch.setattr("cargohold.tiers.opening.logger.warning", lambda *_: answers.set())
     with SettledLLM(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS) as slow:

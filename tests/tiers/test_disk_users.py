@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -347,3 +348,26 @@ def test_a_namespace_that_cannot_be_deleted_is_passed_over(
     assert fill(tier, 40) == [StoreOutcome.STORED] * 40
     assert stubborn.exists() and not any(path.exists() for path in willing)
     assert caplog.text.count(f"{stubborn} cannot be deleted to make room: Operation not permitted") == 1
+
+
+@pytest.mark.parametrize("is_open_before", [True, False])
+def test_a_start_that_is_interrupted_leaves_the_directory_to_the_next(
+    is_open_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by sending SIGINT at random: as long as somebody kept the traceback, as notebooks do, nobody could start again."""
+    config = DiskTierConfig(directory=str(tmp_path), max_bytes="2MiB", reserve_bytes=0)
+
+    def interrupted(waiting: list[Future[object]], _: object) -> None:
+        if is_open_before:
+            wait(waiting)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cargohold.tiers.opening.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            open_tier(config, NAMESPACE, CHUNK)
+    for thread in threading.enumerate():
+        if thread.name == "cargohold-disk-start":
+            thread.join()
+    open_tier(config, NAMESPACE, CHUNK).close()
+    del kept

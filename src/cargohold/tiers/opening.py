@@ -78,30 +78,45 @@ def open_tier(
     """
     config.require_sizes(chunk_bytes, num_shards)
     codec = _codec(config, namespace, time_ns)
-    return at_medium(config, lambda: config.open(codec, chunk_bytes, num_shards))
+    return at_medium(config, lambda: config.open(codec, chunk_bytes, num_shards), undo=lambda tier: tier.close())
 
 
-def at_medium(config: TierConfig, work: Callable[[], T], limit_s: float | None = None) -> T:
+def at_medium(
+    config: TierConfig,
+    work: Callable[[], T],
+    limit_s: float | None = None,
+    undo: Callable[[T], object] = lambda _: None,
+) -> T:
     """Do work on a tier's medium, which may hang, in a thread of its own: else not even Ctrl-C would end the start.
 
     Args:
         config: the tier's options.
-        work: what to do; it is left behind if it is not awaited any more.
-        limit_s: seconds after which it is not; ``None`` for work that may take long.
+        work: what to do.
+        limit_s: seconds after which it is not awaited any more; ``None`` for work that may take long.
+        undo: called with what has come of work that was not awaited to its end, because of Ctrl-C or the limit.
 
     Raises:
         ConfigError: it has taken longer.
     """
     done: Future[T] = Future()
-    threading.Thread(target=_do, args=(work, done), name=f"cargohold-{config.kind}-start", daemon=True).start()
-    silent_s = _SILENT_S if limit_s is None else min(_SILENT_S, limit_s)
-    if wait([done], silent_s).not_done:
-        logger.warning("tier %s: the start has waited %g s for %s", config.kind, silent_s, config.describe())
-        if wait([done], None if limit_s is None else limit_s - silent_s).not_done:
-            used = config.used_directory
-            key, value = ("kind", config.kind) if used is None else (used.option, str(used.path))
-            raise ConfigError(key, value, f"it has not answered for {limit_s:g} s; does its disk or mount hang?")
+    try:
+        threading.Thread(target=_do, args=(work, done), name=f"cargohold-{config.kind}-start", daemon=True).start()
+        _await(done, config, limit_s)
+    except BaseException:
+        done.add_done_callback(lambda late: late.exception() or undo(late.result()))
+        raise
     return done.result()
+
+
+def _await(done: Future[T], config: TierConfig, limit_s: float | None) -> None:
+    silent_s = _SILENT_S if limit_s is None else min(_SILENT_S, limit_s)
+    if wait([done], silent_s).done:
+        return
+    logger.warning("tier %s: the start has waited %g s for %s", config.kind, silent_s, config.describe())
+    if wait([done], None if limit_s is None else limit_s - silent_s).not_done:
+        used = config.used_directory
+        key, value = ("kind", config.kind) if used is None else (used.option, str(used.path))
+        raise ConfigError(key, value, f"it has not answered for {limit_s:g} s; does its disk or mount hang?")
 
 
 def _do(work: Callable[[], T], done: Future[T]) -> None:
