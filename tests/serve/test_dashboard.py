@@ -163,8 +163,9 @@ def test_each_engine_can_be_asked_for(tiered: Server) -> None:
         wait_until(lambda: call(server, "/cache").json["state"] == "serving")
         assert call(server, "/cache?engine=1").json["state"] == "not reachable: refused"
         assert [one["name"] for one in call(server, "/cache").json["engines"]] == ["one", "dead"]
-        missing = call(server, "/cache?engine=2")
-        assert (missing.status, missing.json["error"]["message"]) == (404, "there are engines 0 to 1")
+        for which in ("2", "-1", "", "9" * 5000):
+            missing = call(server, f"/cache?engine={which}")
+            assert (missing.status, missing.json["error"]["message"]) == (404, "there are engines 0 to 1")
         assert call(server, "/").body == call(tiered, "/").body
 
 

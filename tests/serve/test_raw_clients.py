@@ -40,6 +40,7 @@ def is_idle(server: Server) -> bool:
         (b'{"model": "chat", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "finite"),
         (b'{"model": "chat", "messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "finite"),
         (json.dumps({**BODY, "x\ud800": 1}).encode(), "unicode"),
+        (json.dumps(BODY).replace("1", "1" * 5000).encode(), "parsing the body"),  # more digits than Python reads
     ],
     ids=lambda value: repr(value[:60]),
 )

@@ -166,13 +166,15 @@ def make_dashboard(engines: Sequence[Engine], interval_s: float) -> FastAPI:
             task.cancel()
         await asyncio.wait(tasks)
 
+    numbered = {str(at): engine for at, engine in enumerate(engines)}
+
     async def cache(request: Request) -> Response:
-        which = request.query_params.get("engine", "0")
-        if not which.isdecimal() or int(which) >= len(engines):
+        engine = numbered.get(request.query_params.get("engine", "0"))
+        if engine is None:
             message = f"there are engines 0 to {len(engines) - 1}"
             return error_response(request.url.path, ApiError(HTTPStatus.NOT_FOUND, message, param="engine"))
         names = [{"name": engine.name, "state": engine.state} for engine in engines]
-        return json_response({**engines[int(which)].as_json(), "engines": names})
+        return json_response({**engine.as_json(), "engines": names})
 
     app = FastAPI(title="Cargohold", docs_url=None, redoc_url=None, lifespan=looking)
     app.add_api_route("/cache", cache, methods=["GET"])
