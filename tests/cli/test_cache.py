@@ -115,6 +115,12 @@ def test_namespaces_are_listed_with_what_they_hold(place: Place) -> None:
         assert text in table
 
 
+def test_a_long_name_of_a_model_is_not_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    disk_place(tmp_path).fill(1, label=f"/models/{'x' * 60}/one")
+    assert run("ls", str(tmp_path)).count("x") == 60
+
+
 @pytest.mark.parametrize("label", ["/models/[v1]/x", "model[/oops]", "\x1b]52;c;aGk=\x07", "two\nlines"])
 def test_what_a_store_says_is_shown_and_nothing_else(tmp_path: Path, label: str) -> None:
     """Found by forging: brackets were markup, an error where it was wrong, and a terminal did what it was told."""

@@ -51,9 +51,12 @@ class Answers(Console):
     def print_table(self, table: Table) -> None:
         """Print a table as wide as the terminal, but not so narrow that something would be cut off.
 
-        A number without its last digits is another number, so it is better to let the terminal break lines.
+        A number without its last digits is another number, so it is better to let the terminal break lines. Names that are
+        too long are broken: they may differ in their ends only.
         """
         least = _LEAST_WIDTH
+        for column in table.columns:
+            column.overflow = "fold"
         if all(column.no_wrap for column in table.columns):
             least = Measurement.get(self, self.options.update(max_width=_ANY_WIDTH), table).maximum
         before = self.width

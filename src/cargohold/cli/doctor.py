@@ -124,7 +124,7 @@ def doctor(
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("area", "level", "found"):
-        table.add_column(column, no_wrap=column != "found", overflow="fold")
+        table.add_column(column, no_wrap=column != "found")
     styles = {Level.OK: "green", Level.NOTE: "yellow", Level.SET: "bold red"}
     for finding in findings:
         found = f"{finding.found}\n{finding.advice}" if finding.advice else finding.found
