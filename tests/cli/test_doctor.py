@@ -106,7 +106,7 @@ def test_the_version_of_vllm_is_compared_with_the_tested_ones(
     release: str, level: str, cargohold: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"vllm": release}
-    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(doctor, "installed_version", versions.get)
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
     first, *others = findings(cargohold, "--quick")["vLLM"]
     assert (first["found"], first["level"]) == (f"vllm {release}", level)
@@ -116,7 +116,7 @@ def test_the_version_of_vllm_is_compared_with_the_tested_ones(
 def test_extras_that_are_missing_or_too_old_are_named(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["numpy>=2", 'redis>=6.0; extra == "redis"', 'pyzmq>=26; extra == "events"', 'ray>=2.40; extra == "ray"']
     monkeypatch.setattr(doctor, "requires", lambda name: needs)
-    monkeypatch.setattr(doctor, "_version", {"redis": "7.0", "ray": "2.1"}.get)
+    monkeypatch.setattr(doctor, "installed_version", {"redis": "7.0", "ray": "2.1"}.get)
     said = {finding["found"]: finding["level"] for finding in findings(cargohold, "--quick")["extras"]}
     assert said == {"redis: redis": "ok", "ray: ray 2.1 is not >=2.40": "set", "not installed: events": "note"}
     assert "cargohold[events]" in cargohold("doctor", "--quick").out, "brackets are no markup"
