@@ -373,6 +373,15 @@ def test_marks_that_are_impossible_are_passed_over_and_refused_where_it_is_stric
     assert "cache_control" in refused.json["error"]["message"]
 
 
+def test_a_tool_of_any_depth_hinders_no_mark(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    deep = json.loads('{"a":' * 800 + "1" + "}" * 800)
+    marked = [{"type": "text", "text": "a", "cache_control": MARK}]
+    line.ask(
+        {"messages": [{"role": "user", "content": marked}], "tools": [{"name": "tide", "input_schema": deep}]}, MESSAGES
+    )
+    assert len(line.behind.hints) == 2 and not caplog.records
+
+
 def test_a_block_whose_type_is_no_text_hinders_no_mark(line: Line) -> None:
     kinds: Any = ({}, [], None)
     content = [{"type": kind, "text": "a"} for kind in kinds]

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from http import HTTPStatus
+from reprlib import repr as shown  # a client may send values of any size
 from typing import Any
 
 import uvicorn
@@ -35,8 +36,6 @@ from cargohold.serve.gate import HEALTH, BehindGate, Gate, Hosts, connections
 from cargohold.serve.meters import Meters
 from cargohold.serve.records import Records
 from cargohold.serve.settings import ServeConfig
-
-_MAX_SHOWN_CHARS = 200
 
 
 def make_app(admission: RequestAdmission, meters: Meters, config: ServeConfig, hosts: Hosts) -> ASGIApp:
@@ -107,7 +106,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     param = _place(worst["loc"][1:], error.body)
     if not isinstance(error.body, dict):
         return error_response(request.url.path, invalid("the body must be a JSON object, sent as application/json"))
-    given = "" if worst["type"] == "missing" else f", not {worst['input']!r:.{_MAX_SHOWN_CHARS}}"
+    given = "" if worst["type"] == "missing" else f", not {shown(worst['input'])}"
     return error_response(request.url.path, invalid(f"{param or 'the body'}: {worst['msg']}{given}", param))
 
 

@@ -171,12 +171,17 @@ def _blocks(value: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _chars(value: Any) -> int:
-    """All characters of the texts in a value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(_chars(item) for item in value.values())
-    return sum(_chars(item) for item in value) if isinstance(value, list) else 0
+    """All characters of the texts in a value, however deep they lie."""
+    num_chars, left = 0, [value]
+    while left:
+        match left.pop():
+            case str(text):
+                num_chars += len(text)
+            case dict(fields):
+                left.extend(fields.values())
+            case list(items):
+                left.extend(items)
+    return num_chars
 
 
 _LEFT_OUT: Final = ("thinking", "redacted_thinking", "image", "image_url")
