@@ -122,6 +122,29 @@ def test_a_reset_without_other_weights_keeps_what_is_kept(
 
 
 @pytest.mark.usefixtures("readable")
+def test_a_model_that_is_steered_finds_nothing_of_before(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    """Found by trying: its weights are the same, so all of its prompts were restored as they had been without steering."""
+
+    def steer(model: Any) -> None:
+        model.model.layers[0].register_forward_hook(lambda layer, args, out: (out[0] + 1, *out[1:]))
+
+    prompts, said = make_prompts(2, 330), []
+    for extra in (None, EAGER):
+        engine = start(vllm_model("llama"), extra)
+        before = engine.ask(prompts, 6)
+        engine.settle()
+        engine.llm.apply_model(steer)
+        assert engine.llm.reset_prefix_cache()
+        after = engine.ask(prompts, 6)
+        assert restored(after) == 0
+        said.append((tokens(before), tokens(after)))
+    assert said[0] == said[1]
+    assert said[0][0] != said[0][1], "steering changes nothing: this proves nothing"
+
+
+@pytest.mark.usefixtures("readable")
 def test_a_pause_of_vllm_drops_nothing_while_the_weights_stay(
     vllm_model: Callable[[str], str], start: Callable[..., Any]
 ) -> None:
