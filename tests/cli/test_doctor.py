@@ -64,9 +64,11 @@ def test_a_file_is_no_place_for_a_disk_tier(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_everybody_may_write_to_is_not_private(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    finding = check_disk(tmp_path, measure=None)
-    assert finding.level is Level.SET and "chmod" in finding.advice
+    place = tmp_path / "my kv"
+    place.mkdir()
+    place.chmod(0o777)
+    finding = check_disk(place, measure=None)
+    assert finding.level is Level.SET and finding.advice.endswith(f"chmod go-w '{place}'")
 
 
 def test_a_disk_that_fails_is_a_finding_and_no_traceback(tmp_path: Path) -> None:

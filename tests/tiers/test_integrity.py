@@ -261,10 +261,10 @@ def test_keys_that_are_none_are_refused_by_name(source: str, reason: str, monkey
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "key"
+    path = tmp_path / "my key"
     path.write_bytes(SECRET)
     os.chmod(path, 0o640)  # noqa: PTH101
-    with pytest.raises(ConfigError, match="chmod 600"):
+    with pytest.raises(ConfigError, match=f"chmod 600 '{path}'"):
         read_key(f"file:{path}")
 
 

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import sys
 import tempfile
@@ -345,9 +346,8 @@ def check_disk(place: Path, measure: Callable[[Path], tuple[float, float]] | Non
     usage = shutil.disk_usage(existing)
     found = f"{place}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}"
     if existing.stat().st_mode & 0o022 and not existing.stat().st_mode & 0o1000:
-        return Finding(
-            "disk", Level.SET, f"{found}; others may write to it", f"chmod go-w {existing}: KV must be private."
-        )
+        advice = f"KV must be private: chmod go-w {shlex.quote(str(existing))}"
+        return Finding("disk", Level.SET, f"{found}; others may write to it", advice)
     if measure is None:
         return Finding("disk", Level.OK, found)
     if usage.free < 4 * _MEASURED_BYTES:

@@ -287,7 +287,7 @@ def _replay(recipe: Recipe, scenario: Scenario, show: ReplayOptions, command: st
 def _write_script(path: Path, text: str | None) -> None:
     assert text is not None, "the options were checked"
     path.write_text(text)
-    typer.echo(f"\nwritten to {path}: python {path} shows it")
+    typer.echo(f"\nwritten to {path}: python {shlex.quote(str(path))} shows it")
 
 
 def _shrunk(recipe: Recipe, scenario: Scenario, error: Exception) -> Scenario:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import binascii
 import hmac
 import os
+import shlex
 import stat
 from hashlib import sha256
 from pathlib import Path
@@ -124,7 +125,7 @@ def _read_private(source: str, path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(_OPTION, source, f"the file cannot be read: {error.strerror}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(_OPTION, source, f"only its owner may have access: chmod 600 {path}")
+        raise ConfigError(_OPTION, source, f"only its owner may have access: chmod 600 {shlex.quote(str(path))}")
     return data
 
 
