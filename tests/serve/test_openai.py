@@ -158,7 +158,6 @@ def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(clien
 
 
 SAID: dict[str, Any] = {"role": "assistant", "content": "Yes."}
-STRICT: dict[str, Any] = {"type": "function", "function": {"name": "tide", "strict": True}}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,6 @@ STRICT: dict[str, Any] = {"type": "function", "function": {"name": "tide", "stri
         ({"chat_template_kwargs": {"tokenize": True}}, None, "no variable of a chat template"),
         ({"tools": [{"type": "custom", "custom": {"name": "tide"}}]}, "tools[0]", "type function"),
         ({"tools": [{"type": "function", "function": {"strict": True}}]}, "tools[0]", "has a name"),
-        ({"tools": [STRICT]}, "tools[0].function.strict", "leave strict out"),
         ({"messages": [{**SAID, "function_call": {"name": "tide"}}, *HELLO]}, "messages[0].function_call", "be None"),
         ({"messages": [{**SAID, "audio": {"id": "a"}}, *HELLO]}, "messages[0].audio", "be None"),
         ({"stream": True, "stream_options": {"continuous": True}}, "stream_options.continuous", "not permitted"),

@@ -33,7 +33,8 @@ SCRIPTS = {
     "told": ["High water", " is at noon."],
 }
 AT_NOON = '{"at": "noon"}'
-TOOLS: Any = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
+# As kits for agents send them.
+TOOLS: Any = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}, "strict": True}}]
 TOOLS_OF_ANTHROPIC: Any = [{"name": "tide", "input_schema": {"type": "object"}}]
 
 

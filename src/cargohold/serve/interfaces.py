@@ -264,7 +264,11 @@ def _call(call: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def offered_tools(tools: list[dict[str, Any]] | None, choice: ToolChoice = None) -> list[dict[str, Any]] | None:
-    """The tools that the model may call. Raises ``ApiError`` if it must call one, or by a schema: nothing here can make it."""
+    """The tools that the model may call. Raises ``ApiError`` if it must call one: nothing here can make it.
+
+    ``strict`` is taken, though nothing holds the model to a schema: kits for agents ask for it where their users have not, and
+    check what they are given.
+    """
     if choice == "required" or isinstance(choice, dict):
         raise invalid("tool_choice: the model decides itself whether it calls a tool; use auto or none", "tool_choice")
     for at, tool in enumerate(tools or ()):
@@ -275,9 +279,6 @@ def offered_tools(tools: list[dict[str, Any]] | None, choice: ToolChoice = None)
             or not isinstance(function.get("name"), str)
         ):
             raise invalid(f"tools[{at}] must be of type function, with a function that has a name", f"tools[{at}]")
-        if function.get("strict"):
-            message = f"tools[{at}]: nothing holds the model to a schema here; leave strict out, or set it to false"
-            raise invalid(message, f"tools[{at}].function.strict", "unsupported_field")
     return None if choice == "none" else tools
 
 
