@@ -102,6 +102,12 @@ def test_it_needs_no_package_of_the_terminal(cargohold: Command, monkeypatch: py
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
     assert cargohold("vllm-flags", "--host", "1MiB").status == 0
+    monkeypatch.setattr("cargohold.cli.find_spec", lambda _: None)
+    refused = cargohold("--version")
+    assert (refused.status, refused.err) == (
+        2,
+        "cargohold: all commands but vllm-flags need packaging, rich, typer: pip install 'cargohold[cli]'\n",
+    )
 
 
 def test_it_is_among_the_commands(cargohold: Command) -> None:

@@ -42,7 +42,8 @@ def _run() -> int:
 
         return vllm_flags.main(sys.argv[2:])
     if missing := [name for name in ("packaging", "rich", "typer") if find_spec(name) is None]:
-        sys.stderr.write(f"cargohold: its commands need {' and '.join(missing)}: pip install 'cargohold[cli]'\n")
+        names = ", ".join(missing)
+        sys.stderr.write(f"cargohold: all commands but {VLLM_FLAGS} need {names}: pip install 'cargohold[cli]'\n")
         return 2
 
     import typer  # noqa: PLC0415  # slow to import
