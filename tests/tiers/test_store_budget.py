@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import threading
@@ -132,6 +133,16 @@ class TestBudget:
         finally:
             tracemalloc.stop()
         assert most < 200_000, "1.5 MB if all are kept"
+
+    def test_a_listing_that_begins_anew_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Found by running: a server that gave the same page for ever was listed for ever, and nobody was told."""
+        self.put(1)
+        (page,) = obstore.list(self.store)
+        monkeypatch.setattr(obstore, "list", lambda *_: itertools.repeat(page))
+        with pytest.raises(ValueError, match="the store's listing does not end"):
+            self.budget.look_ahead()
+        monkeypatch.undo()
+        assert self.put(2)
 
     @pytest.mark.parametrize("num_remembered", [1, 3, 100])
     def test_the_same_is_deleted_however_few_objects_are_remembered(

@@ -249,10 +249,7 @@ def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
     """
     directory = directory_of(store)
     if directory is None:
-        pages = obstore.list(store, prefix or None)
-        entries = (
-            (str(one["path"]), int(one["size"]), one["last_modified"].timestamp()) for page in pages for one in page
-        )
+        entries = _listed(store, prefix)
     else:
         entries = ((path, status.st_size, status.st_mtime) for path, status in files_in(directory, prefix))
     for path, num_bytes, written_s in entries:
@@ -260,6 +257,21 @@ def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
         if match is not None:
             key = b"" if match["unfinished"] else bytes.fromhex(match["key"] or "")
             yield StoredObject(path, match["namespace"], key, num_bytes, written_s)
+
+
+def _listed(store: ObjectStore, prefix: str) -> Iterator[tuple[str, int, float]]:
+    """Yield path, size and time of writing of the objects in a store that is not a directory.
+
+    Raises ``ValueError`` if the listing begins anew: a server that does not understand where to go on would list for ever.
+    """
+    first = None
+    for page in obstore.list(store, prefix or None):
+        for one in page:
+            path = str(one["path"])
+            if path == first:
+                raise ValueError(f"the store's listing does not end: after the last page, it begins with {path} again")
+            first = first or path
+            yield path, int(one["size"]), one["last_modified"].timestamp()
 
 
 def try_listing(store: ObjectStore, prefix: str) -> None:
