@@ -94,7 +94,11 @@ def test_a_reset_on_demand_drops_what_is_kept(vllm_model: Callable[[str], str], 
 
 @pytest.mark.parametrize(("extra", "max_tokens"), [(EAGER, 150), (LAZY, 30)])
 def test_requests_that_never_cease_do_not_put_a_reset_off(
-    vllm_model: Callable[[str], str], start: Callable[..., Any], extra: dict[str, Any], max_tokens: int
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    max_tokens: int,
 ) -> None:
     """Found by reading: where every step stored something, the reset waited for the last request, and nothing was found."""
     engine = start(vllm_model("llama"), extra, num_blocks=300, max_num_seqs=32)
@@ -106,11 +110,18 @@ def test_requests_that_never_cease_do_not_put_a_reset_off(
     while not (inner.jobs and inner.manager.num_ready):
         engine.step()
     in_flight = {store.job_id for store in inner.jobs.stores()}
+    reset, was_reset = inner.manager.reset, [False]
+
+    def reset_and_note() -> bool:
+        was_reset.append(reset())
+        return was_reset[-1]
+
+    monkeypatch.setattr(inner.manager, "reset", reset_and_note)
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
-    while inner.manager.num_ready:
+    while engine.is_busy and not was_reset[-1]:
         assert in_flight.issuperset(store.job_id for store in inner.jobs.stores()), "nothing new is stored meanwhile"
         engine.step()
-    while engine.is_busy and not inner.manager.num_ready:
+    while engine.is_busy and not (inner.jobs or inner.manager.num_ready):
         engine.step()
     assert engine.is_busy, "neither the reset waited for the last request, nor what is stored again"
     for number in range(96):
