@@ -251,7 +251,7 @@ def latent(*kinds: str, use_mla: bool = True, **parallel: Any) -> tuple[int, str
             **{"tensor_parallel_size": 8, "distributed_executor_backend": "mp", "nnodes": 1, **parallel}
         ),
     )
-    groups = [SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds]
+    groups = [SimpleNamespace(kv_cache_spec=type(kind, (), {})(), layer_names=[kind]) for kind in kinds]
     return replicas(config, SimpleNamespace(kv_cache_groups=groups))
 
 
@@ -280,9 +280,8 @@ def shared_heads(num_heads: int, architecture: str = "Qwen3MoeForCausalLM", **ot
     asked = SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=told["speculative_config"])
     attention = type("FullAttentionSpec", (), {})()
     attention.num_kv_heads = told["of_layer"]
-    return replicas(
-        asked, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention)], kv_tp_replicas=1)
-    )
+    groups = [SimpleNamespace(kv_cache_spec=attention, layer_names=["layer"])]
+    return replicas(asked, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=1))
 
 
 def test_neighbours_share_what_is_kept_of_a_head_that_they_all_hold() -> None:
