@@ -510,6 +510,7 @@ class MediumMachine:
                 gc.collect()
                 assert not open_files_in(self.base)
         finally:
+            self.close()  # what has failed may have left threads
             gc.unfreeze()
             shutil.rmtree(self.base)
 

@@ -36,6 +36,7 @@ class Gate:
 
 class Setup:
     def __init__(self, tier: Tier, config: QueueConfig) -> None:
+        self._strangers = set(threading.enumerate())
         self.clock = VirtualClock()
         self.queue = TierQueue(tier, self.clock, config)
         self.num_jobs = 0
@@ -52,6 +53,11 @@ class Setup:
         views = [memoryview(buffer) for buffer in buffers]
         job = TierJob(self.num_jobs, kind, keys, self.clock() + timeout_s, views)
         return job if self.queue.submit(job) else None
+
+    def await_death(self) -> None:
+        """Wait until no thread of the queue lives, or some hang."""
+        for thread in set(threading.enumerate()) - self._strangers:
+            thread.join(WAIT_S)
 
     def run(self, kind: JobKind, keys: Sequence[bytes], buffers: Sequence[bytearray] = ()) -> TierJob:
         assert self.submit(kind, keys, buffers)

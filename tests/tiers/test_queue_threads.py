@@ -30,17 +30,11 @@ def dying(operation: str) -> None:
         raise SystemExit
 
 
-def _await_death() -> None:
-    for thread in threading.enumerate():
-        if isinstance(thread, IoThread):
-            thread.join(WAIT_S)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_thread_is_noticed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with queue_on(faulty(dying), QueueConfig(num_threads=1)) as setup:
         setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
-        _await_death()
+        setup.await_death()
         (result,) = setup.queue.poll()
         assert (result.status, result.reason) == (JobStatus.FAILED, "the I/O thread died")
         assert "an I/O thread died" in caplog.text
@@ -55,7 +49,7 @@ def test_threads_that_keep_dying_turn_the_tier_off(caplog: pytest.LogCaptureFixt
         for _ in range(2):
             setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
             setup.submit(JobKind.STORE, [b"b"], [chunk(1)])
-            _await_death()
+            setup.await_death()
             ended += setup.queue.poll()
         assert setup.queue.drain(WAIT_S)
         ended += setup.queue.poll()
@@ -107,7 +101,7 @@ def test_a_thread_that_cannot_be_replaced_is_no_error_of_the_owner(
     monkeypatch.setattr("cargohold.tiers.queue.IoThread", threads)
     with queue_on(faulty(dying), QueueConfig(num_threads=1, max_thread_deaths=3)) as setup:
         setup.submit(JobKind.LOAD, [b"a"], [bytearray(CHUNK)])
-        _await_death()
+        setup.await_death()
         assert [result.reason for result in setup.queue.poll()] == ["the I/O thread died"]
         assert "could not be replaced" in caplog.text
         threads.num_allowed = 2
