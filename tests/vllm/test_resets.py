@@ -19,6 +19,8 @@ from cargohold.transfer import Direction
 from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, reload, restored, tokens, with_disk
 from tests.vllm.faults import Faults
 
+DROPPING = {**EAGER, "follow_weights": "drop"}
+
 needs_reported_failures = pytest.mark.skipif(
     compat.TransferResults is None, reason="before vLLM 0.30, loads in flight forbid a reset"
 )
@@ -156,7 +158,8 @@ def test_loads_in_flight_do_not_forbid_a_reset(
     schedules_ahead: bool, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
 ) -> None:
     """Whoever changes weights does not ask twice. Requests are served while the void copies run on, into blocks of nobody."""
-    engine = start(vllm_model("llama"), EAGER, num_blocks=110, async_scheduling=schedules_ahead)
+    # Where weights can be read and are the same, the requests would load what is kept once more, and wait.
+    engine = start(vllm_model("llama"), DROPPING, num_blocks=110, async_scheduling=schedules_ahead)
     inner, pool, prompts = engine.side.guard.inner, engine.scheduler.kv_cache_manager.block_pool, make_prompts(5, 330)
     tables = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     expected = tokens(engine.ask(prompts, 6))
@@ -195,7 +198,7 @@ def test_a_reset_fails_no_request_that_was_to_load(
     has_ended: bool, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
 ) -> None:
     """Not even if requests are to fail when loads fail: what is void cannot. One whose load has ended may not run yet."""
-    engine = start(vllm_model("llama"), {**EAGER, "load_failure_policy": "fail"}, num_blocks=60)
+    engine = start(vllm_model("llama"), {**DROPPING, "load_failure_policy": "fail"}, num_blocks=60)
     prompts = make_prompts(2, 330)
     expected = tokens(ask_twice(engine, prompts))
     forget(engine)
