@@ -336,8 +336,9 @@ def side_files(model: ServedModel, place: Path, weights_place: Path) -> dict[str
 
 def _configurations(place: Path) -> dict[str, Path]:
     """Return the configuration files beside ``config.json``, and all in directories below: a model's parts may have some."""
-    files = [file for name in (CONFIG_FILE, *_SIDE_FILES) for file in place.rglob(name) if file.is_file()]
-    return {file.relative_to(place).as_posix(): file for file in files if file != place / CONFIG_FILE}
+    own, names = place / CONFIG_FILE, {CONFIG_FILE, *_SIDE_FILES}
+    files = (file for file in place.rglob("*") if file.name in names and file.is_file())
+    return {file.relative_to(place).as_posix(): file for file in files if file != own}
 
 
 def index_files(place: Path, weights: Sequence[Path]) -> dict[str, Path]:
@@ -389,6 +390,15 @@ def places_of_plugins(
     packages = {name.partition(".")[0] for name in (*run, *modules)} - {"", "__main__", "cargohold", own}
     specs = [spec for spec in map(find_spec, packages) if spec is not None]
     return sorted(place for spec in specs for place in spec.submodule_search_locations or filter(None, [spec.origin]))
+
+
+def why_another_hub(switch: str, path: str) -> Iterator[str]:
+    """Yield why a model's files are not known if an engine's ``switch`` to ModelScope is on; nothing if they are local.
+
+    The hub's cache that is looked into is Hugging Face's, which may have another model of that name.
+    """
+    if not Path(path).exists():
+        yield f"{switch} brings {path} from another hub than Hugging Face's; name a directory instead"
 
 
 def _places_of_own_code(model: ServedModel, place: Path) -> dict[str, Path]:

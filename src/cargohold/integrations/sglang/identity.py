@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -19,7 +18,7 @@ from cargohold.integrations.sglang.pages import Pages
 from cargohold.integrations.sglang.plugin import watch
 from cargohold.protocol import ServedModel
 from cargohold.tiers import Namespace
-from cargohold.tiers.namespace import digest_facts, digest_model, places_of_plugins
+from cargohold.tiers.namespace import digest_facts, digest_model, places_of_plugins, why_another_hub
 
 # Options that change the KV of given tokens, or how it is arranged. Those that are as always are left out.
 _CHANGES: Final = (
@@ -168,9 +167,8 @@ def _obstacles() -> Iterator[str]:
         yield "SGLang knows LoRA adapters by name and path, which may be given to others"
     if str(getattr(args["load_format"], "value", args["load_format"])) not in _LOCAL_FORMATS:
         yield f"--load-format {args['load_format']} may bring weights from elsewhere than {args['model_path']}"
-    path, is_switch_on = args["model_path"], os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true"}
-    if is_switch_on and not Path(path).exists():
-        yield f"SGLANG_USE_MODELSCOPE brings {path} from another hub than Hugging Face's; name a directory instead"
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true"}:
+        yield from why_another_hub("SGLANG_USE_MODELSCOPE", args["model_path"])
     for name in _OTHER_SOURCES:
         if args.get(name):
             yield f"--{name.replace('_', '-')} changes what is in the model's files"

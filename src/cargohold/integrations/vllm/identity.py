@@ -10,7 +10,6 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.plugin import ran_first_at
 from cargohold.integrations.vllm.regions import arrangement_of
 from cargohold.protocol import KVCacheLayout, ServedModel
-from cargohold.tiers.namespace import places_of_plugins
+from cargohold.tiers.namespace import places_of_plugins, why_another_hub
 
 # Options that change what the model's files say; the model's digest is made of these files.
 _CHANGES_OF_MODEL: Final = ("hf_config_path", "hf_overrides", "quantization", "quantization_config")
@@ -163,8 +162,8 @@ def _obstacles(vllm_config: Any) -> Iterator[str]:
         yield f"load_format={load_format} may bring weights from elsewhere than {model.model}"
     if getattr(model, "model_weights", ""):
         yield f"model_weights={model.model_weights} brings weights from elsewhere than {model.model}"
-    if compat.environment_option("VLLM_USE_MODELSCOPE") and not Path(model.model).exists():
-        yield f"VLLM_USE_MODELSCOPE brings {model.model} from another hub than Hugging Face's; name a directory instead"
+    if compat.environment_option("VLLM_USE_MODELSCOPE"):
+        yield from why_another_hub("VLLM_USE_MODELSCOPE", model.model)
     overrides = getattr(model, "hf_overrides", None)
     if callable(overrides):
         yield "hf_overrides is a function"
