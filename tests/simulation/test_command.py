@@ -78,6 +78,7 @@ def test_a_seed_can_be_replayed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ("--workload", "rain", "agents"),
         ("--connector", "rain", "MODULE:FACTORY"),
         ("--engine", "rain", "vllm"),
+        ("--connector", "vllm:any.module:Class", "add --engine vllm"),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_is(

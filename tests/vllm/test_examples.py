@@ -24,8 +24,6 @@ def test_example(
 ) -> None:
     if lacking := example_runs.missing(name):
         pytest.skip(f"needs {', '.join(lacking)}")
-    if name == "own_vllm_connector/run":
-        pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="the bridge is for vLLM 0.32")
     model = vllm_model("llama")
     monkeypatch.chdir(tmp_path)
     try:

@@ -41,6 +41,7 @@ from cargohold.lab.vllm.others.recipe import StrangerRecipe, kind_of
 from cargohold.lab.vllm.worker import SimulatedWorker, WriteFirstRunner
 from tests.vllm.test_simulation_found import shared_block
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_vllm_connector"
 OURS = "vllm:cargohold.integrations.vllm.connector:CargoholdConnector"
 OURS_CONFIG = {"host_bytes": "1MiB", "kv_events_salted": True}
 OFFLOADING, SIMPLE = "vllm:OffloadingConnector", "vllm:SimpleCPUOffloadConnector"
@@ -91,6 +92,17 @@ def test_a_connector_that_is_right_is_not_blamed() -> None:
     results = [play(seed, OURS, "any", "none", OURS_CONFIG) for seed in range(6)]
     assert [result.error for result in results] == [None] * 6
     assert sum(result.tallies["restored tokens"] for result in results) > 0, "this proves little"
+
+
+@pytest.mark.parametrize(
+    ("connector", "expected"),
+    [("vllm_shelf:ShelfConnector", {None}), ("forgetful:ForgetfulShelf", {None, WRONG_TOKEN})],
+)
+def test_of_the_two_example_connectors_the_wrong_one_is_caught(
+    connector: str, expected: set[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    assert {kind_of(play(seed, f"vllm:{connector}").error) for seed in range(8)} == expected
 
 
 def without_removals(take: Callable[[Any], Iterable[Any]]) -> Callable[[Any], Iterable[Any]]:

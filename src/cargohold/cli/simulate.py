@@ -56,9 +56,8 @@ class RecipeOptions:
     connector: Annotated[
         str,
         typer.Option(
-            help=f"{ANY}, one of: {', '.join(CONNECTORS)}; MODULE:FACTORY for your own, or {OTHERS}MODULE:CLASS "
-            f"for a class of vLLM's interface. With --engine {VLLM}, also {OTHERS}NAME for one of vLLM's, or several "
-            "with + between."
+            help=f"{ANY}, one of: {', '.join(CONNECTORS)}; MODULE:FACTORY for your own. With --engine {VLLM}, also "
+            f"{OTHERS}NAME for one of vLLM's, {OTHERS}MODULE:CLASS for a class of its interface, or several with + between."
         ),
     ] = ANY
     connector_config: Annotated[
@@ -74,6 +73,9 @@ class RecipeOptions:
         """The options as a recipe. Raises ``ConfigError`` for impossible ones."""
         faults = parse_faults(self.faults)
         if self.connector.startswith(OTHERS):
+            if self.engine == OWN:
+                expected = f"vLLM's connectors run in vLLM's scheduler only: add --engine {VLLM}"
+                raise ConfigError("connector", self.connector, expected)
             return _recipe_for_others(
                 self.workload, self.connector, faults, self.engine, _parsed(self.connector_config)
             )
@@ -140,8 +142,8 @@ class ReplayOptions:
         """Raise ``ConfigError`` if no failure could be written as a script."""
         if self.write_script is None:
             return
-        if what.engine != VLLM or not what.connector.startswith(OTHERS):
-            expected = f"only failures of connectors {OTHERS}NAME with --engine {VLLM} are written down so"
+        if not what.connector.startswith(OTHERS):
+            expected = f"only failures of connectors {OTHERS}NAME are written as scripts"
             raise ConfigError("write-script", str(self.write_script), expected)
         check_writable("write-script", self.write_script)
 
@@ -228,11 +230,6 @@ def _recipe_for_others(
 ) -> Recipe:
     """Recipe for a connector of vLLM's interface. Raises ``ConfigError`` if it cannot be played."""
     _recipe_class(engine)
-    if engine == OWN:
-        _recipe_class(VLLM)  # a class of vLLM's interface needs vLLM, whatever engine runs it
-        from cargohold.lab.vllm.bridge import BridgeRecipe  # noqa: PLC0415  # takes seconds
-
-        return BridgeRecipe(workload, connector, faults, config)
     from cargohold.lab.vllm.others.recipe import StrangerRecipe  # noqa: PLC0415  # takes seconds
 
     return StrangerRecipe(workload, connector, faults, config)

@@ -12,5 +12,4 @@ simulated. ``cargohold simulate --engine vllm`` runs it.
     oracles        nobody remembers what is over
     recipe         scenarios, what surrounds their engines, and runs
     others         connectors of others in the place of ours
-    bridge         a connector written for vLLM in the embedded engine
 """
