@@ -21,7 +21,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "chunks_offered": ((),),
     "store_begins": ("store", ()),
     "store_ended": ("store", 1.0, "done"),
-    "unstored_let_go": ("state",),
+    "stores_abandoned": ("state",),
     "step_begins": ("step",),
     "step_ends": (),
     "reset": (),

@@ -186,7 +186,7 @@ class HandingOff(Guest):
         if outcome is not TransferOutcome.DONE and store.request_ids and self._lower is not None:
             self._lower.promises.give_up(store.keys)
 
-    def unstored_let_go(self, state: RequestState) -> None:
+    def stores_abandoned(self, state: RequestState) -> None:
         """Break the promise of what was not stored by now."""
         request_id = state.request.request_id
         if request_id in self._promised and self._lower is not None:
@@ -217,7 +217,7 @@ class HandingOff(Guest):
         promises.make_room(len(without))
         return without
 
-    def told_at_end(self, state: RequestState) -> Mapping[str, Any] | None:
+    def response_params(self, state: RequestState) -> Mapping[str, Any] | None:
         """Return the announcement for the engine that goes on with the decoding; ``None`` if none could find it."""
         if state.request.request_id not in self._asked:
             return None

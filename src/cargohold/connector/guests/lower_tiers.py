@@ -159,7 +159,7 @@ class TiersBelow(Guest):
         """Do what those need who wait."""
         self._prefetcher.begin_step(step)
 
-    def rider(self) -> TierMessage | None:
+    def worker_message(self) -> TierMessage | None:
         """Return the jobs for the tiers' queues on the workers."""
         commands, cancelled = self._lower.take_commands(self._new_id), self._lower.take_cancelled()
         return TierMessage(commands, cancelled) if commands or cancelled else None

@@ -6,9 +6,9 @@ the facts that it wants to hear, keeps its own record of requests, and can be le
 ::
 
     facts       request_new | request_placed | request_asked | request_admitted | request_ended     chunks_used
-                load_ended     chunks_offered | store_begins | store_ended | unstored_let_go
+                load_ended     chunks_offered | store_begins | store_ended | stores_abandoned
                 step_begins | step_ends     reset     worker_reported
-    questions   must_wait | origins | where_is | worth | may_store | may_reset | offer_again | told_at_end | rider | is_busy
+    questions   must_wait | origins | where_is | worth | may_store | may_reset | offer_again | response_params | worker_message | is_busy
 
 Guests are told in the order of the list that the kernel is given: each finds done what those before it do for the same fact.
 """
@@ -164,7 +164,7 @@ class Guest:
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """Learn that a store has ended that began at ``since``; ``None`` if nobody waited for it any more."""
 
-    def unstored_let_go(self, state: RequestState) -> None:
+    def stores_abandoned(self, state: RequestState) -> None:
         """Learn that nothing is held any more for those chunks of an ended request that were not stored."""
 
     def step_begins(self, step: StepView) -> None:
@@ -223,7 +223,7 @@ class Guest:
         """Whether every chunk may be forgotten now. All must say yes."""
         return True
 
-    def rider(self) -> object:
+    def worker_message(self) -> object:
         """What your part on the workers is told with this step; ``None`` if nothing. See ``worker.WorkerPart``."""
         return None
 
@@ -235,7 +235,7 @@ class Guest:
         """Which of these chunks are to be offered again: somebody waits for them, and they have found no place."""
         return frozenset()
 
-    def told_at_end(self, state: RequestState) -> Mapping[str, Any] | None:
+    def response_params(self, state: RequestState) -> Mapping[str, Any] | None:
         """What the client of a request that has ended is told, as ``kv_transfer_params``. Told to all guests before."""
         return None
 
@@ -250,9 +250,9 @@ def _told(fact: str) -> Callable[..., None]:
             except NOT_CONTAINED:
                 raise
             except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
-                heir = self.note_raised(guest, fact, error)
-                if heir is not None:
-                    self.call(heir, getattr(heir, fact), args)
+                successor = self.note_raised(guest, fact, error)
+                if successor is not None:
+                    self.call(successor, getattr(successor, fact), args)
 
     return tell
 
@@ -289,13 +289,13 @@ _ANY: Final[Mapping[str, object]] = {
     "must_wait": False,
     "origins": None,
     "where_is": "",
-    "rider": None,
+    "worker_message": None,
     "is_busy": False,
 }
 """Questions of which the first answer counts that says something; and the answer if nobody does."""
 _ALL: Final = ("may_store", "may_reset")
 """Questions to which all must say yes."""
-QUESTIONS: Final = (*_ANY, *_ALL, "worth", "offer_again", "told_at_end")
+QUESTIONS: Final = (*_ANY, *_ALL, "worth", "offer_again", "response_params")
 """The names of all questions."""
 FACTS: Final = tuple(name for name, value in vars(Guest).items() if callable(value) and name not in QUESTIONS)
 """The names of all facts."""
@@ -342,13 +342,13 @@ class Guests(Guest):
         answers = [self.call(guest, ask, (part,)) for guest, ask in self.hearers["offer_again"]]
         return frozenset[OffloadKey]().union(*filter(None, answers))
 
-    def told_at_end(self, state: RequestState) -> Mapping[str, Any] | None:
+    def response_params(self, state: RequestState) -> Mapping[str, Any] | None:
         """Ask all guests; put their answers together."""
-        answers = [self.call(guest, ask, (state,)) for guest, ask in self.hearers["told_at_end"]]
+        answers = [self.call(guest, ask, (state,)) for guest, ask in self.hearers["response_params"]]
         told = {key: value for answer in answers if answer for key, value in answer.items()}
         return told or None
 
-    def welcome(self, guests: Sequence[Guest]) -> None:
+    def add(self, guests: Sequence[Guest]) -> None:
         """Add guests behind those that are there."""
         self._guests += tuple(guests)
         self._note_hearers()
@@ -391,17 +391,17 @@ class Guests(Guest):
             exc_info=error,
         )
         self._guests = tuple(other for other in self._guests if other is not guest)
-        heir = None
+        successor = None
         try:
-            heir = guest.shutdown()
+            successor = guest.shutdown()
         except NOT_CONTAINED:
             raise
         except BaseException:  # somebody's feature: whatever it raises must not stop the kernel
             logger.exception("guest %s raised again while it released what it held", guest.name)
-        if heir is not None:
-            self._guests += (heir,)
+        if successor is not None:
+            self._guests += (successor,)
         self._note_hearers()
-        return heir
+        return successor
 
 
 for _fact in FACTS:

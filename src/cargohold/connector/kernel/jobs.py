@@ -78,7 +78,7 @@ class OffloadingMetadata:
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
         given_up_loads: ids of loads that nobody waits for any more. Workers whose copy has not ended report their requests'
             loads as failed now, and the job when its copy has ended.
-        rider: what a guest tells its part on the workers; ``None`` if nothing.
+        worker_message: what a guest sends its part on the workers; ``None`` if nothing.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -86,7 +86,7 @@ class OffloadingMetadata:
     finish_stores: bool = False
     release: tuple[str, ...] = ()
     given_up_loads: tuple[int, ...] = ()
-    rider: object = None
+    worker_message: object = None
 
 
 NOTHING_TO_DO = OffloadingMetadata()

@@ -153,7 +153,7 @@ class PendingStores:
         if self._shared.context is not None and any(tables) and num_tokens >= state.due_tokens:
             pending = PendingStore.of(state, tables, num_tokens, self._shared.context)
         if pending is None:
-            self._shared.guests.unstored_let_go(state)
+            self._shared.guests.stores_abandoned(state)
             return
         self._pending.append(pending)
         if self._must_keep(state) or self._are_few(pending):
@@ -180,7 +180,7 @@ class PendingStores:
                 pending.state.notes.append(
                     "its last chunks may be lost: max_inflight_fraction allows stores no more device blocks"
                 )
-            shared.guests.unstored_let_go(pending.state)
+            shared.guests.stores_abandoned(pending.state)
             return
         shared.holder.hold(blocks)
         pending.held, pending.held_until = blocks, self._hold_time.deadline()
@@ -189,7 +189,7 @@ class PendingStores:
         """Release what is held for a request that has ended."""
         held, pending.held, pending.held_until = pending.held, (), None
         self._shared.holder.release(held)
-        self._shared.guests.unstored_let_go(pending.state)
+        self._shared.guests.stores_abandoned(pending.state)
 
     def give_up(self) -> None:
         """Let go of all of them."""

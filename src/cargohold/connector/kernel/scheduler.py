@@ -133,7 +133,7 @@ class KernelScheduler(KVConnectorScheduler):
         for keys in state.keys:
             self._shared.manager.end_turn(keys.keys, request.turn_end)
         self._guests.request_ended(state, block_ids)
-        return keeps_blocks, self._guests.told_at_end(state)
+        return keeps_blocks, self._guests.response_params(state)
 
     def explain(self, request_id: str) -> CacheReport:
         """Return what was decided for the request, and why; forget the request."""
@@ -200,10 +200,10 @@ class KernelScheduler(KVConnectorScheduler):
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
         loads, release = self._loads.take_planned(), self._take_released()
-        rider = self._guests.rider()
-        if not (loads or stores or finish_stores or release or given_up or rider):
+        worker_message = self._guests.worker_message()
+        if not (loads or stores or finish_stores or release or given_up or worker_message):
             return NOTHING_TO_DO  # most steps
-        return OffloadingMetadata(loads, stores, finish_stores, release, given_up, rider)
+        return OffloadingMetadata(loads, stores, finish_stores, release, given_up, worker_message)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""

@@ -27,7 +27,7 @@ class WorkerPart(Protocol):
     """A guest's part on a worker: it carries out what its guest tells it with a step. No method but the last waits."""
 
     def carry_out(self, message: Any) -> None:
-        """Do what ``Guest.rider`` says, at once."""
+        """Do what ``Guest.worker_message`` says, at once."""
         ...
 
     def poll(self) -> Mapping[int, TransferOutcome]:
@@ -109,8 +109,8 @@ class KernelWorker(KVConnectorWorker):
             if not load.is_in_step:
                 self._waiting[load.job_id] = load.request_id
                 self._start(load, Direction.LOAD)
-        if self._part is not None and self._metadata.rider is not None:
-            self._part.carry_out(self._metadata.rider)
+        if self._part is not None and self._metadata.worker_message is not None:
+            self._part.carry_out(self._metadata.worker_message)
 
     def wait_for_save(self) -> None:
         """Start the stores, now that the forward pass has written the blocks that they read."""

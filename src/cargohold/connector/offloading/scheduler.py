@@ -119,7 +119,7 @@ class OffloadingScheduler(KernelScheduler):
         guests = (self._events, self._answers, self._meters, self._handoff, self._hints, self._below, *own)
         self._weights = NamedWeights()
         self._keeps_weights = environment.keeps_weights
-        self._guests.welcome([guest for guest in guests if guest is not None])
+        self._guests.add([guest for guest in guests if guest is not None])
 
     def _make_below(self, lower: LowerTiers, config: OffloadConfig, environment: SchedulerEnvironment) -> TiersBelow:
         """Make the guest that lower tiers are, and let the others and it hear of each other."""

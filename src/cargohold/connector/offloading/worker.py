@@ -13,7 +13,7 @@ from cargohold.tiers.messages import TierMessage
 class TieredMetadata(OffloadingMetadata):
     """One step's jobs, and what the worker's part of lower tiers is told: in this type, processes decode it."""
 
-    rider: TierMessage | None = None
+    worker_message: TierMessage | None = None
 
 
 class OffloadingWorker(KernelWorker):

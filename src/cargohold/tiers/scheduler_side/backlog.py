@@ -116,7 +116,7 @@ class _Untaken:
     is_refused: bool = False
 
 
-class Untaken:
+class RetryQueue:
     """Chunks that a tier has not taken: it failed, put them off, or had no room for them.
 
     What failed or was put off is offered again by itself, a few times, each time later. After that, and if there was no room,

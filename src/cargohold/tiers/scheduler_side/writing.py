@@ -14,7 +14,7 @@ from cargohold.protocol import Clock, metrics
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import BreakerState
 from cargohold.tiers.port import Access, JobKind
-from cargohold.tiers.scheduler_side.backlog import MAX_RETRY_S, RETRY_S, Allowance, Backlog, Untaken
+from cargohold.tiers.scheduler_side.backlog import MAX_RETRY_S, RETRY_S, Allowance, Backlog, RetryQueue
 from cargohold.tiers.scheduler_side.fetches import BATCH_CHUNKS
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import ANSWERS_PER_SLOT, MAX_ANSWERS, TierState, parents_in
@@ -55,7 +55,7 @@ class Writes:
         self._tasks = tasks
         self.backlog = Backlog(host.capacity)
         self.promised = Backlog(host.capacity, MAX_PROMISED_RETRY_S)
-        self.untaken = Untaken(host.capacity, clock)
+        self.untaken = RetryQueue(host.capacity, clock)
         self._clock = clock
         # While a tier puts everything off, it is asked seldom; but for chunks that other engines wait for.
         self._pause_s, self._paused_until, self._puts_off_since = 0.0, 0.0, float("inf")
