@@ -90,7 +90,7 @@ def added_ms(front: Any, app: Any, body: bytes, key: str, rounds: int) -> float:
 
 def rows(tenants: Tenants, rounds: int, sizes_kib: Sequence[int]) -> list[dict[str, Any]]:
     """What is added by size, by what is in a request, and by how it is answered."""
-    from cargohold.serve.doors import VllmDoors  # noqa: PLC0415  # needs packages that may be absent
+    from cargohold.serve.access import VllmAccess  # noqa: PLC0415  # needs packages that may be absent
     from cargohold.serve.front import Front  # noqa: PLC0415  # as above
 
     found = []
@@ -106,7 +106,7 @@ def rows(tenants: Tenants, rounds: int, sizes_kib: Sequence[int]) -> list[dict[s
             for name, pieces in (("whole", [answer]), ("streamed", [EVENT] * EVENTS)):
                 app = Nothing(pieces)
                 for whose, known in (("", Tenants()), ("_tenant", tenants)):
-                    front = Front(app, VllmDoors(known))
+                    front = Front(app, VllmAccess(known))
                     row[f"{name}{whose}_ms"] = round(added_ms(front, app, body, "a key", rounds), 4)
             found.append(row)
     return found

@@ -243,7 +243,7 @@ class _Bench:
             subprocess.run(["umount", str(place)], check=True)  # noqa: S603, S607  # ours, word by word
 
     def _on_a_hanging_disk(self, name: str) -> dict[str, object]:
-        from cargohold.integrations.sglang import shelf  # noqa: PLC0415  # after the stand-ins
+        from cargohold.integrations.sglang import page_store  # noqa: PLC0415  # after the stand-ins
         from cargohold.tiers import FaultyTier, Tier, open_tier  # noqa: PLC0415
 
         place, hangs, released = self._directory / f"hangs-{name}", threading.Event(), threading.Event()
@@ -253,7 +253,7 @@ class _Bench:
                 open_tier(*of), lambda operation: operation if hangs.is_set() and not released.wait(60) else None
             )
 
-        with patch.object(shelf, "open_tier", opened), self.storage(name, place) as storage:
+        with patch.object(page_store, "open_tier", opened), self.storage(name, place) as storage:
             self.store(storage, self.keys())
             hangs.set()
             pipe = next(iter(sorted(place.glob("*.bin"))), None)

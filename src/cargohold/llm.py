@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from cargohold.base_llm import BaseLLM, HintOptions, Hints, Prompt, RequestOptions, all_asked, check_names
 from cargohold.engine.core.request import SamplingParams
-from cargohold.engine.engine_thread import Answer, Asked, Mailbox
+from cargohold.engine.engine_thread import Asked, Mailbox, Reply
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
 from cargohold.protocol import HintEvent, HintOutcome, KVEvent, Tally, TierContents
@@ -224,13 +224,13 @@ class LLM(BaseLLM):
 
     def _ask(self, question: Callable[[LLMEngine], T]) -> T:
         """Ask the engine between two steps."""
-        answers = SimpleQueue[Answer[T]]()
+        answers = SimpleQueue[Reply[T]]()
         self._engine.ask(question, answers.put)
         return answers.get().get()
 
     def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
         """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
-        answers = SimpleQueue[Answer[T]]()
+        answers = SimpleQueue[Reply[T]]()
         self._engine.ask_settled(question, answers.put, timeout_s)
         return answers.get().get()
 
@@ -377,13 +377,13 @@ class AsyncLLM(BaseLLM):
 
     async def _ask(self, question: Callable[[LLMEngine], T]) -> T:
         """Ask the engine between two steps."""
-        answers = asyncio.Queue[Answer[T]]()
+        answers = asyncio.Queue[Reply[T]]()
         self._engine.ask(question, _in_loop(answers.put_nowait))
         return (await answers.get()).get()
 
     async def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
         """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
-        answers = asyncio.Queue[Answer[T]]()
+        answers = asyncio.Queue[Reply[T]]()
         self._engine.ask_settled(question, _in_loop(answers.put_nowait), timeout_s)
         return (await answers.get()).get()
 

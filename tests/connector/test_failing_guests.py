@@ -10,7 +10,7 @@ import pytest
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.guests.handoff import HANDOFF, HandingOff
 from cargohold.connector.guests.hints import Hints
-from cargohold.connector.guests.lower_tiers import TiersBelow
+from cargohold.connector.guests.lower_tiers import LowerTierGuest
 from cargohold.connector.guests.meters import Meters
 from cargohold.connector.kernel.guest import FACTS, QUESTIONS, Guest
 from cargohold.lab.simulation import SimulatedEngine
@@ -21,7 +21,7 @@ from tests.connector.common import alone, evict_everything, prompt
 from tests.connector.tiering import DISK, finish, make_engine, restored, serve
 from tests.held_tiers import SimulatedTiering
 
-GUESTS: tuple[type[Guest], ...] = (TierEvents, Meters, HandingOff, Hints, TiersBelow)
+GUESTS: tuple[type[Guest], ...] = (TierEvents, Meters, HandingOff, Hints, LowerTierGuest)
 METHODS = [
     (guest, method)
     for guest in GUESTS
@@ -116,7 +116,7 @@ def test_whatever_raises_requests_are_served_and_blocks_given_back(
 
 def test_host_memory_goes_on_without_lower_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     tiering = SimulatedTiering(60, [DISK])
-    fail(monkeypatch, TiersBelow, "step_ends", 3)
+    fail(monkeypatch, LowerTierGuest, "step_ends", 3)
     engine = make_engine(tiering)
     serve(engine, tiering, "before", prompt(0, 41))
     evict_everything(engine)
@@ -133,14 +133,14 @@ def test_slots_of_jobs_in_flight_are_held_until_workers_report_them(
     tiering = filled()
     is_failing: list[bool] = []
 
-    step_begins = TiersBelow.step_begins
+    step_begins = LowerTierGuest.step_begins
 
-    def failing(self: TiersBelow, step: StepView) -> None:
+    def failing(self: LowerTierGuest, step: StepView) -> None:
         if is_failing:
             raise RuntimeError("made for this test")
         step_begins(self, step)
 
-    monkeypatch.setattr(TiersBelow, "step_begins", failing)
+    monkeypatch.setattr(LowerTierGuest, "step_begins", failing)
     engine = make_engine(tiering)
     for queue in tiering.all_queues():
         queue.held = frozenset({kind})

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from cargohold import LLM, AsyncLLM, ConfigError, EngineDeadError, OffloadConfig, RequestError, SamplingParams
-from cargohold.engine.engine_thread import Answer
+from cargohold.engine.engine_thread import Reply
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import metrics
 from tests.llms import scheduler_of, thread_of
@@ -141,7 +141,7 @@ def test_a_request_is_aborted_by_its_id(serve: Serve) -> None:
 
 def test_the_event_loop_goes_on_while_the_engine_computes(serve: Serve) -> None:
     async def use(llm: AsyncLLM) -> None:
-        gate, answers = threading.Event(), list[Answer[bool]]()
+        gate, answers = threading.Event(), list[Reply[bool]]()
 
         def compute(_: LLMEngine) -> bool:
             return gate.wait(60)

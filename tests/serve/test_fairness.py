@@ -146,7 +146,7 @@ def test_counting_tokens_takes_a_place(chat_model: str, monkeypatch: pytest.Monk
 
 def test_bodies_in_memory_are_bounded_and_shared(chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of them, of 8 MB each, could wait to be tokenized."""
-    monkeypatch.setattr("cargohold.serve.gate._NUM_LARGEST_BODIES", 4)
+    monkeypatch.setattr("cargohold.serve.limits._NUM_LARGEST_BODIES", 4)
     config = ServeConfig(port=0, api_keys=("a", "b"), max_body_bytes=101_000)
     with running(chat_model, config) as server, ExitStack() as stack, ThreadPoolExecutor() as threads:
         tokenizing = Tokenizing(monkeypatch)

@@ -23,7 +23,7 @@ from cargohold import ConfigError
 from cargohold.connector.tenants import Tenants, stored_secret, tenant_in
 from cargohold.protocol import FRONT_KEY, Hint, parse_hints
 from cargohold.serve import front as front_module
-from cargohold.serve.doors import PROMPTS, VllmDoors
+from cargohold.serve.access import PROMPTS, VllmAccess
 from cargohold.serve.front import Front
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -90,7 +90,7 @@ class Line:
 
     def __init__(self, behind: Behind, tenants: Tenants | None = None, **options: Any) -> None:
         self.behind = behind
-        self.front = Front(behind, VllmDoors(tenants or Tenants()), **options)
+        self.front = Front(behind, VllmAccess(tenants or Tenants()), **options)
 
     def ask(
         self,

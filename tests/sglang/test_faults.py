@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import cargohold.integrations.sglang.shelf
+import cargohold.integrations.sglang.page_store
 from cargohold.tiers import FaultyTier, Tier, open_tier
 from tests.sglang.host import Host, disk, extra_config, tokens_from, write_model
 from tests.sglang.test_cache import same
@@ -108,7 +108,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str | None]
     def opened(*args: object) -> Tier:
         return FaultyTier(open_tier(*args), lambda operation: faults.get(operation, lambda: None)())  # type: ignore[arg-type]  # as given
 
-    monkeypatch.setattr(cargohold.integrations.sglang.shelf, "open_tier", opened)
+    monkeypatch.setattr(cargohold.integrations.sglang.page_store, "open_tier", opened)
     return faults
 
 

@@ -76,7 +76,7 @@ from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
-from cargohold.tiers.scheduler_side.plan import Planner
+from cargohold.tiers.scheduler_side.plan import FetchPlanner
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.waiting import Event
@@ -994,7 +994,7 @@ def says_of_what_it_did_not_fetch_that_it_is_not_there(patch: Patch) -> None:
 
 @mutant("tiered", "returning")
 def takes_what_host_memory_lacks_for_absent(patch: Patch) -> None:
-    patch.setattr(Planner, "may_have_more", lambda self, wanted, num_found_tokens: False)
+    patch.setattr(FetchPlanner, "may_have_more", lambda self, wanted, num_found_tokens: False)
 
 
 # --- what disks are told, and tell ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from cargohold.tiers import JobKind, LoadOutcome, StoreOutcome
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.root import bytes_in
-from cargohold.tiers.inventory import Finding
+from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from tests.tiers.bad_medium import (
     superuser,
@@ -154,7 +154,7 @@ class DiskMachine(MediumMachine):
         holdings = {holding.id: holding for holding in inventory.holdings()}
         for shard, numbers in enumerate(found[0]):
             name = self.codec_of(shard).namespace.id
-            assert list(inventory.verify(name, delete=False)) == [Finding.GOOD] * len(numbers)
+            assert list(inventory.verify(name, delete=False)) == [Verification.GOOD] * len(numbers)
             # Of a file with headers the end is not used; what damage leaves there seems to be one.
             assert (holdings[name].num_chunks or 0) >= len(numbers) and not holdings[name].is_in_use
         self.only_our_files()

@@ -10,7 +10,7 @@ from random import Random
 from cargohold.errors import ConfigError
 from cargohold.tiers import JobKind, LoadOutcome, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
-from cargohold.tiers.inventory import Finding
+from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.directory import LEFT_AFTER_S
 from cargohold.tiers.stores.objects import ObjectTier
@@ -125,7 +125,7 @@ class SharedMachine(MediumMachine):
         ]
         good = [number for number in numbers if port.ask(JobKind.LOAD, [number]) == [LoadOutcome.LOADED]]
         inventory, name = open_inventory(self.place), codec(self.secret).namespace.id
-        assert list(inventory.verify(name, delete=False)) == [Finding.GOOD] * len(good)
+        assert list(inventory.verify(name, delete=False)) == [Verification.GOOD] * len(good)
         assert [holding.num_chunks for holding in inventory.holdings() if holding.id == name] == [len(good)]
         if self.limit is not None:
             assert self.num_chunk_bytes() <= self.limit

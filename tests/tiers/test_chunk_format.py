@@ -29,7 +29,7 @@ from cargohold.tiers.chunk_format import (
     unpack_tokens,
 )
 from cargohold.tiers.encryption import EncryptionKey
-from cargohold.tiers.inventory import Finding, check_value
+from cargohold.tiers.inventory import Verification, check_value
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import disk_tier, load, payload
 
@@ -171,7 +171,7 @@ def test_a_value_with_details_is_a_chunk_and_one_with_other_bytes_behind_it_is_d
         file.write_bytes(value + behind)
         pieces = [memoryview(value + behind)[at : at + 256] for at in range(0, len(value + behind), 256)]
         found = check_value(pieces, using.namespace.id, chunk)
-        assert found is (Finding.GOOD if is_good else Finding.DAMAGED)
+        assert found is (Verification.GOOD if is_good else Verification.DAMAGED)
         assert load(tier, number, 200) == (payload(number, 200) if is_good else LoadOutcome.CORRUPT)
 
 
@@ -190,7 +190,7 @@ def test_what_is_known_of_a_chunk_is_stored_behind_a_value(tmp_path: Path, secre
     assert using.decode_details(chunk, value[HEADER_BYTES + 200 :]) == DETAILS
     assert (DETAILS.tokens in value) is (secret is None)
     assert load(tier, number, 200) == payload(number, 200)
-    assert check_value([memoryview(value)], using.namespace.id, chunk) is Finding.GOOD
+    assert check_value([memoryview(value)], using.namespace.id, chunk) is Verification.GOOD
     assert tier.usage().num_bytes == len(value)
 
 

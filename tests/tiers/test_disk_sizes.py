@@ -17,7 +17,7 @@ from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.root import bytes_in
 from cargohold.tiers.disk.slots import SlotPlan, runs_of
-from cargohold.tiers.inventory import Finding
+from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from tests.tiers.common import NAMESPACE, codec, disk_tier, key, payload, slots_per_segment, ticking
 
@@ -225,7 +225,7 @@ def test_a_chunk_that_lacks_one_of_its_links_is_not_there_and_its_slots_are_free
     tier.check()
     assert store(tier, 0) is StoreOutcome.STORED and load(tier, 0) == payload(0, size_of(0))
     tier.close()
-    assert list(open_inventory(str(tmp_path)).verify(NAMESPACE.id, delete=False)) == [Finding.GOOD]
+    assert list(open_inventory(str(tmp_path)).verify(NAMESPACE.id, delete=False)) == [Verification.GOOD]
 
 
 def test_leases_and_tokens_of_a_chunk_in_several_slots_outlive_a_restart(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_cargohold_cache_counts_chunks_verifies_all_of_each_and_makes_room(tmp_p
     (holding,) = inventory.holdings()
     taken = sum(-(-size_of(number) // PAGE) * PAGE for number in range(12))
     assert holding.num_chunks == 12 and holding.num_bytes >= taken
-    assert list(inventory.verify(holding.id, delete=False)) == [Finding.GOOD] * 12
+    assert list(inventory.verify(holding.id, delete=False)) == [Verification.GOOD] * 12
     data = min(tmp_path.glob("*/segment-*.data"))
     with data.open("r+b") as file:
         file.seek(3 * PAGE)  # in the middle of the first chunk

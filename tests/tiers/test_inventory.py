@@ -18,7 +18,7 @@ from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.disk import files as disk_files
 from cargohold.tiers.disk.files import Descriptor
 from cargohold.tiers.disk.inventory import DiskInventory
-from cargohold.tiers.inventory import Finding
+from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.opening import open_tier
 from cargohold.tiers.stores import directory as object_listing
@@ -75,7 +75,7 @@ def test_chunks_that_engines_delete_during_a_look_do_not_end_it(tmp_path: Path, 
     first = next(findings)
     tier.remove([key(number) for number in range(5)])
     assert [first, *findings] in ([first] * 2, [first]), "of the last one, unless it came first"
-    assert first is (Finding.DAMAGED if is_damaged else Finding.GOOD)
+    assert first is (Verification.DAMAGED if is_damaged else Verification.GOOD)
 
 
 @pytest.mark.parametrize("method", ["read_header", "read_payload"])
@@ -94,7 +94,7 @@ def test_a_bad_place_on_the_disk_is_a_damaged_chunk(
     with monkeypatch.context() as patch:
         patch.setattr(disk_files.Segment, method, read)
         findings = list(DiskInventory(tmp_path).verify(NAMESPACE.id, delete=True))
-    assert findings == [Finding.GOOD, Finding.DAMAGED, Finding.GOOD, Finding.GOOD]
+    assert findings == [Verification.GOOD, Verification.DAMAGED, Verification.GOOD, Verification.GOOD]
     tier = disk_tier(tmp_path)
     assert [number for number in range(4) if load(tier, number) == payload(number)] == [0, 2, 3]
 
@@ -114,7 +114,7 @@ def test_a_damaged_chunk_that_cannot_be_deleted_is_told_after_the_others(
 
     monkeypatch.setattr(disk_files.Segment, "write_header", write)
     findings = DiskInventory(tmp_path).verify(NAMESPACE.id, delete=True)
-    assert [next(findings) for _ in range(4)] == [Finding.DAMAGED, Finding.GOOD] * 2
+    assert [next(findings) for _ in range(4)] == [Verification.DAMAGED, Verification.GOOD] * 2
     with pytest.raises(TierError, match=rf"{headers}: Read-only file system \(and 1 more\)"):
         next(findings)
 
@@ -128,7 +128,7 @@ def test_a_file_that_cannot_be_opened_keeps_nobody_from_verifying_the_other_ones
     headers.unlink()
     headers.symlink_to("/etc/passwd")
     findings = DiskInventory(tmp_path).verify(NAMESPACE.id, delete=False)
-    assert [next(findings) for _ in range(20 - num_per_segment)] == [Finding.GOOD] * (20 - num_per_segment)
+    assert [next(findings) for _ in range(20 - num_per_segment)] == [Verification.GOOD] * (20 - num_per_segment)
     with pytest.raises(TierError, match=f"{headers} is no regular file$"):
         next(findings)
 
@@ -149,7 +149,7 @@ def test_a_bad_place_under_a_shared_directory_is_a_damaged_chunk(
     (bad,) = tmp_path.glob(f"*/*/{key(2).hex()}")
     spoil_opening(bad, monkeypatch)
     findings = list(open_inventory(url).verify(NAMESPACE.id, delete=True))
-    assert (findings.count(Finding.GOOD), findings.count(Finding.DAMAGED)) == (5, 1)
+    assert (findings.count(Verification.GOOD), findings.count(Verification.DAMAGED)) == (5, 1)
     assert not bad.exists()
 
 
@@ -168,10 +168,10 @@ def test_a_chunk_in_a_shared_directory_that_is_for_its_owner_only_is_told_after_
         return really_do(path, *rest, **options)
 
     monkeypatch.setattr(os, operation, withhold)
-    findings: list[Finding] = []
+    findings: list[Verification] = []
     with pytest.raises(TierError, match=f"{bad}: Permission denied$"):
         findings.extend(open_inventory(url).verify(NAMESPACE.id, delete=True))
-    assert findings.count(Finding.GOOD) == 5 and len(findings) == 5 + (operation == "unlink")
+    assert findings.count(Verification.GOOD) == 5 and len(findings) == 5 + (operation == "unlink")
 
 
 def test_a_description_in_a_shared_directory_that_cannot_be_read_hides_no_namespace(
@@ -212,7 +212,7 @@ def test_the_namespaces_of_another_user_hide_no_others_and_are_left_alone(
         assert (theirs.num_chunks, theirs.facts, theirs.is_in_use) == (None, {}, True)
         assert theirs.remark == f"{foreign}: Permission denied (and 2 more)"
         assert f"what is stored in {root / 'replica-1'} is not known: " in caplog.text
-        assert list(inventory.verify(own.namespace.id, delete=True)) == [Finding.GOOD] * 5
+        assert list(inventory.verify(own.namespace.id, delete=True)) == [Verification.GOOD] * 5
         for touch in (inventory.remove, lambda name: list(inventory.verify(name, delete=True))):
             with pytest.raises(TierError, match=f"{foreign / 'lock'}: Permission denied"):
                 touch(NAMESPACE.id)
@@ -279,7 +279,7 @@ def test_keys_of_others_with_our_prefix_are_not_ours() -> None:
         inventory = open_inventory(url)
         assert [holding.num_chunks for holding in inventory.holdings()] == [2]
         for holding in inventory.holdings():
-            assert list(inventory.verify(holding.id, delete=True)) == [Finding.GOOD] * 2
+            assert list(inventory.verify(holding.id, delete=True)) == [Verification.GOOD] * 2
             inventory.remove(holding.id)
         assert set(client.keys("*")) == foreign | {b"cargohold:queue"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome, Tier
-from cargohold.tiers.inventory import Finding
+from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.opening import open_tier
 from tests.servers import Server, key_value_server
@@ -155,10 +155,10 @@ def test_pipes_that_take_the_place_of_chunks_during_a_look_hold_nobody(tmp_path:
     url = f"file://{tmp_path}"
     filled(url, 3)
     findings = open_inventory(url).verify(NAMESPACE.id, delete=True)
-    assert next(findings) is Finding.GOOD
+    assert next(findings) is Verification.GOOD
     for path in tmp_path.glob("*/00/*"):
         pipe(path)
-    rest: list[Finding] = []
+    rest: list[Verification] = []
     in_thread(lambda: rest.extend(findings), WAIT_S, "it hangs")
     assert rest == []
 
@@ -205,7 +205,7 @@ def test_a_look_at_values_takes_memory_for_a_piece_of_one(monkeypatch: pytest.Mo
     monkeypatch.setattr("cargohold.tiers.stores.redis_inventory.PIECE_BYTES", 4096)
     with served() as (url, server), redis.Redis(port=server.port) as client, closing(filled(url, 3)) as tier:
         inventory = open_inventory(url)
-        assert list(inventory.verify(NAMESPACE.id, delete=True)) == [Finding.GOOD] * 3
+        assert list(inventory.verify(NAMESPACE.id, delete=True)) == [Verification.GOOD] * 3
         client.setrange(b"cargohold:%b:%b" % (NAMESPACE.id.encode(), key(0)), 16 * MIB, "x")
         with memory_below(4 * MIB):
             findings = list(inventory.verify(NAMESPACE.id, delete=True))
@@ -236,5 +236,5 @@ def test_what_is_no_text_in_the_place_of_a_chunk_is_a_damaged_one(value: str) ->
         assert store(tier, 0) is StoreOutcome.STORED and load(tier, 0) == payload(0)
         spoil(name)
         findings = list(inventory.verify(NAMESPACE.id, delete=True))
-        assert {Finding.GOOD, Finding.DAMAGED} == set(findings) and len(findings) == 2
+        assert {Verification.GOOD, Verification.DAMAGED} == set(findings) and len(findings) == 2
         assert tier.probe([key(0), key(1)]) == [False, True]

@@ -29,7 +29,7 @@ from cargohold.tiers.chunk_format import HEADER_BYTES, Header, tag_of, unpack_he
 from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
 from cargohold.tiers.disk.slots import Links, SlotPlan
-from cargohold.tiers.inventory import Finding
+from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload
@@ -382,7 +382,7 @@ def test_whatever_files_hold_is_a_chunk_or_a_miss(tmp_path: Path, kind: str, see
     inventory = open_inventory(str(tmp_path) if kind == "disk" else f"file://{tmp_path}")
     for holding in inventory.holdings():
         with suppress(TierError):  # it says so if nothing can be verified
-            assert set(inventory.verify(holding.id, delete=False)) <= set(Finding)
+            assert set(inventory.verify(holding.id, delete=False)) <= set(Verification)
     again = open_tier()
     for number in range(6):
         assert load(again, number) in {payload(number), LoadOutcome.ABSENT, LoadOutcome.CORRUPT}
@@ -421,7 +421,7 @@ def test_a_look_at_chunks_takes_memory_for_a_piece_of_one(tmp_path: Path, monkey
     fill(disk_tier(tmp_path, using=codec()), 3)
     monkeypatch.setattr(os, "preadv", read)
     findings = list(open_inventory(str(tmp_path)).verify(NAMESPACE.id, delete=False))
-    assert findings == [Finding.GOOD] * 3
+    assert findings == [Verification.GOOD] * 3
     assert len(sizes) == 3 * 3 and max(sizes) <= 4096
     description = json.loads((shard_of(tmp_path) / "shard.json").read_text())
     assert description["slot_bytes"] > 2 * 4096

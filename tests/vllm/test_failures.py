@@ -14,7 +14,7 @@ from tests.vllm.faults import Faults
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
 
 VERSION = compat.vllm_version()
@@ -159,7 +159,7 @@ def test_chunks_that_a_failed_store_lost_are_stored_when_a_request_hits_them_on_
 def test_a_load_that_does_not_end_is_recomputed_in_other_blocks_and_its_own_stay_held(
     vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Settings, "load_timeout_s", 0.2)
+    monkeypatch.setattr(VllmSettings, "load_timeout_s", 0.2)
     engine = start(vllm_model("llama"), EAGER)
     prompts = make_prompts(2, 330)
     expected = tokens(ask_twice(engine, prompts))

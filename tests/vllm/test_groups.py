@@ -49,7 +49,7 @@ from cargohold.connector.config import OffloadConfig
 from cargohold.connector.held import held_levels, held_per_gib, tokens_per_gib
 from cargohold.connector.kernel.loads import blocks_to_store
 from cargohold.integrations.vllm.groups import Groups, groups_of, layer_specs
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.integrations.vllm.start import remarks
 from cargohold.integrations.vllm.worker import as_regions
 from cargohold.protocol import AttentionKind, KVCacheLayout, TransferOutcome
@@ -74,7 +74,7 @@ def configured(*specs: Any, **values: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, **values)
 
 
-SETTINGS = Settings.parse(
+SETTINGS = VllmSettings.parse(
     {"host_bytes": "1GiB", "tiers": [{"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}]}
 )
 LATENT: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

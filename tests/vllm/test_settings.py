@@ -11,7 +11,7 @@ import pytest
 
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.errors import ConfigError
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.tiers import DiskTierConfig, SharedTierConfig
 
 
@@ -34,7 +34,7 @@ from cargohold.tiers import DiskTierConfig, SharedTierConfig
 )
 def test_what_cannot_be_is_refused_by_name(extra: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings.parse(extra)
+        VllmSettings.parse(extra)
     assert caught.value.key == f"kv_connector_extra_config.{key}"
 
 
@@ -56,12 +56,12 @@ def test_a_package_that_is_missing_is_told_without_touching_a_medium(
     """Found by reading: inside vLLM, workers told it, once they had loaded the model."""
     options: dict[str, Any] = {"host_bytes": "1GiB", "tiers": [tier]}
     for given in (options, {"mode": "multi", "connectors": [{**options, "mode": "lazy"}]}):
-        settings = Settings.parse(given)
+        settings = VllmSettings.parse(given)
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)  # its import fails
             with pytest.raises(ConfigError, match=rf"pip install 'cargohold\[{extra}\]'"):
                 settings.require_packages()
-    Settings.parse({"host_bytes": "1GiB"}).require_packages()
+    VllmSettings.parse({"host_bytes": "1GiB"}).require_packages()
 
 
 def test_data_parallel_replicas_have_disks_of_their_own() -> None:
@@ -72,7 +72,7 @@ def test_data_parallel_replicas_have_disks_of_their_own() -> None:
         {"host_bytes": "1GiB", "tiers": [disk, shared]},
         {"mode": "multi", "connectors": [{"mode": "lazy", "host_bytes": "1GiB", "tiers": [disk, shared]}]},
     ):
-        first = Settings.parse(extra)
+        first = VllmSettings.parse(extra)
         assert first.has_tiers
         assert first.of_replica(0) == first, "existing directories stay valid"
         offload = first.of_replica(2).offload
@@ -83,10 +83,10 @@ def test_data_parallel_replicas_have_disks_of_their_own() -> None:
         assert own.directory == Path("/var/kv/replica-2")
         assert isinstance(common, SharedTierConfig)
         assert common.url == "redis://localhost"
-    assert not Settings.parse({"host_bytes": "1GiB"}).has_tiers
+    assert not VllmSettings.parse({"host_bytes": "1GiB"}).has_tiers
 
 
 def test_options_of_adapter_and_connector_lie_side_by_side() -> None:
-    settings = Settings.parse({"host_bytes": "1GiB", "if_unsupported": "refuse", "blocks_per_chunk": 4})
+    settings = VllmSettings.parse({"host_bytes": "1GiB", "if_unsupported": "refuse", "blocks_per_chunk": 4})
     assert settings.adapter.if_unsupported == "refuse"
     assert settings.offload == OffloadConfig(host_bytes="1GiB", blocks_per_chunk=4)

@@ -26,7 +26,7 @@ from cargohold.connector.kernel.worker import KernelWorker
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.integrations.vllm.groups import bears_full_hits
 from cargohold.integrations.vllm.pool_view import PoolContext
-from cargohold.integrations.vllm.request_view import Share
+from cargohold.integrations.vllm.request_view import StepShare
 from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
@@ -187,12 +187,12 @@ def has_full_hits_behind_every_window(patch: Patch) -> None:
 
 @mutant(workload="recurrent", faults="full")
 def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
-    states = Share._states
+    states = StepShare._states
 
-    def with_the_latest(self: Share, group: KVCacheGroup, number: int, table: Sequence[Any]) -> list[int]:
+    def with_the_latest(self: StepShare, group: KVCacheGroup, number: int, table: Sequence[Any]) -> list[int]:
         return [table[-1].block_id if block_id else block_id for block_id in states(self, group, number, table)]
 
-    patch.setattr(Share, "_states", with_the_latest)
+    patch.setattr(StepShare, "_states", with_the_latest)
 
 
 mutant(workload="recurrent", connector="lazy", first_seed=9)(loads_the_state_of_one_block_too_early)

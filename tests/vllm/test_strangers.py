@@ -12,7 +12,7 @@ from cargohold.errors import ConfigError
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 from tests.vllm.common import COMPOSED, EAGER, RESTARTED, ask_twice, forget, make_prompts, restored, tokens
 
 STRANGER = "tests.vllm.strangers:Stranger"
@@ -114,4 +114,4 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
 )
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(extra: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        Settings.parse(extra)
+        VllmSettings.parse(extra)

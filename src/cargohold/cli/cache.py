@@ -18,7 +18,7 @@ from cargohold.cli.app import Answers, app, errors
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, parse_bytes
-from cargohold.tiers.inventory import DryRun, Finding, Holding, Inventory
+from cargohold.tiers.inventory import DryRun, Holding, Inventory, Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.places import without_secrets
 
@@ -71,7 +71,7 @@ def verify(
     skipped = [holding for holding in chosen if holding.is_in_use]
     failures = _Failures()
     counts = _verified(inventory, [holding for holding in chosen if not holding.is_in_use], failures, delete=delete)
-    good, damaged = counts[Finding.GOOD], counts[Finding.DAMAGED]
+    good, damaged = counts[Verification.GOOD], counts[Verification.DAMAGED]
     if as_json:
         in_use = [held.id for held in skipped]
         facts = {"good": good, "damaged": damaged, "deleted": delete, "in_use": in_use, "failed": failures.ids}
@@ -269,9 +269,9 @@ def _short_ids(holdings: Sequence[Holding]) -> str:
 
 def _verified(
     inventory: Inventory, holdings: Sequence[Holding], failures: _Failures, *, delete: bool
-) -> Counter[Finding]:
+) -> Counter[Verification]:
     """Verify namespaces, behind a progress bar; returns how often there was which finding."""
-    counts: Counter[Finding] = Counter()
+    counts: Counter[Verification] = Counter()
     with _progress() as progress:
         for holding in holdings:
             of = "?" if holding.num_chunks is None else str(holding.num_chunks)

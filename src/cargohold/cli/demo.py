@@ -26,7 +26,7 @@ from cargohold.engine.model.info import KVGeometry, describe_model
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError
 from cargohold.integrations.vllm.server import serving, why_turned_off
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.llm import LLM
 from cargohold.option_values import parse_path
 from cargohold.tiers import DiskTierConfig
@@ -404,7 +404,7 @@ def demo_vllm(
             typer.echo(f"cargohold demo-vllm: the package {package} is not installed here; {expected}", err=True)
             raise typer.Exit(EXIT_USAGE)
     extra = {"host_bytes": host_bytes}
-    Settings.parse(extra)  # refuses bad options before minutes are spent
+    VllmSettings.parse(extra)  # refuses bad options before minutes are spent
     conversations = load_conversations(turns)
     out = Answers()
     out.print(

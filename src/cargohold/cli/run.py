@@ -138,14 +138,14 @@ def chat(
     with loaded(model, **engine.llm_options()) as llm:
         llm.chat_prompt([{"role": "user", "content": "Hello"}])  # fails at once if the model cannot chat
         remark(HELP)
-        conversation = Conversation(llm, params)
+        conversation = TerminalChat(llm, params)
         conversation.run()
     if conversation.has_failed and not _is_in_terminal():
         raise typer.Exit(EXIT_FAILED)  # nobody has read why
 
 
 @dataclass(slots=True)
-class Conversation:
+class TerminalChat:
     """A conversation in the terminal.
 
     Attributes:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm import NEWEST, OLDEST
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 
 EXIT_USAGE: Final = 2
 ROLES: Final = ("both", "producer", "consumer")
@@ -82,7 +82,7 @@ def transfer_config(asked: Namespace) -> dict[str, Any]:
         "host_bytes": asked.host,
         **({"tiers": tiers} if tiers else {}),
     }
-    Settings.parse(extra)
+    VllmSettings.parse(extra)
     return {"kv_connector": "CargoholdConnector", "kv_role": f"kv_{asked.role}", "kv_connector_extra_config": extra}
 
 
@@ -91,7 +91,7 @@ def check(transfer: Mapping[str, Any]) -> None:
 
     Memory that is in use at the moment is logged as a warning, which goes to standard error.
     """
-    settings = Settings.parse(transfer["kv_connector_extra_config"])
+    settings = VllmSettings.parse(transfer["kv_connector_extra_config"])
     settings.require_packages()
     settings.check_here(warns=True)
 

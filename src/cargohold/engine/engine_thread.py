@@ -113,7 +113,7 @@ class Mailbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[T]):
+class Reply(Generic[T]):
     """What came of a question: a value, or an error.
 
     Attributes:
@@ -136,7 +136,7 @@ class _Question:
     """Something to ask the engine; the answer goes to ``reply``. ``deadline`` is for questions that wait for transfers."""
 
     ask: Callable[[LLMEngine], Any]
-    reply: Callable[[Answer[Any]], object]
+    reply: Callable[[Reply[Any]], object]
     deadline: float = float("-inf")
 
 
@@ -172,7 +172,7 @@ class EngineThread:
         self._end: EngineDeadError | None = None
         self._close_error: BaseException | None = None
         self.status = EngineStatus()
-        started: queue.SimpleQueue[Answer[None]] = queue.SimpleQueue()
+        started: queue.SimpleQueue[Reply[None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(build, started), name="cargohold-engine", daemon=True)
         try:
             self._thread.start()
@@ -207,12 +207,12 @@ class EngineThread:
         """End a request early, if it is being served. Does not wait."""
         self._commands.put(lambda: self._abort(request_id))
 
-    def ask(self, question: Callable[[LLMEngine], T], reply: Callable[[Answer[T]], object]) -> None:
+    def ask(self, question: Callable[[LLMEngine], T], reply: Callable[[Reply[T]], object]) -> None:
         """Ask the engine something between two steps. ``reply`` gets the answer, in the engine's thread."""
         self._post(lambda: self._answer(_Question(question, reply)))
 
     def ask_settled(
-        self, question: Callable[[LLMEngine], T], reply: Callable[[Answer[T]], object], timeout_s: float
+        self, question: Callable[[LLMEngine], T], reply: Callable[[Reply[T]], object], timeout_s: float
     ) -> None:
         """Ask when no transfer is in flight any more, or when requests are being served, or after ``timeout_s`` seconds."""
         self._post(lambda: self._settling.append(_Question(question, reply, self._clock() + timeout_s)))
@@ -265,19 +265,19 @@ class EngineThread:
 
     # --- in the engine's thread ---------------------------------------------------------------------------------------
 
-    def _run(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Answer[None]]) -> None:
+    def _run(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Reply[None]]) -> None:
         with suppress(KeyboardInterrupt):  # a start that was interrupted may have ended before the interrupt came
             self._live(build, started)
 
-    def _live(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Answer[None]]) -> None:
+    def _live(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Reply[None]]) -> None:
         try:
             self._begin()
             self._engine = build()
         except BaseException as error:  # noqa: BLE001  # goes to whoever waits for the start
             self._end = EngineDeadError("the engine has not started")
-            started.put(Answer(error=error))
+            started.put(Reply(error=error))
             return
-        started.put(Answer())
+        started.put(Reply())
         end = EngineDeadError("the engine has stopped: it was shut down")
         try:
             self._serve()
@@ -367,12 +367,12 @@ class EngineThread:
 
     def _answer(self, question: _Question) -> None:
         if self._end is not None:
-            question.reply(Answer(error=self._death()))
+            question.reply(Reply(error=self._death()))
             return
         try:
-            answer = Answer(question.ask(self._engine))
+            answer = Reply(question.ask(self._engine))
         except Exception as error:  # noqa: BLE001  # goes to whoever asks
-            answer = Answer(error=error)
+            answer = Reply(error=error)
         question.reply(answer)
 
     def _answer_settled(self) -> None:

@@ -282,7 +282,7 @@ class LogLines(logging.Handler):
         return list(reversed(self._lines))
 
 
-class Watch:
+class EngineWatch:
     """The engine's counters as they were a second ago.
 
     Args:
@@ -349,7 +349,7 @@ class ServerContext:
 
     admission: RequestAdmission
     config: ServeConfig
-    watch: Watch
+    watch: EngineWatch
     registry: CollectorRegistry
     started: float = field(default_factory=time.time)
 

@@ -19,8 +19,8 @@ from cargohold.protocol import metrics
 from cargohold.serve.cache import TierUse, page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
 from cargohold.serve.families import IN_ENGINE, REFUSED, UP
-from cargohold.serve.gate import Gate, Hosts, connections
-from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Bucket, Moved, Scrape, scrape, tiers_of
+from cargohold.serve.limits import Hosts, Limits, connections
+from cargohold.serve.records import BUCKET_S, MAX_BUCKETS, Moved, Scrape, TimeSpan, scrape, tiers_of
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
 
@@ -43,7 +43,7 @@ class Engine:
         self._ask = ask
         self._clock = clock
         self._now: Scrape | None = None
-        self._history: deque[Bucket] = deque(maxlen=MAX_BUCKETS)
+        self._history: deque[TimeSpan] = deque(maxlen=MAX_BUCKETS)
 
     def look(self) -> None:
         """Ask it. What has happened since the last look is added to its history."""
@@ -52,7 +52,7 @@ class Engine:
             return
         start = self._clock() // BUCKET_S * BUCKET_S
         if not self._history or start > self._history[-1].start:
-            self._history.append(Bucket(start))
+            self._history.append(TimeSpan(start))
         _add(self._history[-1], self._now.since(before))
 
     @property
@@ -70,7 +70,7 @@ class Engine:
         """What the page shows of it, as ``/cache`` of a server says it. Single requests are not known."""
         if self._now is None or self._now.error:
             return self._known(Scrape(0.0)) | {"engine": None, "totals": None}
-        since_start = Bucket(0.0)
+        since_start = TimeSpan(0.0)
         _add(since_start, self._now)
         return self._known(self._now) | {"engine": _requests(self._now), "totals": since_start.as_json()}
 
@@ -93,7 +93,7 @@ class Engine:
         }
 
 
-def _add(bucket: Bucket, grown: Scrape) -> None:
+def _add(bucket: TimeSpan, grown: Scrape) -> None:
     """Count what has happened."""
     bucket.tokens += Counter({tier: int(tokens) for tier, tokens in grown.by(metrics.PROMPT, "tier").items()})
     bucket.num_requests += int(grown.total(f"{metrics.TTFT.sample}_count"))
@@ -195,6 +195,6 @@ def serve_dashboard(
     with listening(config) as listener:
         host, port = listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        app = Gate(make_dashboard(engines, interval_s), config, Hosts(host, config.allowed_hosts))
+        app = Limits(make_dashboard(engines, interval_s), config, Hosts(host, config.allowed_hosts))
         http: Any = connections(config)
         uvicorn.Server(uvicorn.Config(app, http=http, ws="none", log_level="error", access_log=False)).run([listener])

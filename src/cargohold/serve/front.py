@@ -27,9 +27,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cargohold.connector.tenants import Tenants
 from cargohold.protocol import FRONT_KEY, HINTS_KEY, hints_in
-from cargohold.serve.doors import PINS, PROMPTS, Client, Doors, VllmDoors, path_of
+from cargohold.serve.access import PINS, PROMPTS, Access, RequestClient, VllmAccess, path_of
 from cargohold.serve.errors import ApiError, error_response, invalid, json_response
-from cargohold.serve.words import Body, MarkError, TurnEnd, first_call, is_last, keeping, may_call, session_of
+from cargohold.serve.request_fields import (
+    MarkError,
+    RequestFields,
+    TurnEndReader,
+    first_call,
+    is_last,
+    keeping,
+    may_call,
+    session_of,
+)
 
 logger = logging.getLogger("vllm.cargohold.front")  # vLLM shows only loggers below its own name
 
@@ -111,14 +120,14 @@ class Front:
 
     Args:
         app: the application behind.
-        doors: who may ask for what; by default the tenants of the file that ``CARGOHOLD_TENANTS`` names, and vLLM's own keys.
+        access: who may ask for what; by default the tenants of the file that ``CARGOHOLD_TENANTS`` names, and vLLM's own keys.
             Raises ``ConfigError`` if the file cannot be read.
         is_strict: whether marks that are impossible are refused. Otherwise they are passed over.
     """
 
-    def __init__(self, app: ASGIApp, doors: Doors | None = None, *, is_strict: bool = False) -> None:
+    def __init__(self, app: ASGIApp, access: Access | None = None, *, is_strict: bool = False) -> None:
         self._app = app
-        self._doors = VllmDoors(Tenants.of_environment()) if doors is None else doors
+        self._access = VllmAccess(Tenants.of_environment()) if access is None else access
         self._is_strict = is_strict
         self._sessions = Sessions()
         self._has_failed = False
@@ -133,10 +142,10 @@ class Front:
         self._look_behind(scope.get("app"))
         path = path_of(scope)
         try:
-            client = self._doors.admit(scope)
+            client = self._access.admit(scope)
             if scope["type"] == "http" and scope["method"] == "POST" and path in PROMPTS:
                 await self._prompt(scope, receive, send, client)
-            elif self._doors.serves_pins and _is_of_pin(scope, path):
+            elif self._access.serves_pins and _is_of_pin(scope, path):
                 await self._pin(scope, receive, send, client)
             else:
                 await self._app(scope, receive, send)
@@ -148,7 +157,7 @@ class Front:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def _prompt(self, scope: Scope, receive: Receive, send: Send, client: Client) -> None:
+    async def _prompt(self, scope: Scope, receive: Receive, send: Send, client: RequestClient) -> None:
         """Serve a request whose body is read."""
         sent = await _whole(receive)
         if sent is None:
@@ -165,14 +174,14 @@ class Front:
         if lease is None:
             await self._app(scope, _first(sent, receive), send)
             return
-        end = TurnEnd()
+        end = TurnEndReader()
         await self._app(scope, _first(sent, receive), _read_by(end, send))
         if end.is_answer:
             self._sessions.end(client.tenant, lease)
         elif body is not None and first_call(body) is None:
             self._sessions.note_calls(client.tenant, end.ids, lease)
 
-    def _say(self, headers: Mapping[bytes, bytes], body: Body, client: Client) -> str | None:
+    def _say(self, headers: Mapping[bytes, bytes], body: RequestFields, client: RequestClient) -> str | None:
         """Put what is known into a request. Returns the lease of its conversation, if it is kept for its next turn."""
         try:
             hints, lease = self._known(headers, body, client.tenant)
@@ -190,7 +199,7 @@ class Front:
         return lease
 
     def _known(
-        self, headers: Mapping[bytes, bytes], body: Body, tenant: str | None
+        self, headers: Mapping[bytes, bytes], body: RequestFields, tenant: str | None
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Return the hints that follow from a request, and the lease of its conversation."""
         session, is_over = session_of(headers, body), is_last(headers, body)
@@ -211,7 +220,7 @@ class Front:
 
     # --- without a request --------------------------------------------------------------------------------------------
 
-    async def _pin(self, scope: Scope, receive: Receive, send: Send, client: Client) -> None:
+    async def _pin(self, scope: Scope, receive: Receive, send: Send, client: RequestClient) -> None:
         """Pin a prompt, or release a pin, by a request of one token: a connector hears of nothing else.
 
         The prompt is computed for it, unless it is cached.
@@ -271,7 +280,7 @@ class Front:
                 one.enable_prompt_tokens_details = True
 
 
-def _keep_apart(body: Body, client: Client) -> None:
+def _keep_apart(body: RequestFields, client: RequestClient) -> None:
     """Give a request its tenant's salt, and take from it what its client may not give. Mutates the body."""
     params = body.get("kv_transfer_params")
     if isinstance(params, dict):
@@ -293,14 +302,14 @@ def _is_of_pin(scope: Scope, path: str) -> bool:
     )
 
 
-def _salt_of(given: Any, client: Client) -> str | None:
+def _salt_of(given: Any, client: RequestClient) -> str | None:
     return client.salt(given if isinstance(given, str) and given else None)
 
 
-def _read(sent: bytes, *, must: bool) -> Body | None:
+def _read(sent: bytes, *, must: bool) -> RequestFields | None:
     """Read a body; ``None`` if it cannot be read, unless it must: then ``ApiError`` is raised."""
     try:
-        return Body(sent)
+        return RequestFields(sent)
     except ValueError as error:
         if must:
             raise invalid(f"the body must be a JSON object: {error}") from error
@@ -340,7 +349,7 @@ def _with_length(headers: list[tuple[bytes, bytes]], num_bytes: int) -> list[tup
     return [*others, (b"content-length", str(num_bytes).encode())]
 
 
-def _read_by(end: TurnEnd, send: Send) -> Send:
+def _read_by(end: TurnEndReader, send: Send) -> Send:
     """Sends every message on, as it is, and lets ``end`` read it behind the client's back."""
 
     async def send_on(message: Message) -> None:

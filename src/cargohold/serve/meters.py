@@ -15,17 +15,17 @@ from cargohold.connector.metrics import OutageLevels, for_operators
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import Family, Kind, Series, Stats, Tally, metrics
 from cargohold.protocol.metrics import Bucket
-from cargohold.serve.admission import RequestAdmission, State, Watch
+from cargohold.serve.admission import EngineWatch, RequestAdmission, State
 from cargohold.serve.families import ANSWERS, GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, REQUESTS, UP
 from cargohold.serve.records import Record
 
 
-class Meters(Collector):
+class ServerMeters(Collector):
     """Counts requests, and tells of the engine, in a registry of its own: several servers may live in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._seen: tuple[RequestAdmission, Watch] | None = None
+        self._seen: tuple[RequestAdmission, EngineWatch] | None = None
         self._own = Tally({family.of(*labels): 0 for family in OWN_FAMILIES for labels in family.start})
         # Connectors count no requests that they were not asked about.
         self._prompts = Tally()
@@ -40,7 +40,7 @@ class Meters(Collector):
         if record.ttft_s is not None:
             metrics.TTFT.of(record.cache_label).note(record.ttft_s, self._prompts)
 
-    def read_also(self, admission: RequestAdmission, watch: Watch) -> None:
+    def read_also(self, admission: RequestAdmission, watch: EngineWatch) -> None:
         """Show all that there is of an engine. ``admission`` has the model, ``watch`` its counters."""
         self._seen = admission, watch
         self.registry.register(self)

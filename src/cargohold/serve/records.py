@@ -155,7 +155,7 @@ class Moved:
 
 
 @dataclass(slots=True)
-class Bucket:
+class TimeSpan:
     """Requests that ended in one span of time.
 
     Attributes:
@@ -201,7 +201,7 @@ class Records:
         self._ended = ended
         self._clock = clock
         self._records: dict[str, Record] = {}
-        self._history: deque[Bucket] = deque(maxlen=MAX_BUCKETS)
+        self._history: deque[TimeSpan] = deque(maxlen=MAX_BUCKETS)
         self._ids = count(1)
         self._start = f"{time.time_ns():x}"
         self._moved = Moved()
@@ -234,11 +234,11 @@ class Records:
             bucket = self._bucket()
             bucket.moved += lately
 
-    def _bucket(self) -> Bucket:
+    def _bucket(self) -> TimeSpan:
         """The present one."""
         now = self._clock()
         if not self._history or now >= self._history[-1].start + BUCKET_S:
-            self._history.append(Bucket(now - now % BUCKET_S))
+            self._history.append(TimeSpan(now - now % BUCKET_S))
         return self._history[-1]
 
     def find(self, request_id: str, client: Client) -> Record | None:
@@ -254,7 +254,7 @@ class Records:
         """The requests of all clients, the latest first."""
         return reversed(self._records.values())
 
-    def history(self) -> list[Bucket]:
+    def history(self) -> list[TimeSpan]:
         """What happened over time, the oldest first."""
         return list(self._history)
 

@@ -29,16 +29,16 @@ from cargohold.llm import AsyncLLM
 from cargohold.option_values import format_count
 from cargohold.process import allow_open_files
 from cargohold.serve import anthropic, cache, openai
-from cargohold.serve.admission import RequestAdmission, ServerContext, State, Watch
+from cargohold.serve.admission import EngineWatch, RequestAdmission, ServerContext, State
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
 from cargohold.serve.front import Front
-from cargohold.serve.gate import HEALTH, BehindGate, Gate, Hosts, connections
-from cargohold.serve.meters import Meters
+from cargohold.serve.limits import HEALTH, Hosts, LimitedAccess, Limits, connections
+from cargohold.serve.meters import ServerMeters
 from cargohold.serve.records import Records
 from cargohold.serve.settings import ServeConfig
 
 
-def make_app(admission: RequestAdmission, meters: Meters, config: ServeConfig, hosts: Hosts) -> ASGIApp:
+def make_app(admission: RequestAdmission, meters: ServerMeters, config: ServeConfig, hosts: Hosts) -> ASGIApp:
     """The application of one server.
 
     Args:
@@ -52,7 +52,7 @@ def make_app(admission: RequestAdmission, meters: Meters, config: ServeConfig, h
     context = ServerContext(
         admission,
         config,
-        Watch(admission, lambda llm, stats: admission.records.note_moves(cache.moved(llm, stats))),
+        EngineWatch(admission, lambda llm, stats: admission.records.note_moves(cache.moved(llm, stats))),
         meters.registry,
     )
     meters.read_also(admission, context.watch)
@@ -71,7 +71,7 @@ def make_app(admission: RequestAdmission, meters: Meters, config: ServeConfig, h
         (Exception, _failed),  # uvicorn logs it, too
     ):
         app.add_exception_handler(kind, handler)
-    return Gate(Front(app, BehindGate(), is_strict=True), config, hosts)
+    return Limits(Front(app, LimitedAccess(), is_strict=True), config, hosts)
 
 
 @asynccontextmanager
@@ -168,7 +168,7 @@ class Server:
         # Without files left, nobody is let in, not even whoever asks how the server is.
         num_connections = allow_open_files(config.max_connections + _OTHER_FILES) - _OTHER_FILES
         config = replace(config, max_connections=max(1, num_connections))
-        meters = Meters()
+        meters = ServerMeters()
         self._say = say
         self.admission = RequestAdmission(Records(meters.count), config.max_queue, config.num_tenants)
         self._socket = listening(config)

@@ -222,7 +222,7 @@ def _retention(priority: int, until_s: float, tenant: bytes) -> Retention:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class PayloadBuffer:
     """Memory that a stored payload is read into.
 
     Attributes:
@@ -320,14 +320,14 @@ class ChunkCodec:
         """Whether a header is of this namespace, and encrypted exactly if there is a key."""
         return header.namespace == self._digest and header.is_encrypted is (self._cipher is not None)
 
-    def body_for(self, into: memoryview) -> Body:
+    def body_for(self, into: memoryview) -> PayloadBuffer:
         """Return memory to read a payload into that ``decode`` then brings to ``into``; without a key, ``into`` itself."""
         if self._cipher is None:
-            return Body(into)
+            return PayloadBuffer(into)
         sealed = bytearray(len(into) + TAG_BYTES)
-        return Body(memoryview(sealed)[: len(into)], sealed)
+        return PayloadBuffer(memoryview(sealed)[: len(into)], sealed)
 
-    def decode(self, header: Header, key: OffloadKey, body: Body, into: memoryview) -> bool:
+    def decode(self, header: Header, key: OffloadKey, body: PayloadBuffer, into: memoryview) -> bool:
         """Verify the payload that was read into ``body``, and write it, decrypted, to ``into``.
 
         Returns ``False`` if it is not what the header says; then ``into`` may hold garbage.

@@ -53,7 +53,7 @@ class Holding:
         return f"{path}{separator}{name[:8]}"
 
 
-class Finding(Enum):
+class Verification(Enum):
     """The result of verifying a chunk."""
 
     GOOD = "good"
@@ -69,7 +69,7 @@ class Inventory(ABC):
         """Return all namespaces, the one used longest ago first if the medium tells."""
 
     @abstractmethod
-    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Verification]:
         """Read and check every chunk of a namespace; yield one finding per chunk. Encrypted chunks need no key for that.
 
         Args:
@@ -151,7 +151,7 @@ def is_good(header: Header, payload: Iterable[memoryview]) -> bool:
     return (num_bytes, digest.digest()) == (header.num_bytes, header.checksum)
 
 
-def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> Finding:
+def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> Verification:
     """Check a header with the payload and the details behind it, which are stored under ``key``.
 
     Args:
@@ -163,11 +163,11 @@ def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> F
     first = next(pieces, memoryview(b""))
     header = unpack_header(first[:HEADER_BYTES])
     if header is None or header.key != key or not header.namespace.hex().startswith(namespace_id):
-        return Finding.DAMAGED
+        return Verification.DAMAGED
     details = bytearray()
     payload = _up_to(header.num_bytes, chain([first[HEADER_BYTES:]], pieces), details)
     is_sound = is_good(header, payload) and details_are_sound(header, details)
-    return Finding.GOOD if is_sound else Finding.DAMAGED
+    return Verification.GOOD if is_sound else Verification.DAMAGED
 
 
 def _up_to(num_bytes: int, pieces: Iterable[memoryview], rest: bytearray) -> Iterator[memoryview]:
@@ -196,7 +196,7 @@ class DryRun(Inventory):
         """Return the namespaces that there would be. Those that there are are listed once."""
         return list(self._known().values())
 
-    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Verification]:
         """Check every chunk; damaged ones stay."""
         del delete
         return self._inner.verify(namespace_id, delete=False)

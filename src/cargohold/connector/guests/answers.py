@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from cargohold.cache.manager import ChunkKeys, LoadHandle, OffloadManager
-from cargohold.connector.kernel.guest import Admission, Guest
+from cargohold.connector.kernel.guest import AdmissionReport, Guest
 from cargohold.connector.kernel.requests import Lookup, RequestState
 from cargohold.errors import MissingChunkError
 from cargohold.protocol import BlockIds, StepView
@@ -63,7 +63,7 @@ class KeptAnswers(Guest):
         if is_known and (_can_load(state.lookup) or state.request.request_id in self._kept):
             self._told.append(state)
 
-    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+    def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """Release what is pinned for it: it has blocks now, and what it loads is pinned by its load."""
         self._release(state.request.request_id)
 

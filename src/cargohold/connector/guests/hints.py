@@ -16,7 +16,7 @@ from cargohold.cache.grants import MAX_GRANTS, Grant, Grants, counting
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.cache.retention import HELD, NORMAL, Budget, Budgets
 from cargohold.connector.config import HINTS_ALL, HINTS_OFF, OffloadConfig
-from cargohold.connector.kernel.guest import ORDINARY, Admission, Guest, Worth
+from cargohold.connector.kernel.guest import ORDINARY, AdmissionReport, Guest, Worth
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.protocol import (
@@ -260,7 +260,7 @@ class Hints(Guest):
         if self.grants:
             self.expire()
 
-    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+    def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """See ``note_used``."""
         self.note_used(state)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cargohold.cache.manager import ChunkKeys, OffloadKey
-from cargohold.connector.kernel.guest import Admission, Guest, Part
+from cargohold.connector.kernel.guest import AdmissionReport, Guest, Part
 from cargohold.connector.kernel.jobs import Origins, Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.protocol import (
@@ -27,7 +27,7 @@ from cargohold.tiers.messages import TierMessage, TierReport
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Waiting, Wanted, sources_per_token
 
 
-class TiersBelow(Guest):
+class LowerTierGuest(Guest):
     """Lets requests wait for chunks of lower tiers, and tells these what host memory gets and gives back.
 
     Args:
@@ -103,7 +103,7 @@ class TiersBelow(Guest):
         wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, num_hit_tokens)
         return Origins(self._tiers, sources_per_token(wanted, sources, num_hit_tokens))
 
-    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+    def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """Release the chunks that were held for it: its load holds them now."""
         waiting = self._waiting.pop(state.request.request_id, None)
         if waiting is None:

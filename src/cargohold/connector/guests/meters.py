@@ -17,7 +17,7 @@ from typing import Final, Self
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.connector.kernel.guest import Admission, Guest
+from cargohold.connector.kernel.guest import AdmissionReport, Guest
 from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
@@ -107,7 +107,7 @@ class Meters(Guest):
         elif self._not_yet_since:
             self._end_wait(request_id)
 
-    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+    def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """Note which chunks it uses, and tell who observes what its look-up has found."""
         if self._observe is not None:
             self._tell_found(state, admission)
@@ -166,7 +166,7 @@ class Meters(Guest):
             metrics.WAIT.of().note(now - since, self._stats)
             self._tell("wait", (request_id,), since, now)
 
-    def _tell_found(self, state: RequestState, admission: Admission) -> None:
+    def _tell_found(self, state: RequestState, admission: AdmissionReport) -> None:
         """Tell who observes what the look-up of a request has found."""
         request_id = state.request.request_id
         asked_at, ended_at = self._asked_at.pop(request_id, None), self._answered_at.pop(request_id, None)

@@ -60,7 +60,7 @@ class GuestView:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AdmissionReport:
     """What a request has found when the engine admits it.
 
     Attributes:
@@ -143,7 +143,7 @@ class Guest:
     def request_asked(self, state: RequestState, is_known: bool) -> None:  # the answer itself
         """Learn that the engine has asked for a waiting request, and whether the answer was other than "not yet"."""
 
-    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+    def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """Learn that the engine has admitted a request, whose load is planned now."""
 
     def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:

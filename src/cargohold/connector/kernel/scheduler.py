@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
 from cargohold.connector.kernel.config import KernelConfig
-from cargohold.connector.kernel.guest import Admission
+from cargohold.connector.kernel.guest import AdmissionReport
 from cargohold.connector.kernel.jobs import (
     NOTHING_TO_DO,
     JobTable,
@@ -179,7 +179,9 @@ class KernelScheduler(KVConnectorScheduler):
         sources: Mapping[str, int] = {}
         if num_external_tokens:
             sources = self._loads.plan(state, blocks, lookup, num_hit_tokens)
-        admission = Admission(lookup.num_computed_tokens, num_hit_tokens, sources, is_first=not state.was_admitted)
+        admission = AdmissionReport(
+            lookup.num_computed_tokens, num_hit_tokens, sources, is_first=not state.was_admitted
+        )
         self._guests.request_admitted(state, admission)
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = "though more was found: the engine took no more"

@@ -14,7 +14,7 @@ from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.guests.events import tier_events
 from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
-from cargohold.connector.guests.lower_tiers import TiersBelow
+from cargohold.connector.guests.lower_tiers import LowerTierGuest
 from cargohold.connector.guests.meters import Meters
 from cargohold.connector.kernel.guest import Guest, GuestView
 from cargohold.connector.kernel.jobs import JobTable
@@ -121,12 +121,14 @@ class OffloadingScheduler(KernelScheduler):
         self._keeps_weights = environment.keeps_weights
         self._guests.add([guest for guest in guests if guest is not None])
 
-    def _make_below(self, lower: LowerTiers, config: OffloadConfig, environment: SchedulerEnvironment) -> TiersBelow:
+    def _make_below(
+        self, lower: LowerTiers, config: OffloadConfig, environment: SchedulerEnvironment
+    ) -> LowerTierGuest:
         """Make the guest that lower tiers are, and let the others and it hear of each other."""
         only_if_faster = config.restore == RESTORE_IF_FASTER
         prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
         below, hints, through = (
-            TiersBelow(lower, prefetcher, self._shared.jobs.new_id, environment),
+            LowerTierGuest(lower, prefetcher, self._shared.jobs.new_id, environment),
             self._hints,
             self._guests.through,
         )
@@ -216,7 +218,7 @@ class OffloadingScheduler(KernelScheduler):
         return self._hints
 
     @property
-    def below(self) -> TiersBelow | None:
+    def below(self) -> LowerTierGuest | None:
         """Lower tiers, as a guest: for inspection."""
         return self._below
 

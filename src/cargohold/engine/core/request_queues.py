@@ -364,7 +364,7 @@ class Verdict(Enum):
     """There are not enough blocks. Requests behind this one must wait too, or it would never get them."""
 
 
-class Admission:
+class RequestAdmission:
     """Admits waiting requests.
 
     Looks up the device pool first, then asks the connector for more; allocates; tells the connector.

@@ -27,10 +27,10 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from cargohold.errors import ConfigError, SparingLog
 from cargohold.integrations.sglang.identity import Identity
+from cargohold.integrations.sglang.page_store import PageStore, key_of, parents_of
 from cargohold.integrations.sglang.pages import Pages, pages_of
 from cargohold.integrations.sglang.plugin import watch
-from cargohold.integrations.sglang.settings import Settings
-from cargohold.integrations.sglang.shelf import Shelf, key_of, parents_of
+from cargohold.integrations.sglang.settings import BackendSettings
 from cargohold.option_values import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         del kwargs
-        settings = Settings.parse(storage_config.extra_config)
+        settings = BackendSettings.parse(storage_config.extra_config)
         self._identity = Identity(storage_config)
         self._settings = settings
         self._pools: dict[str, Any] = {}
         self._pages: dict[str, Pages] = {}
-        self._shelves: dict[str, Shelf] = {}
+        self._page_stores: dict[str, PageStore] = {}
         self._page_tokens = 1
         self._stats_lock = threading.Lock()
         self._stats = StorageMetrics()
@@ -77,7 +77,7 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
         """Take a further host pool, or one that SGLang adds later."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._pools.setdefault(str(host_pool_name), host_pool)
-        if self._shelves:
+        if self._page_stores:
             self.on_host_pools_registered()
 
     def on_host_pools_registered(self) -> None:
@@ -87,13 +87,13 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
                 if name not in self._pages:
                     self._pages[name] = pages_of(name, pool)
             total = sum(pages.pool_bytes for pages in self._pages.values())
-            for name in self._pages.keys() - self._shelves.keys():
-                self._shelves[name] = self._open(name, self._pages[name], total)
+            for name in self._pages.keys() - self._page_stores.keys():
+                self._page_stores[name] = self._open(name, self._pages[name], total)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, name: str, pages: Pages, total_bytes: int) -> Shelf:
+    def _open(self, name: str, pages: Pages, total_bytes: int) -> PageStore:
         """Open the tiers for a pool. Their limits are divided as SGLang divides host memory among its pools."""
         identity, settings = self._identity, self._settings
         if identity.is_replicated(name):
@@ -108,24 +108,24 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
         share = pages.pool_bytes / total_bytes
         tiers = tuple(tier.of_replica(identity.replica).with_share(share) for tier in settings.tiers)
         namespace, num_shards = identity.namespace(name, pages), identity.ranks_here(name)
-        shelf = Shelf(replace(settings, tiers=tiers), namespace, pages.num_bytes, num_shards)
+        page_store = PageStore(replace(settings, tiers=tiers), namespace, pages.num_bytes, num_shards)
         where = "; ".join(tier.describe() for tier in tiers)
         message = "cargohold keeps pages of %s of %s (%s), as %s, in %s"
         logger.info(message, format_bytes(pages.num_bytes), name, namespace.id[:8], pages.form, where)
-        return shelf
+        return page_store
 
     def close(self) -> None:
         """Close the tiers; what they hold stays. SGLang calls this when the storage is detached, and when the server ends."""
-        shelves, self._shelves = self._shelves, {}
-        for shelf in shelves.values():
-            shelf.close()
+        page_stores, self._page_stores = self._page_stores, {}
+        for page_store in page_stores.values():
+            page_store.close()
 
     def clear(self) -> None:
         """Delete everything that this rank may find. Raises ``TierError`` if that fails, which SGLang logs."""
         config = self._identity.config
-        for name, shelf in self._shelves.items():
+        for name, page_store in self._page_stores.items():
             if config.tp_rank == 0 or not self._identity.is_replicated(name):
-                shelf.clear()
+                page_store.clear()
 
     def get_stats(self) -> StorageMetrics | None:
         """Return what was moved since the last call, for SGLang's own metrics."""
@@ -144,8 +144,8 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many pages of attention are there, from the first on."""
         del extra_info
-        shelf = self._shelf(_KV)
-        return 0 if shelf is None else shelf.run_length([key_of(key) for key in keys])
+        page_store = self._page_store(_KV)
+        return 0 if page_store is None else page_store.run_length([key_of(key) for key in keys])
 
     def batch_exists_v2(
         self,
@@ -168,14 +168,14 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
 
     def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> set[int]:
         """The lengths of prefixes, in pages, for which a pool has its part."""
-        shelf = self._shelf(str(transfer.name))
-        if shelf is None:
+        page_store = self._page_store(str(transfer.name))
+        if page_store is None:
             return set()
         wanted = [key_of(key) for key in keys]
         if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
-            return set(range(1, shelf.run_length(wanted) + 1))
+            return set(range(1, page_store.run_length(wanted) + 1))
         window, run, lengths = max(1, len(transfer.keys or ())), 0, set()
-        for length, is_there in enumerate(shelf.has(wanted), start=1):
+        for length, is_there in enumerate(page_store.has(wanted), start=1):
             run = run + 1 if is_there else 0
             if run >= min(window, length):
                 lengths.add(length)
@@ -210,13 +210,13 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
         return {of.name: self._set(str(of.name), of.keys or [], of.host_indices, extra_info) for of in transfers}
 
     def _get(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        shelf, pages = self._shelf(name), self._pages.get(name)
-        slots = None if shelf is None or pages is None or not keys else self._slots(pages, keys, host_indices)
-        if shelf is None or pages is None or slots is None:
+        page_store, pages = self._page_store(name), self._pages.get(name)
+        slots = None if page_store is None or pages is None or not keys else self._slots(pages, keys, host_indices)
+        if page_store is None or pages is None or slots is None:
             return [False] * len(keys)
         began, targets = time.monotonic(), pages.targets(slots)
         timeout_s = self._settings.load_s(len(keys) * self._page_tokens)
-        is_loaded = shelf.load([key_of(key) for key in keys], targets, timeout_s)
+        is_loaded = page_store.load([key_of(key) for key in keys], targets, timeout_s)
         pages.settle(slots, targets, is_loaded)
         self._note(loaded=is_loaded, page_bytes=pages.num_bytes, began=began)
         return is_loaded
@@ -228,13 +228,13 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
         host_indices: torch.Tensor | None,
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
-        shelf, pages = self._shelf(name), self._pages.get(name)
-        slots = None if shelf is None or pages is None or not keys else self._slots(pages, keys, host_indices)
-        if shelf is None or pages is None or slots is None:
+        page_store, pages = self._page_store(name), self._pages.get(name)
+        slots = None if page_store is None or pages is None or not keys else self._slots(pages, keys, host_indices)
+        if page_store is None or pages is None or slots is None:
             return [False] * len(keys)
         began, ours = time.monotonic(), [key_of(key) for key in keys]
         before = key_of(extra_info.prefix_keys[-1]) if extra_info and extra_info.prefix_keys else None
-        is_stored = shelf.store(ours, pages.sources(slots), list(parents_of(ours, before)))
+        is_stored = page_store.store(ours, pages.sources(slots), list(parents_of(ours, before)))
         self._note(stored=is_stored, page_bytes=pages.num_bytes, began=began)
         return is_stored
 
@@ -262,9 +262,9 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
 
     # --- common -------------------------------------------------------------------------------------------------------
 
-    def _shelf(self, name: str) -> Shelf | None:
+    def _page_store(self, name: str) -> PageStore | None:
         """Return a pool's pages; ``None`` if they are not kept, or not any more because the weights were changed in place."""
-        return None if watch.change else self._shelves.get(name)
+        return None if watch.change else self._page_stores.get(name)
 
     def _slots(self, pages: Pages, keys: Sequence[str], host_indices: torch.Tensor | None) -> torch.Tensor | None:
         """Return the slots of pages; ``None`` if there is not one for each of their tokens."""

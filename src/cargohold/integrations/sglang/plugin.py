@@ -19,7 +19,7 @@ _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.Sched
 _UPDATES: Final = tuple(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
 
 
-class Watch:
+class WeightsWatch:
     """What is known of this process's weights.
 
     Attributes:
@@ -38,7 +38,7 @@ class Watch:
         self.change = update
 
 
-watch: Final = Watch()
+watch: Final = WeightsWatch()
 """Of this process: it has one model and one scheduler."""
 
 

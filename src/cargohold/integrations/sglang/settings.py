@@ -23,7 +23,7 @@ _CALL: Final = must(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Options):
+class BackendSettings(Options):
     """What the user wrote.
 
     Attributes:

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cargohold.errors import option_path
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 
 NAME: Final = "CargoholdConnector"
 _TRANSFER: Final = "kv-transfer-config"
@@ -88,7 +88,7 @@ def check(command: Command) -> None:
     """
     for path, options in command.connectors():
         with option_path(path):
-            settings = Settings.parse(options)
+            settings = VllmSettings.parse(options)
             settings.require_packages()
             if command.runs_here:
                 settings.check_here(warns=False)  # the first worker warns, once the weights are loaded

@@ -46,7 +46,7 @@ from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, Tr
 from cargohold.integrations.vllm.pool_view import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.resets import CHECK, KEEP
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
-from cargohold.integrations.vllm.settings import REFUSE, Settings
+from cargohold.integrations.vllm.settings import REFUSE, VllmSettings
 from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.integrations.vllm.worker import (
     Ended,
@@ -124,7 +124,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._events = EventTranslator(())  # until there is a scheduler side
         replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         transfer = vllm_config.kv_transfer_config
-        settings = Settings.parse(transfer.kv_connector_extra_config).of_replica(replica)
+        settings = VllmSettings.parse(transfer.kv_connector_extra_config).of_replica(replica)
         self._settings = settings.of_role(stores=transfer.is_kv_producer)
         self._is_scheduler = role is compat.KVConnectorRole.SCHEDULER
         self._obstacles: list[str] = []
@@ -163,7 +163,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """``False``: nothing happens between layers. Raises ``ConfigError`` for bad options, before the model is loaded."""
-        Settings.parse(extra_config).require_packages()
+        VllmSettings.parse(extra_config).require_packages()
         return False
 
     @classmethod
@@ -181,7 +181,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     ) -> PromMetrics:
         """The time series in vLLM's metrics endpoint."""
         transfer = getattr(vllm_config, "kv_transfer_config", None)
-        settings = Settings.parse(getattr(transfer, "kv_connector_extra_config", None) or {})
+        settings = VllmSettings.parse(getattr(transfer, "kv_connector_extra_config", None) or {})
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, lower_tiers(settings.offload))
 
     # --- worker side --------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def turn_end_of(own: Any, tool_tokens: ToolTokens) -> TurnEnd:
     return TurnEnd.UNKNOWN if is_forced and end is TurnEnd.ANSWER else end
 
 
-class Share:
+class StepShare:
     """One request's share of a step; see ``cargohold.protocol.ScheduledRequest``.
 
     Args:
@@ -196,7 +196,7 @@ class Share:
         return ids
 
 
-class _Shares(Sequence[Share]):
+class _Shares(Sequence[StepShare]):
     """The requests' shares of a step, each made when it is asked for: of many that generate, few complete a chunk."""
 
     def __init__(
@@ -214,23 +214,23 @@ class _Shares(Sequence[Share]):
         return len(self._counts)
 
     @overload
-    def __getitem__(self, at: int) -> Share: ...
+    def __getitem__(self, at: int) -> StepShare: ...
 
     @overload
-    def __getitem__(self, at: slice) -> list[Share]: ...
+    def __getitem__(self, at: slice) -> list[StepShare]: ...
 
-    def __getitem__(self, at: int | slice) -> Share | list[Share]:
+    def __getitem__(self, at: int | slice) -> StepShare | list[StepShare]:
         if self._ids is None:
             self._ids = list(self._counts)
         if isinstance(at, slice):
             return list(map(self._share, self._ids[at]))
         return self._share(self._ids[at])
 
-    def _share(self, request_id: str) -> Share:
-        return Share(self._requests[request_id].own, self._counts[request_id], *self._of)
+    def _share(self, request_id: str) -> StepShare:
+        return StepShare(self._requests[request_id].own, self._counts[request_id], *self._of)
 
 
-class Step:
+class ScheduledStep:
     """What vLLM decided for one step; see ``cargohold.protocol.StepView``.
 
     Args:
@@ -253,6 +253,6 @@ class Step:
         if not counts.keys() <= requests.keys():
             counts = {request_id: num_tokens for request_id, num_tokens in counts.items() if request_id in requests}
         self.num_scheduled_tokens = counts
-        self.scheduled: Sequence[Share] = _Shares(counts, requests, (layout, tables, groups))
+        self.scheduled: Sequence[StepShare] = _Shares(counts, requests, (layout, tables, groups))
         self.preempted_req_ids: AbstractSet[str] = output.preempted_req_ids or frozenset()
         self.finished_req_ids: AbstractSet[str] = output.finished_req_ids

@@ -21,7 +21,7 @@ from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.loads import Deferrals, LoadRoom, LoadsInFlight
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.pool_view import BlockTables, NotedTables, PoolContext, block_ids
-from cargohold.integrations.vllm.request_view import SeenRequest, Step, turn_end_of
+from cargohold.integrations.vllm.request_view import ScheduledStep, SeenRequest, turn_end_of
 from cargohold.integrations.vllm.resets import CacheResets, PoolResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
@@ -344,7 +344,9 @@ class SchedulerSide:
         self._context.shows_free_blocks = not is_reset_due
         self._loads.note_running(output.num_scheduled_tokens)
         requests = {} if is_reset_due else self._adapters.without_given_up(self._requests)
-        inner = self.guard.build_connector_meta(Step(output, requests, self.layout, self._tables, self._groups))
+        inner = self.guard.build_connector_meta(
+            ScheduledStep(output, requests, self.layout, self._tables, self._groups)
+        )
         new = self._loads.take_news()
         sends, self._sends = self._sends, []
         stop = self.guard.stop_workers() or self.guard.is_stopping

@@ -59,7 +59,7 @@ class AdapterSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class VllmSettings:
     """All options that the user wrote.
 
     Attributes:

@@ -11,7 +11,7 @@ from cargohold.connector.factory import never_found
 from cargohold.connector.held import held_per_gib, tokens_per_gib
 from cargohold.errors import ConfigError, one_line
 from cargohold.integrations.vllm.layout import finds_shared_prefixes, group_sizes, may_load, replicas, shares_loads
-from cargohold.integrations.vllm.settings import Settings
+from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.option_values import format_count
 from cargohold.protocol import KVCacheLayout, ToolTokens, added_tokens
 from cargohold.tiers.namespace import find_files
@@ -48,7 +48,7 @@ _LAZY_ENDS: Final = (
 )
 
 
-def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: Settings) -> Iterator[str]:
+def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: VllmSettings) -> Iterator[str]:
     """Yield what should be set otherwise, because something is never stored or never found, as sentences."""
     if not may_load(vllm_config):
         yield _LOADS_NOTHING
@@ -61,7 +61,7 @@ def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, sett
     yield from never_found(settings.offload, layout, int(vllm_config.model_config.max_model_len))
 
 
-def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: Settings) -> Iterator[str]:
+def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: VllmSettings) -> Iterator[str]:
     """Yield what is worth knowing, as sentences."""
     possible = tokens_per_gib(layout, group_sizes(kv_cache_config, layout.groups))
     for tier, held in held_per_gib(layout, settings.offload).items():
@@ -82,7 +82,7 @@ def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, setti
         yield f"KV that is the same on several workers is kept once for each: {reason}"
 
 
-def call_obstacles(vllm_config: Any, settings: Settings, *, are_heard: bool) -> list[str]:
+def call_obstacles(vllm_config: Any, settings: VllmSettings, *, are_heard: bool) -> list[str]:
     """Why tiers cannot be used where others let workers do what they want, unless these calls are heard of, as sentences."""
     may_call = _has_extension(vllm_config) or os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in {"", "0"}
     return [_UNHEARD] if may_call and settings.has_tiers and not are_heard else []

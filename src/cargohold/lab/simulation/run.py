@@ -39,7 +39,7 @@ from cargohold.lab.simulation.oracles import (
 )
 from cargohold.lab.simulation.replica import STEP_S, Replica
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
-from cargohold.lab.simulation.traffic import Abort, Action, Ask, Reset, Restart, Tell
+from cargohold.lab.simulation.traffic import Abort, Action, Ask, Reset, Restart, SendHints
 from cargohold.lab.simulation.workloads import REUSING
 from cargohold.lab.simulation.world import Scenario, World
 from cargohold.protocol import ConnectorGuard
@@ -150,7 +150,7 @@ class Run:
                 self._ask(action)
             case Abort():
                 self._abort([action.request_id])
-            case Tell():
+            case SendHints():
                 self._engine.hint(action.prompt, action.salt, action.hints, action.tenant)
             case Reset():
                 self._is_reset_due = True

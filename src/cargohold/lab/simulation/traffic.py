@@ -73,7 +73,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendHints:
     """Somebody gives hints about a prefix, without a request."""
 
     at: float
@@ -108,7 +108,7 @@ class Restart:
         return "the process dies and comes back"
 
 
-Action: TypeAlias = Ask | Abort | Tell | Reset | Restart
+Action: TypeAlias = Ask | Abort | SendHints | Reset | Restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,9 @@ class Writer:
         self.actions += (Abort(again.at, ask.request_id), again)
         return again
 
-    def tell(self, prompt: Sequence[int], client: Client, hints: Sequence[Hint]) -> None:
+    def send_hints(self, prompt: Sequence[int], client: Client, hints: Sequence[Hint]) -> None:
         """Write that a client gives hints now about a prefix."""
-        self.actions.append(Tell(self.now, tuple(prompt), client.salt, tuple(hints), client.tenant))
+        self.actions.append(SendHints(self.now, tuple(prompt), client.salt, tuple(hints), client.tenant))
 
     def reset(self) -> None:
         """Write that all caches are to be reset now."""
@@ -188,7 +188,7 @@ def without_used_ids(actions: Sequence[Action]) -> tuple[Action, ...]:
     times_asked: Counter[str] = Counter()
     changed: list[Action] = []
     for action in actions:
-        if isinstance(action, Tell | Reset | Restart):
+        if isinstance(action, SendHints | Reset | Restart):
             changed.append(action)
             continue
         times_asked[action.request_id] += isinstance(action, Ask)

@@ -341,7 +341,7 @@ def hints(load: Workload) -> None:
         writer.ask(document, random.randint(1, 6), salt=client.salt, tenant=client.tenant, hints=given)
         if random.random() < 0.5:
             told = [_hint(random) for _ in range(random.choice((1, 1, 3)))]
-            writer.tell(random.choice(documents), random.choice(clients), told)
+            writer.send_hints(random.choice(documents), random.choice(clients), told)
         if random.random() < 0.02:
             writer.reset()
 

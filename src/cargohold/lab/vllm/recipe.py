@@ -17,7 +17,7 @@ from cargohold.lab.simulation.oracles import Oracle
 from cargohold.lab.simulation.replica import Replica
 from cargohold.lab.simulation.run import Run, RunResult, quiet_logging
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
-from cargohold.lab.simulation.traffic import Action, Ask, Tell, without_used_ids
+from cargohold.lab.simulation.traffic import Action, Ask, SendHints, without_used_ids
 from cargohold.lab.simulation.transfers import CopiesInFlight
 from cargohold.lab.simulation.workloads import ADAPTERS, REUSING
 from cargohold.lab.simulation.world import ANY, Scenario, World, draw_scenario
@@ -152,7 +152,11 @@ def fitted(scenario: Scenario, random: Random) -> Scenario:
 
 
 def _with_salt(action: Action) -> Action:
-    return replace(action, salt=action.tenant or action.salt, tenant=None) if isinstance(action, Ask | Tell) else action
+    return (
+        replace(action, salt=action.tenant or action.salt, tenant=None)
+        if isinstance(action, Ask | SendHints)
+        else action
+    )
 
 
 def _match_unit(groups: tuple[GroupPlan, ...], random: Random) -> int | None:

@@ -38,9 +38,9 @@ from cargohold.tiers.disk.root import (
 from cargohold.tiers.disk.slots import Links, slots_for
 from cargohold.tiers.inventory import (
     PIECE_BYTES,
-    Finding,
     Holding,
     Inventory,
+    Verification,
     in_short,
     is_good,
     noted,
@@ -86,7 +86,7 @@ class DiskInventory(Inventory):
             found = [self._describe(shard) for shard in (*shards_in(self._root), *self._shards_of_replicas())]
         return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
 
-    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Verification]:
         """Check every slot. The shard is locked meanwhile."""
         shard = self._root / namespace_id
         troubles: list[str] = []
@@ -240,7 +240,7 @@ def _space(shard: Path) -> tuple[int, int]:
     return total, payloads
 
 
-def _plan(shard: Path, num_bytes: int) -> tuple[list[Segment], trimming.Plan]:
+def _plan(shard: Path, num_bytes: int) -> tuple[list[Segment], trimming.TrimPlan]:
     """Return the segments of a shard, and how to delete so many bytes of them. Raises ``OSError``, ``TierError``."""
     segments = [Segment(path, geometry, direct_io=False) for path, geometry in _segments(shard)]
     return segments, trimming.plan(segments, num_bytes)
@@ -287,7 +287,7 @@ class _Verification:
         self._per_segment = found[0][1].slots_per_segment if found else 1
         self._links = Links(list(self._segments.values()), self._per_segment)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Verification]:
         """Yield a finding per chunk."""
         for number, (path, segment) in enumerate(self._segments.items()):
             if segment is None:
@@ -295,7 +295,7 @@ class _Verification:
             with noted(self._troubles, path):
                 for slot in range(self._per_segment):
                     finding = self._check(segment, slot, number * self._per_segment + slot)
-                    if finding is Finding.DAMAGED and self._delete:
+                    if finding is Verification.DAMAGED and self._delete:
                         with noted(self._troubles, segment_files(path)[1]):
                             segment.write_header(slot)
                     if finding is not None:
@@ -311,7 +311,7 @@ class _Verification:
                 self._troubles.append(f"{path} is not whole, so no chunk in it can be verified")
         return None
 
-    def _check(self, segment: Segment, at: int, slot: int) -> Finding | None:
+    def _check(self, segment: Segment, at: int, slot: int) -> Verification | None:
         """Verify the chunk that begins in a slot; return ``None`` if none does.
 
         Args:
@@ -327,13 +327,13 @@ class _Verification:
             is_ours = header is not None and header.namespace.hex().startswith(self._namespace_id)
             slots = None if header is None else self._slots_of(header, slot)
             if header is None or not is_ours or slots is None:
-                return Finding.DAMAGED
+                return Verification.DAMAGED
             is_sound = is_good(header, self._payload(slots, header.num_bytes))
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return Finding.DAMAGED  # a bad place on the disk; the slots behind it may well be good
-        return Finding.GOOD if is_sound else Finding.DAMAGED
+            return Verification.DAMAGED  # a bad place on the disk; the slots behind it may well be good
+        return Verification.GOOD if is_sound else Verification.DAMAGED
 
     def _slots_of(self, header: Header, first: int) -> Sequence[int] | None:
         return self._links.follow(header, first, slots_for(header.num_bytes, self._slot_bytes))

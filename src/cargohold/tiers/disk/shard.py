@@ -65,7 +65,7 @@ _TOO_MANY_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class ShardBudget:
     """The bytes that a shard may take.
 
     Attributes:
@@ -79,7 +79,7 @@ class Budget:
     reserve_bytes: int
 
     @classmethod
-    def of(cls, config: DiskOptions, num_shards: int) -> Budget:
+    def of(cls, config: DiskOptions, num_shards: int) -> ShardBudget:
         """Return the budget of one of ``num_shards`` workers."""
         total = config.num_max_bytes
         return cls(total, int(total * config.share) // num_shards, config.num_reserve_bytes)
@@ -106,7 +106,7 @@ class Shard:
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
     """
 
-    def __init__(self, config: DiskOptions, namespace: Namespace, plan: SlotPlan, budget: Budget) -> None:
+    def __init__(self, config: DiskOptions, namespace: Namespace, plan: SlotPlan, budget: ShardBudget) -> None:
         self.plan = plan
         self._root = _root_of(config)
         self._budget = budget
@@ -377,7 +377,7 @@ def check_place(config: DiskOptions, chunk_bytes: int, num_shards: int) -> None:
     Raises:
         ConfigError: the directory cannot be used, or the budget is impossible.
     """
-    root, budget = _root_of(config), Budget.of(config, num_shards)
+    root, budget = _root_of(config), ShardBudget.of(config, num_shards)
     try:
         make_private(root)
         if not os.access(root, os.W_OK | os.X_OK):
@@ -392,12 +392,12 @@ def check_place(config: DiskOptions, chunk_bytes: int, num_shards: int) -> None:
 def require_place(config: DiskOptions) -> None:
     """Raise ``ConfigError`` if a directory cannot be used, or holds less than the budget. Creates nothing."""
     try:
-        check_budget(place_of(_root_of(config)), config, Budget.of(config, 1))
+        check_budget(place_of(_root_of(config)), config, ShardBudget.of(config, 1))
     except OSError as error:
         raise _unusable(config, error) from error
 
 
-def check_budget(root: Path, config: DiskOptions, budget: Budget) -> None:
+def check_budget(root: Path, config: DiskOptions, budget: ShardBudget) -> None:
     """Refuse a budget that the file system can never hold.
 
     Raises:
@@ -441,7 +441,7 @@ def _unusable(config: DiskOptions, error: OSError) -> ConfigError:
     return ConfigError("directory", config.directory, reason)
 
 
-def _require_room(config: DiskOptions, budget: Budget, single: Geometry) -> None:
+def _require_room(config: DiskOptions, budget: ShardBudget, single: Geometry) -> None:
     """Raise ``ConfigError`` if the budget has no room for a single chunk."""
     need = single.segment_bytes
     if budget.shard_bytes - _OTHER_BYTES < need:

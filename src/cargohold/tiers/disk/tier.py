@@ -18,7 +18,7 @@ from cargohold.deadlines import GROWTH
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note, unpack_header
 from cargohold.tiers.disk.options import DiskOptions
-from cargohold.tiers.disk.shard import Budget, Shard, slot_plan
+from cargohold.tiers.disk.shard import Shard, ShardBudget, slot_plan
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
 from cargohold.tiers.disk.slots import Links
 from cargohold.tiers.port import (
@@ -67,7 +67,7 @@ class DiskTier(Tier):
         self._lost: list[OffloadKey] = []
         self._is_all_lost = self._is_gone = False
         plan = slot_plan(config, chunk_bytes)
-        self._shard = shard = Shard(config, codec.namespace, plan, Budget.of(config, num_shards))
+        self._shard = shard = Shard(config, codec.namespace, plan, ShardBudget.of(config, num_shards))
         self._index = SlotIndex(shard.capacity, find_policy(config.policy), plan)
         self._uses = LastUses(shard)
         self._restore()

@@ -21,7 +21,7 @@ _EMPTY = bytes(HEADER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrimPlan:
     """What would be done. Nothing is, before ``carry_out``.
 
     Attributes:
@@ -37,7 +37,7 @@ class Plan:
     unused: Sequence[int]
 
 
-def plan(segments: Sequence[Segment], num_bytes: int) -> Plan:
+def plan(segments: Sequence[Segment], num_bytes: int) -> TrimPlan:
     """Return how to delete at least ``num_bytes`` bytes of chunks, or all chunks. Raises ``OSError``."""
     slot_bytes = segments[0].slot_bytes if segments else 1
     found: list[tuple[Header, int]] = []
@@ -63,7 +63,7 @@ def plan(segments: Sequence[Segment], num_bytes: int) -> Plan:
             break
         doomed += slots_of[first]
         num_left -= 1
-    return Plan(doomed, num_left, len(doomed) * slot_bytes, unused)
+    return TrimPlan(doomed, num_left, len(doomed) * slot_bytes, unused)
 
 
 def _headers(segments: Sequence[Segment]) -> Iterator[tuple[int, bytes, int]]:
@@ -101,7 +101,7 @@ def least_worth_first(headers: Mapping[int, Header], used_ns: Mapping[int, int])
     yield from reversed(kept)
 
 
-def carry_out(planned: Plan, segments: Sequence[Segment]) -> None:
+def carry_out(planned: TrimPlan, segments: Sequence[Segment]) -> None:
     """Delete what is doomed, and give back what no chunk takes then.
 
     Raises ``OSError``; with ``EOPNOTSUPP``, the file system cannot give back parts of files, and nothing was deleted.

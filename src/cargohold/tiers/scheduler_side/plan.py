@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
         return [keys.keys[at] for keys in self.keys for at in self.needed(keys, num_hit_tokens)]
 
 
-class Plan(NamedTuple):
+class FetchPlan(NamedTuple):
     """What to fetch.
 
     Attributes:
@@ -133,7 +133,7 @@ class DeepStates:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-class Planner:
+class FetchPlanner:
     """Plans what is worth fetching. It only reads.
 
     Args:
@@ -188,7 +188,7 @@ class Planner:
 
     def worth_while(
         self, wanted: Wanted, num_hit_tokens: int, limit_s: float, skipped: Container[int], notes: MutableSequence[str]
-    ) -> Plan:
+    ) -> FetchPlan:
         """Return what is worth fetching for a hit: all of it, a part, or nothing.
 
         Args:
@@ -208,12 +208,14 @@ class Planner:
         )
         return self._soonest(wanted, self._cut(wanted, limit_tokens, skipped), skipped, notes)
 
-    def _soonest(self, wanted: Wanted, plan: Plan, skipped: Container[int], notes: MutableSequence[str]) -> Plan:
+    def _soonest(
+        self, wanted: Wanted, plan: FetchPlan, skipped: Container[int], notes: MutableSequence[str]
+    ) -> FetchPlan:
         """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time."""
         if self._pace is None or not plan.load_s:
             return plan
         num_here = self.host_hit(wanted, plan.num_tokens)
-        plans = [plan, Plan(wanted.num_computed_tokens, (), {}, 0.0)]
+        plans = [plan, FetchPlan(wanted.num_computed_tokens, (), {}, 0.0)]
         if len(plan.first_tokens) > 1:
             firsts = sorted(first for first in plan.first_tokens.values() if first > wanted.num_computed_tokens)
             plans += [self._cut(wanted, first, skipped) for first in firsts]
@@ -229,18 +231,18 @@ class Planner:
             )
         return best
 
-    def _cut(self, wanted: Wanted, limit_tokens: int, skipped: Container[int]) -> Plan:
+    def _cut(self, wanted: Wanted, limit_tokens: int, skipped: Container[int]) -> FetchPlan:
         """Return the plan for a hit of at most ``limit_tokens`` tokens."""
         return self._plan(wanted, self.deep_hit(wanted, limit_tokens, [], skipped).num_tokens)
 
-    def _plan(self, wanted: Wanted, num_tokens: int) -> Plan:
+    def _plan(self, wanted: Wanted, num_tokens: int) -> FetchPlan:
         chains = list(chains_to_fetch(wanted, self._host, self._lower, num_tokens))
         counts: Counter[int] = Counter()
         first_tokens: dict[int, int] = {}
         for chain in chains:
             counts[chain.tier] += len(chain.keys)
             first_tokens[chain.tier] = min(chain.first_token, first_tokens.get(chain.tier, chain.first_token))
-        return Plan(num_tokens, chains, first_tokens, self._lower.estimate_s(counts))
+        return FetchPlan(num_tokens, chains, first_tokens, self._lower.estimate_s(counts))
 
 
 def chains_to_fetch(wanted: Wanted, host: OffloadManager, lower: LowerTiers, num_hit_tokens: int) -> Iterator[Chain]:

@@ -25,7 +25,7 @@ from cargohold.pace import StepPace
 from cargohold.protocol import SchedulerEnvironment, StepView
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
-from cargohold.tiers.scheduler_side.plan import Plan, Planner, Wanted
+from cargohold.tiers.scheduler_side.plan import FetchPlan, FetchPlanner, Wanted
 from cargohold.tiers.scheduler_side.waiting import Event, Phase, Waiting, tell_nobody
 
 MAX_COMPUTE_RATIO: Final = 2.0
@@ -66,8 +66,8 @@ class Prefetcher:
         self._host = host
         self._lower = lower
         self._clock = lower.clock
-        self._planner = Planner(host, lower, pace if only_if_faster else None)
-        self._ahead_planner = Planner(host, lower, None)
+        self._planner = FetchPlanner(host, lower, pace if only_if_faster else None)
+        self._ahead_planner = FetchPlanner(host, lower, None)
         self._max_num_seqs = environment.max_num_seqs
         # How many requests the engine can admit before the next step, and how many it has asked for.
         self._num_places = environment.max_num_seqs
@@ -267,7 +267,7 @@ class Prefetcher:
             waiting.look_at = self._now + LOOK_AGAIN_S
         self._limit_trial(waiting, {probe.tier for probe in waiting.probes}, Access.LOOK_UP)
 
-    def _fetch(self, waiting: Waiting, plan: Plan) -> None:
+    def _fetch(self, waiting: Waiting, plan: FetchPlan) -> None:
         """Reserve slots and begin to load, or wait for slots."""
         if not self._are_slots_taken and self._lower.may_fetch(sum([len(chain.keys) for chain in plan.chains])):
             needed = waiting.wanted.needed_keys(plan.num_tokens)

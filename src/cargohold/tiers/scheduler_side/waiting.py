@@ -27,7 +27,7 @@ from typing import Final
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.tiers.scheduler_side.fetches import Fetch
-from cargohold.tiers.scheduler_side.plan import Planner, Wanted
+from cargohold.tiers.scheduler_side.plan import FetchPlanner, Wanted
 from cargohold.tiers.scheduler_side.tasks import TierTask
 
 MAX_AGAIN: Final = 3
@@ -104,7 +104,7 @@ class Waiting:
 
     wanted: Wanted
     notes: MutableSequence[str]
-    planner: Planner
+    planner: FetchPlanner
     begun_at: float
     limit_s: float
     timeout_note: str

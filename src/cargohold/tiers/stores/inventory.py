@@ -14,9 +14,9 @@ from obstore.store import ObjectStore
 from cargohold.errors import TierError
 from cargohold.tiers.inventory import (
     PIECE_BYTES,
-    Finding,
     Holding,
     Inventory,
+    Verification,
     check_value,
     in_short,
     noted,
@@ -63,14 +63,14 @@ class ObjectInventory(Inventory):
             found = [self._describe(name, namespace) for name, namespace in self._namespaces("").items()]
         return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
 
-    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Verification]:
         """Fetch and check every object."""
         troubles: list[str] = []
         with _object_errors():
             for chunk in self._namespace(namespace_id).chunks:
                 with noted(troubles, chunk.path):
                     finding = self._check(chunk)
-                    if finding is Finding.DAMAGED and delete:
+                    if finding is Verification.DAMAGED and delete:
                         with noted(troubles, chunk.path):
                             delete_if_there(self._store, chunk.path)
                     if finding is not None:
@@ -107,7 +107,7 @@ class ObjectInventory(Inventory):
             yield chunk
             num_bytes -= chunk.num_bytes
 
-    def _check(self, chunk: StoredObject) -> Finding | None:
+    def _check(self, chunk: StoredObject) -> Verification | None:
         """Verify a chunk; return ``None`` if it was deleted meanwhile. Raises the store's errors."""
         try:
             return check_value(read_pieces(self._store, chunk.path, PIECE_BYTES), chunk.namespace_id, chunk.key)
@@ -116,7 +116,7 @@ class ObjectInventory(Inventory):
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return Finding.DAMAGED  # a bad place on the medium; the other chunks may well be good
+            return Verification.DAMAGED  # a bad place on the medium; the other chunks may well be good
 
     def _namespace(self, namespace_id: str) -> _Namespace:
         return self._namespaces(f"{namespace_id}/").get(namespace_id, _Namespace())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import redis
 
 from cargohold.errors import TierError, one_line
-from cargohold.tiers.inventory import PIECE_BYTES, Finding, Holding, Inventory, check_value, in_short, remarks_on
+from cargohold.tiers.inventory import PIECE_BYTES, Holding, Inventory, Verification, check_value, in_short, remarks_on
 from cargohold.tiers.namespace import MAX_DESCRIPTION_BYTES, as_facts, parse_description
 from cargohold.tiers.stores.redis import PREFIX, answers_understood, is_wrong_type
 
@@ -48,12 +48,12 @@ class RedisInventory(Inventory):
                     count.num_bytes += int(self._client.strlen(name))
             return [self._describe(namespace_id, count) for namespace_id, count in sorted(counts.items())]
 
-    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Finding]:
+    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Verification]:
         """Fetch and check every value."""
         with _redis_errors():
             for name in self._names(f"{namespace_id}:"):
                 finding = check_value(self._pieces(name), namespace_id, _key_of(name))
-                if finding is Finding.DAMAGED:
+                if finding is Verification.DAMAGED:
                     if not self._client.exists(name):
                         continue  # deleted meanwhile, perhaps between two pieces
                     if delete:

@@ -13,7 +13,7 @@ from typing import Final
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import TierError
-from cargohold.integrations.sglang.settings import Settings
+from cargohold.integrations.sglang.settings import BackendSettings
 from cargohold.tiers import BreakerState, JobKind, Namespace, QueueConfig, TierConfig, TierJob, TierQueue, open_tier
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.memory import Buffer
@@ -27,7 +27,7 @@ STORED_AT_ONCE: Final = 256
 _CLEAR_S: Final = 60.0
 
 
-class Place:
+class PoolTier:
     """One tier for the pages of a pool.
 
     Args:
@@ -73,7 +73,7 @@ class Place:
                     raise TierError(tier.name, "not everything could be deleted")
 
 
-class Shelf:
+class PageStore:
     """The pages of one host pool. Any thread may use it, and waits for at most the time that ``settings`` allow.
 
     Args:
@@ -86,12 +86,12 @@ class Shelf:
         ConfigError: a tier cannot be opened; none is left open then.
     """
 
-    def __init__(self, settings: Settings, namespace: Namespace, page_bytes: int, num_shards: int) -> None:
+    def __init__(self, settings: BackendSettings, namespace: Namespace, page_bytes: int, num_shards: int) -> None:
         self._settings = settings
-        self._places: list[Place] = []
+        self._places: list[PoolTier] = []
         with ExitStack() as opened:
             for config in settings.tiers:
-                self._places.append(Place(config, namespace, page_bytes, num_shards))
+                self._places.append(PoolTier(config, namespace, page_bytes, num_shards))
                 opened.callback(self._places[-1].queue.shutdown)
             opened.pop_all()
 
@@ -113,7 +113,7 @@ class Shelf:
         """Load pages, each from the first tier that has it; return which were loaded, verified."""
         deadline = time.monotonic() + timeout_s
 
-        def load_from(place: Place, at: Sequence[int]) -> list[bool]:
+        def load_from(place: PoolTier, at: Sequence[int]) -> list[bool]:
             return place.run(
                 JobKind.LOAD, [keys[index] for index in at], deadline, buffers=[targets[index] for index in at]
             )
@@ -145,7 +145,7 @@ class Shelf:
         for thread in closing:
             thread.join()
 
-    def _from_first(self, num: int, ask: Callable[[Place, Sequence[int]], list[bool]]) -> list[bool]:
+    def _from_first(self, num: int, ask: Callable[[PoolTier, Sequence[int]], list[bool]]) -> list[bool]:
         """Ask each tier for what those before it could not do; ``ask`` gets the indices of that."""
         is_done = [False] * num
         for place in self._places:

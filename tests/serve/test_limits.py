@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cargohold.serve.gate import Hosts
+from cargohold.serve.limits import Hosts
 from cargohold.serve.server import Server, serving
 from cargohold.serve.settings import ServeConfig
 from tests.serve.running import LONG, PATIENCE_S, call, connect, posted, running, wait_until

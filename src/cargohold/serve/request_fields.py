@@ -30,7 +30,7 @@ _decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeError)
 
 
-class Body:
+class RequestFields:
     """The body of a request: fields are decoded when they are asked for, and the others stay as they were sent.
 
     Args:
@@ -98,7 +98,7 @@ class MarkError(ValueError):
         self.param = param
 
 
-def keeping(body: Body, *, is_strict: bool = False) -> list[dict[str, Any]]:
+def keeping(body: RequestFields, *, is_strict: bool = False) -> list[dict[str, Any]]:
     """Hints that keep what a body's fields say will come again. Impossible marks are passed over, or raise ``MarkError``."""
     found = []
     try:
@@ -111,7 +111,7 @@ def keeping(body: Body, *, is_strict: bool = False) -> list[dict[str, Any]]:
     return found
 
 
-def _marked(body: Body) -> list[dict[str, Any]]:
+def _marked(body: RequestFields) -> list[dict[str, Any]]:
     marks = [(part, _ttl_of(mark, where)) for part, mark, where in islice(_marks(body), _MAX_MARKS + 1)]
     if len(marks) > _MAX_MARKS:
         raise MarkError(f"there may be {_MAX_MARKS} marks of cache_control, not more", "cache_control")
@@ -130,7 +130,7 @@ def _ttl_of(mark: object, where: str) -> float:
     return _TTLS_S[ttl]
 
 
-def _marks(body: Body) -> Iterator[tuple[float | None, Any, str]]:
+def _marks(body: RequestFields) -> Iterator[tuple[float | None, Any, str]]:
     """Yield marks, each with the part of the prompt up to it, and where it stands.
 
     Nobody knows yet how many tokens a text has, so the part is estimated from its characters. It is rather too small: whether
@@ -200,7 +200,7 @@ def _sure(block: Any) -> int:
 # --- who asks ---------------------------------------------------------------------------------------------------------
 
 
-def session_of(headers: Mapping[bytes, bytes], body: Body) -> str | None:
+def session_of(headers: Mapping[bytes, bytes], body: RequestFields) -> str | None:
     """The session that a request belongs to, as its client calls it in one of the ways that there are."""
     for name in _SESSION_HEADERS:
         if headers.get(name):
@@ -213,7 +213,7 @@ def session_of(headers: Mapping[bytes, bytes], body: Body) -> str | None:
     return user[:_MAX_ID_CHARS] if isinstance(user, str) and user else None
 
 
-def is_last(headers: Mapping[bytes, bytes], body: Body) -> bool:
+def is_last(headers: Mapping[bytes, bytes], body: RequestFields) -> bool:
     """Whether a request says that its session is over."""
     if headers.get(_FINAL_HEADER, b"").lower() == b"true":
         return True
@@ -222,7 +222,7 @@ def is_last(headers: Mapping[bytes, bytes], body: Body) -> bool:
     return isinstance(action, str) and action in _LAST_ACTIONS
 
 
-def _hint_of_agent(body: Body) -> Mapping[str, Any]:
+def _hint_of_agent(body: RequestFields) -> Mapping[str, Any]:
     """What agents' frameworks say of a session: verl in ``agent_hint``, Dynamo in ``nvext``."""
     if not (body.mentions("agent_hint") or body.mentions("nvext")):
         return {}
@@ -236,14 +236,14 @@ def _hint_of_agent(body: Body) -> Mapping[str, Any]:
     return {"session_id": control.get("session_id"), "session_control": control} if isinstance(control, dict) else {}
 
 
-def first_call(body: Body) -> str | None:
+def first_call(body: RequestFields) -> str | None:
     """The first tool call that a conversation tells the result of: as long as the conversation grows, it is the same."""
     starts = [at for at in map(body.sent.find, _CALL_KEYS) if at >= 0]  # quicker than a pattern where there is none
     found = _CALL.search(body.sent, min(starts)) if starts else None
     return None if found is None else found[1].decode("utf-8", "replace")
 
 
-def may_call(body: Body) -> bool:
+def may_call(body: RequestFields) -> bool:
     """Whether the model is offered tools, so that its turn may end with a call of one."""
     return body.has_items("tools") and body.get("tool_choice") not in ("none", {"type": "none"})
 
@@ -265,7 +265,7 @@ _KEPT_BYTES: Final = 160
 _MAX_IDS: Final = 16
 
 
-class TurnEnd:
+class TurnEndReader:
     """Reads an answer as it passes, and finds out how the turn ended.
 
     Inside a string of JSON, quotation marks are escaped, so what a model says cannot be taken for what the server says. Only

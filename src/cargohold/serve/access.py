@@ -30,7 +30,7 @@ _WITHHELD: Final = ("ec_transfer_params", "request_id", "vllm_xargs")
 """Fields that tenants may not give: engines, ids by which others' answers are found, and a way around the parameters above."""
 
 
-class Client(Protocol):
+class RequestClient(Protocol):
     """Whoever sends a request."""
 
     @property
@@ -48,7 +48,7 @@ class Client(Protocol):
         """What it may ask of connectors, of all that it asks."""
 
 
-class Doors(Protocol):
+class Access(Protocol):
     """Who may ask for what.
 
     Attributes:
@@ -57,7 +57,7 @@ class Doors(Protocol):
 
     serves_pins: bool
 
-    def admit(self, scope: Scope) -> Client:
+    def admit(self, scope: Scope) -> RequestClient:
         """Return who asks; may rewrite the scope's headers. Raises ``ApiError`` if it may not ask this."""
 
 
@@ -99,7 +99,7 @@ class OfTenant:
         return {name: value for name, value in params.items() if name in _TENANT_PARAMS}
 
 
-class VllmDoors:
+class VllmAccess:
     """Doors in front of vLLM's own, which knows keys in ``Authorization: Bearer`` only, and no tenants.
 
     Args:
@@ -111,8 +111,8 @@ class VllmDoors:
     def __init__(self, tenants: Tenants) -> None:
         self._ring = KeyRing((tenant.key, OfTenant(tenant.name, tenants)) for tenant in tenants.known)
 
-    def admit(self, scope: Scope) -> Client:
-        """See ``Doors``."""
+    def admit(self, scope: Scope) -> RequestClient:
+        """See ``Access``."""
         headers = dict(scope["headers"])
         key, own = shown_key(headers), _keys_of_vllm(scope)
         if not self._ring:

@@ -33,7 +33,7 @@ class UnheardError(Exception):
     """A client does not take what it is sent."""
 
 
-class Gate:
+class Limits:
     """Refuses what it can before a byte of the body is read.
 
     Args:
@@ -100,7 +100,7 @@ class Gate:
             raise too_large(self._config.max_body_bytes)
 
 
-class BehindGate:
+class LimitedAccess:
     """What the front is told of who asks, where the gate has let them in."""
 
     serves_pins = False
