@@ -8,7 +8,8 @@ the facts that it wants to hear, keeps its own record of requests, and can be le
     facts       request_new | request_placed | request_asked | request_admitted | request_ended     chunks_used
                 load_ended     chunks_offered | store_begins | store_ended | stores_abandoned
                 step_begins | step_ends     reset     worker_reported
-    questions   must_wait | origins | where_is | worth | may_store | may_reset | offer_again | response_params | worker_message | is_busy
+    questions   must_wait | origins | where_is | worth | may_store | may_reset | offer_again | response_params | worker_message
+                is_busy
 
 Guests are told in the order of the list that the kernel is given: each finds done what those before it do for the same fact.
 """
