@@ -235,7 +235,6 @@ class HoldTime:
         return Deadline(self._clock() + self._hold_s, self._num_steps + HOLD_STEPS)
 
     def has_passed(self, deadline: Deadline) -> bool:
-        """Whether a deadline is over."""
         return self._num_steps >= deadline.steps and self._clock() >= deadline.at
 
 

@@ -88,7 +88,6 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def is_positive_int(value: object) -> TypeGuard[int]:
-    """Whether it is an integer from 1."""
     return is_int(value) and value >= 1
 
 

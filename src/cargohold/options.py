@@ -65,7 +65,6 @@ def require(options: object, key: str, holds: bool, expected: str) -> None:
 
 
 def one_of(*choices: str) -> Reader:
-    """Return the reader of one of these strings."""
     return must(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
 
 
@@ -80,8 +79,6 @@ def checked(check: Reader) -> Reader:
 
 
 def list_of(read_item: Reader) -> Reader:
-    """Return the reader of a list of what ``read_item`` reads."""
-
     def read(key: str, value: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(key, value, "it must be a list")

@@ -82,9 +82,7 @@ class UnitStates(Protocol):
         """Return one state byte per unit in ``[first, end)``, up to the first ``ABSENT`` one, which may be left out."""
         ...
 
-    def window(self, first: int, end: int) -> bytes:
-        """Return one state byte for each unit in ``[first, end)``."""
-        ...
+    def window(self, first: int, end: int) -> bytes: ...
 
 
 class GroupUnits(NamedTuple):

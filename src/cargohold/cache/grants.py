@@ -125,7 +125,6 @@ class Grants:
         return list(dict.fromkeys(grant for key in keys for grant in self.of(key)))
 
     def lease(self, tenant: str | None, name: str | None) -> Grant | None:
-        """Return a tenant's lease of this name."""
         return None if name is None else self._leases.get((tenant, name))
 
     def level_of(self, key: OffloadKey) -> int:

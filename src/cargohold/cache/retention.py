@@ -64,7 +64,6 @@ class Budget(Enum):
 
     @classmethod
     def of(cls, level: int) -> Budget:
-        """Return what a level takes."""
         if level == HELD:
             return cls.PINNED
         return cls.RAISED if level > NORMAL else cls.LOWERED
@@ -122,7 +121,6 @@ class Ends(Generic[Thing]):
             heapify(self._heap)
 
     def forget(self, thing: Thing) -> None:
-        """Let a thing not end any more, if it would have."""
         self._ends.pop(thing, None)
 
     def take_ended(self, now_s: float) -> list[Thing]:

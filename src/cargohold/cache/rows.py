@@ -44,7 +44,6 @@ class RowPlan:
 
     @property
     def is_even(self) -> bool:
-        """Whether each block is one row."""
         return max(self.per_block) == 1
 
     @property
@@ -214,7 +213,6 @@ class RowTable(ChunkTable):
 
     @property
     def num_free_rows(self) -> int:
-        """Number of free rows."""
         return len(self._free_rows)
 
     def add_rows(self, count: int) -> None:
@@ -230,17 +228,14 @@ class RowTable(ChunkTable):
         del self._free_rows[start:]
 
     def publish(self, slots: Sequence[int]) -> None:
-        """See ``ChunkTable.publish``."""
         super().publish(slots)
         self.num_ready_rows += sum(len(self.rows_at[slot]) for slot in slots)
 
     def remove(self, slots: Sequence[int]) -> None:
-        """See ``ChunkTable.remove``."""
         self.num_ready_rows -= sum(len(self.rows_at[slot]) for slot in slots if self.states[slot] == READY)
         super().remove(slots)
 
     def clear(self) -> None:
-        """See ``ChunkTable.clear``."""
         super().clear()
         self.num_ready_rows = 0
 
@@ -283,7 +278,6 @@ class GroupedRowTable(RowTable):
         self._per_chunk = per_chunk
 
     def place(self, keys: Sequence[bytes], slots: Sequence[int], parent: int, owner: int = 0) -> None:
-        """See ``ChunkTable.place``; the chunks get rows."""
         super().place(keys, slots, parent, owner)
         for key, slot in zip(keys, slots, strict=True):
             self.give_rows(slot, self._per_chunk[split_key(key)[1]])

@@ -170,24 +170,24 @@ class Shares(ReplacementPolicy):
 
     # --- the policy ---------------------------------------------------------------------------------------------------
 
-    def admit_all(self) -> None:  # noqa: D102
+    def admit_all(self) -> None:
         for share in self._shares:
             share.policy.admit_all()
 
-    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:  # noqa: D102
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
         last = slots[-1] if slots else NO_SLOT
         for share, part in self._by_share(slots):
             share.policy.touch(part, is_whole=is_whole and part[-1] == last)
 
-    def renew(self, slot: int) -> None:  # noqa: D102
+    def renew(self, slot: int) -> None:
         for share, (own,) in self._by_share([slot]):
             share.policy.renew(own)
 
-    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: D102
+    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:
         owners = self.table.owners
         self._shares[0 if owners is None or slot == NO_SLOT else owners[slot]].policy.end_turn(keys, slot, end)
 
-    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         own, evicted = self._shares[self.tenant], self.table.evicted
         goal = len(evicted) + num_slots
         for share in self._shares:
@@ -206,19 +206,19 @@ class Shares(ReplacementPolicy):
                 spent.add(payer.number)
         return False
 
-    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
         self._shares[self.tenant].policy.add(keys, self._own_parent(parent), slots)
 
-    def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
+    def drop(self, slots: Sequence[int]) -> None:
         for share, part in self._by_share(slots):
             share.policy.drop(part)
 
-    def clear(self) -> None:  # noqa: D102
+    def clear(self) -> None:
         for share in self._shares:
             share.policy.clear()
             share.aside.clear()
 
-    def check(self) -> None:  # noqa: D102
+    def check(self) -> None:
         for share in self._shares:
             share.policy.check()
             hard = share.limits.hard

@@ -104,7 +104,6 @@ class TierManager(OffloadManager):
 
     @property
     def table(self) -> ChunkTable:
-        """The chunks: for inspection."""
         return self._table
 
     @property
@@ -112,64 +111,64 @@ class TierManager(OffloadManager):
         """What hints and quotas add to the policy, if there are any: for inspection."""
         return self._shares
 
-    def admit_all(self) -> None:  # noqa: D102
+    def admit_all(self) -> None:
         self.policy.admit_all()
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
-    def generation(self) -> int:  # noqa: D102
+    def generation(self) -> int:
         return self._generation
 
     @property
-    def num_ready(self) -> int:  # noqa: D102
+    def num_ready(self) -> int:
         return self._table.num_ready
 
     @property
-    def num_writing(self) -> int:  # noqa: D102
+    def num_writing(self) -> int:
         return self._table.num_writing
 
     @property
-    def num_removed(self) -> int:  # noqa: D102
+    def num_removed(self) -> int:
         return self._num_removed
 
     @property
-    def num_leaving(self) -> int:  # noqa: D102
+    def num_leaving(self) -> int:
         return self._table.num_leaving
 
     @property
-    def num_pins(self) -> int:  # noqa: D102
+    def num_pins(self) -> int:
         return self._num_pins
 
     @property
-    def num_free(self) -> int:  # noqa: D102
+    def num_free(self) -> int:
         return self._table.num_free
 
     @property
-    def num_obtainable(self) -> int:  # noqa: D102
+    def num_obtainable(self) -> int:
         pins = self._table.pins
         return max(0, self.capacity - len(pins) + pins.count(0))
 
     @property
-    def fill(self) -> tuple[int, int]:  # noqa: D102
+    def fill(self) -> tuple[int, int]:
         rows = self._rows
         return (self.num_ready, self.capacity) if rows is None else (rows.num_ready_rows, rows.num_rows)
 
     @property
-    def takes_hints(self) -> bool:  # noqa: D102
+    def takes_hints(self) -> bool:
         return self._shares is not None or isinstance(self.policy, RunsPolicy)
 
     @property
-    def quotas(self) -> Mapping[str, Limits]:  # noqa: D102
+    def quotas(self) -> Mapping[str, Limits]:
         return self._quotas
 
-    def usage(self) -> Mapping[str, int]:  # noqa: D102
+    def usage(self) -> Mapping[str, int]:
         return self._shares.usage() if self._table.used and self._shares is not None else {}
 
-    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+    def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
         return _READY * len(self._table.find_run(list(keys)))
 
-    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:  # noqa: D102
+    def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
         run = _READY * len(self._table.find_run(list(keys)))
         if len(run) == len(keys):
             return run
@@ -180,7 +179,7 @@ class TierManager(OffloadManager):
         is_ready = (slot is not None and states[slot] == chunk_table.READY for slot in rest)
         return run + bytes([READY if ready else ABSENT for ready in is_ready])
 
-    def check(self) -> None:  # noqa: D102
+    def check(self) -> None:
         self._table.check()
         self.policy.check()
         assert not self._table.evicted, "evicted chunks were not announced"
@@ -190,7 +189,7 @@ class TierManager(OffloadManager):
 
     # --- use ----------------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[OffloadKey]) -> int:  # noqa: D102
+    def touch(self, keys: Sequence[OffloadKey]) -> int:
         keys = list(keys)
         slots = self._table.find_run(keys)
         num_ready, is_whole = len(slots), len(slots) == len(keys)
@@ -201,18 +200,18 @@ class TierManager(OffloadManager):
         self.policy.touch(slots, is_whole=is_whole)
         return num_ready
 
-    def renew(self, ends: Iterable[OffloadKey]) -> None:  # noqa: D102
+    def renew(self, ends: Iterable[OffloadKey]) -> None:
         for key in ends:
             slot = self._table.find(key)
             if slot != NO_SLOT and self._table.states[slot] == chunk_table.READY:
                 self.policy.renew(slot)
 
-    def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:  # noqa: D102
+    def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:
         if keys and end is not TurnEnd.UNKNOWN:
             found = (slot for key in reversed(keys) if (slot := self._table.find(key)) != NO_SLOT)
             self.policy.end_turn(keys, next(found, NO_SLOT), end)
 
-    def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:  # noqa: D102
+    def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:
         table = self._table
         slots = [slot for slot in table.find_each(keys) if slot is not None and table.states[slot] == chunk_table.READY]
         if self._shares is not None:
@@ -227,7 +226,7 @@ class TierManager(OffloadManager):
         self._remove(victims[::-1])
         return len(victims)
 
-    def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:  # noqa: D102
+    def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:
         if self._shares is None:
             if not isinstance(self.policy, RunsPolicy):
                 return 0
@@ -239,7 +238,7 @@ class TierManager(OffloadManager):
         self._shares.rank(slots, level)
         return len(slots)
 
-    def others(self, keys: Sequence[OffloadKey], tenant: str | None) -> list[OffloadKey]:  # noqa: D102
+    def others(self, keys: Sequence[OffloadKey], tenant: str | None) -> list[OffloadKey]:
         shares, owners = self._shares, self._table.owners
         if shares is None or owners is None:
             return []
@@ -247,7 +246,7 @@ class TierManager(OffloadManager):
         slots = self._table.find_each(keys)
         return [key for key, slot in zip(keys, slots, strict=True) if slot is not None and owners[slot] != own]
 
-    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:  # noqa: D102
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
         keys = list(keys)
         slots = self._table.find_run(keys)
         if len(slots) < len(keys):
@@ -260,7 +259,7 @@ class TierManager(OffloadManager):
         self._num_pins += len(keys)
         return handle
 
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:  # noqa: D102
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
         are_apart = _are_apart(offers)
         is_limited = self._shares is not None and self._shares.has_hard_limits
         handle = self._fill_free(offers) if are_apart and not is_limited else None
@@ -271,7 +270,7 @@ class TierManager(OffloadManager):
         self._writing.add(handle)
         return handle
 
-    def remove(self, keys: Iterable[OffloadKey]) -> None:  # noqa: D102
+    def remove(self, keys: Iterable[OffloadKey]) -> None:
         keys = list(dict.fromkeys(keys))
         slots = self._table.find_each(keys)
         for key, slot in zip(keys, slots, strict=True):
@@ -279,7 +278,7 @@ class TierManager(OffloadManager):
                 raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_stores",))
         self._remove([slot for slot in slots if slot is not None])
 
-    def reset(self) -> bool:  # noqa: D102
+    def reset(self) -> bool:
         if self.num_writing:
             return False
         self.policy.clear()
@@ -289,7 +288,7 @@ class TierManager(OffloadManager):
         self._note_removed(keys)
         return True
 
-    def take_events(self) -> list[ManagerEvent]:  # noqa: D102
+    def take_events(self) -> list[ManagerEvent]:
         events = self._events or []
         if events:
             self._events = []

@@ -199,7 +199,6 @@ def _restored(metrics: RequestMetrics) -> str:
 
 
 def progress() -> Progress:
-    """A progress bar on standard error."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description:20}"),

@@ -113,7 +113,6 @@ def remarks(asked: Namespace) -> list[str]:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; ``None`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

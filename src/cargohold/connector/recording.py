@@ -127,17 +127,17 @@ class RecordingScheduler(ForwardingScheduler):
         self._last_ms = 0.0
         self._seen: dict[str, _Seen] = {}
 
-    def on_new_request(self, request: RequestView) -> None:  # noqa: D102
+    def on_new_request(self, request: RequestView) -> None:
         self.inner.on_new_request(request)
         self._seen[request.request_id] = _Seen()
 
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: D102
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         seen = self._seen.get(request.request_id)
         if seen is not None:
             seen.device_tokens = num_computed_tokens
         return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:  # noqa: D102
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         seen = self._seen.get(request.request_id)
         if seen is not None and seen.admitted_ms is None:
             seen.admitted_ms = self._next_ms()
@@ -146,17 +146,17 @@ class RecordingScheduler(ForwardingScheduler):
                 seen.loading = tuple(tuple(table) for table in blocks)
         self.inner.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: D102
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._take_back(connector_output)
         self.inner.update_connector_output(connector_output)
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:  # noqa: D102
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         seen = self._seen.pop(request.request_id, None)
         if seen is not None and seen.admitted_ms is not None:
             self._file.write(self._line(request, seen, seen.admitted_ms))
         return self.inner.request_finished(request, block_ids)
 
-    def shutdown(self) -> None:  # noqa: D102
+    def shutdown(self) -> None:
         self._file.close()
         self.inner.shutdown()
 

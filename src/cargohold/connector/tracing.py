@@ -201,16 +201,16 @@ class TracingScheduler(ForwardingScheduler):
         self._spans = spans
         self._close = close
 
-    def on_new_request(self, request: RequestView) -> None:  # noqa: D102
+    def on_new_request(self, request: RequestView) -> None:
         super().on_new_request(request)
         self._spans.begin(request)
 
-    def explain(self, request_id: str) -> CacheReport:  # noqa: D102
+    def explain(self, request_id: str) -> CacheReport:
         report = super().explain(request_id)
         self._spans.end(request_id, report)
         return report
 
-    def shutdown(self) -> None:  # noqa: D102
+    def shutdown(self) -> None:
         super().shutdown()
         self._close()
 

@@ -170,7 +170,6 @@ class InlineExecutor:
         self._is_shut_down = False
 
     def execute(self, step: SchedulerStep) -> StepOutput:
-        """Run one step."""
         return merge_outputs(self._aggregator, [self._worker.execute(step)])
 
     def shutdown(self) -> None:

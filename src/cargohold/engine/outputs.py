@@ -121,7 +121,6 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether the text has reached a stop string."""
         return self.stop_string is not None
 
     def push(self, token_id: int) -> bool:
@@ -139,7 +138,6 @@ class TextStream:
 
     @property
     def released(self) -> str:
-        """All text that was released so far."""
         return self.text[: self._num_released]
 
     def release(self, *, finished: bool) -> str:

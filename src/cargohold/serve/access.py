@@ -69,11 +69,9 @@ class Anybody:
     withheld: Sequence[str] = ()
 
     def salt(self, cache_salt: str | None) -> str | None:
-        """Its own."""
         return cache_salt
 
     def allowed(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All of it."""
         return dict(params)
 
 

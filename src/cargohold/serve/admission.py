@@ -135,7 +135,6 @@ class RequestAdmission:
         self.state = State.DRAINING
 
     def note_end(self, error: EngineDeadError) -> None:
-        """Note that the engine has ended."""
         if self.state is State.SERVING:
             self.end, self.state = error, State.STOPPED
         self.has_changed.set()
@@ -273,7 +272,6 @@ class LogLines(logging.Handler):
         self._lines: deque[dict[str, Any]] = deque(maxlen=_MAX_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Remember a line."""
         with suppress(TypeError, ValueError):  # a line that cannot be written is none
             self._lines.append({"time": record.created, "level": record.levelname, "text": record.getMessage()})
 
@@ -374,7 +372,6 @@ class ServerContext:
 
 
 def context_of(request: Request) -> ServerContext:
-    """What this request is served with."""
     context: ServerContext = request.app.state.context
     return context
 

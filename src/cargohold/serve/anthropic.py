@@ -219,7 +219,6 @@ class _BlockEvents:
         self._is_in_text = False
 
     def write(self, parts: Sequence[Part]) -> bytes:
-        """The events that say these parts."""
         return b"".join(event for part in parts for event in self._events(part))
 
     def end(self) -> bytes:

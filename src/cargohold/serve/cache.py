@@ -98,7 +98,6 @@ class PrefixBody(BaseModel):
 
     @property
     def has_prompt(self) -> bool:
-        """Whether it names one."""
         return self.prompt is not None or self.messages is not None
 
     def tokens(self, llm: AsyncLLM, most: int) -> list[int]:

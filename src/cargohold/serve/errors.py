@@ -89,7 +89,6 @@ def error_response(path: str, error: ApiError) -> Response:
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Anything as JSON."""
     return Response(_encode(body), status, headers, "application/json")
 
 

@@ -106,7 +106,6 @@ class LimitedAccess:
     serves_pins = False
 
     def admit(self, scope: Scope) -> Client:
-        """The client that the gate has found."""
         client: Client = scope["state"]["client"]
         return client
 
@@ -277,7 +276,6 @@ class GuardedConnection(H11Protocol):
             min(idle, key=lambda one: (one.has_asked, one.idle_since)).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what has come."""
         super().data_received(data)
         self._watch()
 
@@ -306,5 +304,4 @@ class GuardedConnection(H11Protocol):
 
 
 def connections(limits: ServeConfig) -> Any:
-    """What uvicorn makes connections with."""
     return partial(GuardedConnection, limits=limits)

@@ -315,7 +315,6 @@ class Scrape:
         return cls(at, samples, max(1, len(replicas)))
 
     def of(self, family: Family) -> Mapping[Labels, float]:
-        """Return the values of a family by their labels."""
         return self.samples.get(family.sample, {})
 
     def by(self, family: Family, label: str) -> dict[str, float]:

@@ -51,7 +51,6 @@ class RequestFields:
 
     @property
     def names(self) -> Collection[str]:
-        """The fields that it has."""
         return self._fields
 
     def get(self, name: str) -> Any:
@@ -70,7 +69,6 @@ class RequestFields:
         self.has_changed = self.has_changed or before is not None or value is not None
 
     def encode(self) -> bytes:
-        """The body as it is now."""
         return msgspec.json.encode(self._fields)
 
     def has_items(self, name: str) -> bool:

@@ -56,7 +56,6 @@ def text_in(parts: Iterable[Part]) -> str:
 
 
 def calls_in(parts: Iterable[Part]) -> list[ToolCall]:
-    """The calls in an answer."""
     return [part for part in parts if isinstance(part, ToolCall)]
 
 

@@ -150,11 +150,9 @@ class Header:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether the payload is encrypted."""
         return bool(self.nonce)
 
     def pack(self) -> bytes:
-        """Return the header as 256 bytes."""
         assert len(self.key) <= MAX_KEY_BYTES and len(self.parent) <= MAX_KEY_BYTES
         fields = _FIELDS.pack(
             MAGIC,

@@ -80,7 +80,6 @@ class TierHealth:
     is_off: bool = False
 
     def of(self, access: Access) -> BreakerState:
-        """The state of one way of access."""
         return {Access.LOOK_UP: self.look_up, Access.LOAD: self.load, Access.WRITE: self.write}[access]
 
     @property
@@ -195,7 +194,6 @@ class MediumHealth:
         self._failed_trials = SparingLog(logger)
 
     def state_of(self, kind: JobKind) -> BreakerState:
-        """The state of the access that a job of this kind is."""
         return self._breakers[ACCESS_OF[kind]].state
 
     def report(self) -> TierHealth:

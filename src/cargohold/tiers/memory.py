@@ -94,7 +94,6 @@ class Pieces:
         self._num_bytes = sum(len(view) for view in views)
 
     def __len__(self) -> int:
-        """Bytes of all pieces."""
         return self._num_bytes
 
     def fill(self, source: memoryview) -> None:
@@ -178,7 +177,6 @@ class HostMemory:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row."""
         return int(self.rows.shape[1])
 
 

@@ -43,39 +43,39 @@ class WrappedTier(Tier):
         del operation, num_bytes
         return run()
 
-    def begin(self) -> None:  # noqa: D102  # the port says what these do
+    def begin(self) -> None:
         self.inner.begin()
 
-    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:  # noqa: D102
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self.call("probe", 0, lambda: self.inner.probe(keys))
 
-    def store(  # noqa: D102
+    def store(
         self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
     ) -> StoreOutcome:
         return self.call("store", len(payload), lambda: self.inner.store(key, payload, parent, note))
 
-    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:  # noqa: D102
+    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
         return self.call("load", len(into), lambda: self.inner.load(key, into))
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
         self.call("touch", 0, lambda: self.inner.touch(keys))
 
-    def remove(self, keys: Sequence[OffloadKey]) -> None:  # noqa: D102
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
         self.call("remove", 0, lambda: self.inner.remove(keys))
 
-    def rank(self, keys: Sequence[OffloadKey], retentions: Sequence[Retention]) -> None:  # noqa: D102
+    def rank(self, keys: Sequence[OffloadKey], retentions: Sequence[Retention]) -> None:
         self.call("rank", 0, lambda: self.inner.rank(keys, retentions))
 
-    def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:  # noqa: D102
+    def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:
         return self.call("list_chunks", 0, lambda: self.inner.list_chunks(cursor, limit, with_details=with_details))
 
-    def take_losses(self) -> Losses:  # noqa: D102
+    def take_losses(self) -> Losses:
         return self.inner.take_losses()
 
-    def usage(self) -> TierUsage:  # noqa: D102
+    def usage(self) -> TierUsage:
         return self.inner.usage()
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self.inner.close()
 
 
@@ -176,7 +176,6 @@ class MemoryTier(Tier):
         self._chunks: dict[OffloadKey, bytes] = {}
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return whether each chunk is there."""
         with self._lock:
             return [key in self._chunks for key in keys]
 
@@ -206,13 +205,11 @@ class MemoryTier(Tier):
         """Do nothing: this tier never evicts."""
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove chunks."""
         with self._lock:
             for key in keys:
                 self._chunks.pop(key, None)
 
     def usage(self) -> TierUsage:
-        """Return how full the tier is."""
         with self._lock:
             num_bytes = sum(map(len, self._chunks.values()))
             return TierUsage(len(self._chunks), num_bytes, self._max_chunks * self.chunk_bytes)
@@ -256,7 +253,6 @@ class NullTier(Tier):
         """Do nothing: no chunk is there."""
 
     def usage(self) -> TierUsage:
-        """Return that the tier is empty."""
         return TierUsage(0, 0, 0)
 
     def close(self) -> None:

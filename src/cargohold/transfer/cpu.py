@@ -123,7 +123,6 @@ class CpuTransferWorker(TransferWorker):
             return self._changed.wait_for(lambda: not any(self._queues.values()), timeout=within_s)
 
     def shutdown(self) -> None:
-        """Let the running job end and abandon the others."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

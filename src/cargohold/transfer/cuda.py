@@ -79,7 +79,6 @@ class DirectCopies(BlockCopies):
         self._region = region
 
     def enqueue(self, direction: Direction, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """Hand the blocks to the link as they are."""
         self.link.copy(direction, self._region, block_ids, rows)
 
 
@@ -129,7 +128,6 @@ class ViewCopies(BlockCopies):
         self._span = span
 
     def enqueue(self, direction: Direction, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """Enqueue the copies of each view."""
         by_view: dict[int, tuple[list[int], list[int]]] = {}
         for number, row in zip(block_ids, rows, strict=True):
             view, block_id = divmod(number, self._span)

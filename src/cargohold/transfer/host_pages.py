@@ -196,7 +196,6 @@ def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None
 
 
 def unlock_pages(address: int) -> None:
-    """Unlock the pages that were locked from this address on."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 

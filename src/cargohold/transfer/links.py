@@ -64,7 +64,6 @@ class Link(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return int(self._rows.shape[1])
 
     @abstractmethod
@@ -88,7 +87,6 @@ class RunLink(Link):
     name = "runs"
 
     def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
-        """See ``Link.copy``."""
         for device_row, row, length in consecutive_runs(device_rows, rows, len(rows)):
             at = device_row
             for first, part, is_locked in self._locks.parts(row, length):
@@ -118,7 +116,6 @@ class BatchLink(Link):
         self._otherwise = otherwise
 
     def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
-        """See ``Link.copy``."""
         if not self._locks.all_locked(rows):
             self._otherwise.copy(direction, device, device_rows, rows)
             return
@@ -159,7 +156,6 @@ class KernelLink(Link):
         self._otherwise = otherwise
 
     def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
-        """See ``Link.copy``."""
         if not self._locks.all_locked(rows):
             self._otherwise.copy(direction, device, device_rows, rows)
             return

@@ -43,7 +43,7 @@ class ARCPolicy(RunsPolicy):
         self._orders = Order[int](), Order[int]()
         self._ghosts = Ghosts(table.capacity)
 
-    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:  # noqa: D102
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
         if slots:
             num_once = self._num_once(slots)
             self._sizes[_ONCE] -= num_once
@@ -51,11 +51,11 @@ class ARCPolicy(RunsPolicy):
             self._now += len(slots)
             self.runs.move(slots, self._orders[_OFTEN], self._now, _OFTEN)
 
-    def renew(self, slot: int) -> None:  # noqa: D102
+    def renew(self, slot: int) -> None:
         self._now += 1
         self.runs.renew(slot, self._now, self.home)
 
-    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         self._refresh(parent)
         balance = self._balance(num_free=len(keys) - num_slots)
         wanted = balance.admit(self._ghosts.find(keys))
@@ -64,13 +64,13 @@ class ARCPolicy(RunsPolicy):
         self._give_up(wanted, balance)
         return False
 
-    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: D102
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:
         ghosts = self._ghosts.find(list(chain.from_iterable([keys for keys, _ in newcomers])))
         if ghosts.count(None) == len(ghosts):  # each ghost moves the target, which decides on the next victims
             balance = self._balance(num_free=len(ghosts) - num_slots)
             self._give_up(balance.admit(ghosts), balance)
 
-    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
         keys = keys if len(slots) == len(keys) else keys[: len(slots)]
         ghosts = self._ghosts.find(keys)
         self._settle_target(keys, ghosts)
@@ -88,29 +88,29 @@ class ARCPolicy(RunsPolicy):
         self._ghosts.drop_oldest(_ONCE, self._sizes[_ONCE] + self._ghosts.sizes[_ONCE] - self.table.capacity)
         self._ghosts.drop_oldest(_OFTEN, sum(self._sizes) + sum(self._ghosts.sizes) - 2 * self.table.capacity)
 
-    def give_up(self, num_chunks: int) -> None:  # noqa: D102
+    def give_up(self, num_chunks: int) -> None:
         balance = self._balance(num_free=0)
         self._give_up(balance.admit([None] * num_chunks), balance)
 
-    def home(self, run: Run[int]) -> Order[int]:  # noqa: D102
+    def home(self, run: Run[int]) -> Order[int]:
         return self._orders[run.kind]
 
-    def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:  # noqa: D102
+    def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:
         for run, slots in victims:
             self._sizes[run.kind] -= len(slots)
 
-    def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
+    def drop(self, slots: Sequence[int]) -> None:
         num_once = self._num_once(slots)
         self._sizes[_ONCE] -= num_once
         self._sizes[_OFTEN] -= len(slots) - num_once
         self.runs.drop(slots)
 
-    def clear(self) -> None:  # noqa: D102
+    def clear(self) -> None:
         self._sizes = [0, 0]
         self._orders = Order(), Order()
         self.runs.clear()
 
-    def check(self) -> None:  # noqa: D102
+    def check(self) -> None:
         self.runs.check()
         used = self.own_slots()
         num_once = self._num_once(used)

@@ -90,10 +90,10 @@ class ReuseIndexPolicy(RunsPolicy):
         # By their first key, the chunks for which room was made last: they come in next.
         self._met: dict[bytes, _Met] = {}
 
-    def admit_all(self) -> None:  # noqa: D102
+    def admit_all(self) -> None:
         self._admits_all = True
 
-    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:  # noqa: D102
+    def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
         if not slots:
             return
         for kind, part in self._kinds_of_used(slots, is_whole=is_whole):
@@ -105,7 +105,7 @@ class ReuseIndexPolicy(RunsPolicy):
             self._model.observe_each([tags[slot] for slot in sampled], classes, self._now)
         self._now += len(slots)
 
-    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: D102
+    def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:
         added = ADDED_BY_END[end]
         self._model.note_end(list(map(crc32, keys)), added // NUM_CLASSES)
         for run in self.runs.before(slot):
@@ -114,10 +114,10 @@ class ReuseIndexPolicy(RunsPolicy):
             kind = run.kind + added
             self.runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
 
-    def renew(self, slot: int) -> None:  # noqa: D102
+    def renew(self, slot: int) -> None:
         self.runs.renew(slot, self._now, self._cell_of)
 
-    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:  # noqa: D102
+    def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         if self._model.fit(self._now):
             self._use_index()
         if keys[0] not in self._met:
@@ -129,7 +129,7 @@ class ReuseIndexPolicy(RunsPolicy):
                 return is_refused
         return False
 
-    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: D102
+    def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:
         if self._model.fit(self._now):
             self._use_index()
         self._age_if_due()
@@ -137,16 +137,16 @@ class ReuseIndexPolicy(RunsPolicy):
         kinds = self._meet_each(newcomers)
         self._evict(num_slots, min([self._worth(kind) for kind in set(kinds)]))
 
-    def give_up(self, num_chunks: int) -> None:  # noqa: D102
+    def give_up(self, num_chunks: int) -> None:
         self._evict(num_chunks, float("inf"))
 
-    def home(self, run: Run[int]) -> Order[int]:  # noqa: D102
+    def home(self, run: Run[int]) -> Order[int]:
         return self._cell_of(run)
 
-    def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:  # noqa: D102
+    def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:
         self._remember(victims)
 
-    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:  # noqa: D102
+    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
         _, tags, kinds = self._meet(keys, parent)
         del self._met[keys[0]]
         if parent != NO_SLOT:
@@ -165,15 +165,15 @@ class ReuseIndexPolicy(RunsPolicy):
         self._now += len(tags)
         self._age_if_due()
 
-    def drop(self, slots: Sequence[int]) -> None:  # noqa: D102
+    def drop(self, slots: Sequence[int]) -> None:
         self.runs.drop(slots)
 
-    def clear(self) -> None:  # noqa: D102
+    def clear(self) -> None:
         self._cells.clear()
         self._queue.clear()
         self.runs.clear()
 
-    def check(self) -> None:  # noqa: D102
+    def check(self) -> None:
         self.runs.check()
         cells = {number for number, cell in self._cells.items() if cell.oldest is not None}
         queued = [number for _, number in self._queue]

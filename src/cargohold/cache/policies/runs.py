@@ -80,7 +80,6 @@ class Order(Generic[Entry]):
 
     @property
     def oldest(self) -> Run[Entry] | None:
-        """The oldest run."""
         run = self.end.newer
         return None if run is self.end else run
 

@@ -166,7 +166,6 @@ class KVCacheManager:
         return tuple(BlockTable(group) for group in self.layout.groups) if tables is None else tables
 
     def holds_blocks(self, request: Request) -> bool:
-        """Whether the request has block tables."""
         return request.request_id in self._tables
 
     def find_local_hit(self, request: Request) -> LocalHit:
@@ -256,7 +255,6 @@ class KVCacheManager:
             self.pool.free_blocks(table.held_blocks())
 
     def requests_using(self, block_ids: frozenset[int]) -> list[str]:
-        """Ids of the requests that have one of these blocks in a table."""
         return [
             request_id
             for request_id, tables in self._tables.items()

@@ -244,7 +244,6 @@ class Request:
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """The generated tokens."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
@@ -268,7 +267,6 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
         return self.status is RequestStatus.FINISHED
 
     def note_starved(self) -> None:
@@ -366,7 +364,6 @@ class SchedulerStep(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
         return sum([share.num_scheduled_tokens for share in self.scheduled])
 
 

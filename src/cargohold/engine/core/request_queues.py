@@ -78,7 +78,6 @@ class RunningRequests:
         return len(self._requests)
 
     def add(self, request: Request) -> None:
-        """Let ``request`` run."""
         request.status = RequestStatus.RUNNING
         insort(self._requests, request, key=self._urgency)
 
@@ -133,7 +132,6 @@ class TransferTable:
 
     @property
     def num_loads(self) -> int:
-        """Loads in flight."""
         return len(self._loads)
 
     @property
@@ -229,11 +227,9 @@ class RequestQueues:
         return len(self._requests)
 
     def ids(self) -> list[str]:
-        """Ids of the requests that have not ended."""
         return list(self._requests)
 
     def get(self, request_id: str) -> Request | None:
-        """A request that has not ended."""
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:

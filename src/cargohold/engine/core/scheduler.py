@@ -38,11 +38,9 @@ class EngineContext:
         self._waiting = waiting
 
     def get_block(self, block_id: int) -> KVCacheBlock:
-        """The block with that id."""
         return self._kv.pool.get_block(block_id)
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:
-        """Take one reference on each."""
         self._kv.pool.touch_ids(block_ids)
 
     def free_ids(self, block_ids: Sequence[int]) -> None:
@@ -50,7 +48,6 @@ class EngineContext:
         self._kv.pool.free_ids(block_ids)
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
-        """Take one reference on each."""
         self._kv.pool.touch(blocks)
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
@@ -203,7 +200,6 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queues.waiting)
 
     @property

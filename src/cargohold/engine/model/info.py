@@ -62,7 +62,6 @@ class KVGeometry:
         return min(len(layers) for layers in self._layers_by_kind().values())
 
     def block_bytes(self, block_tokens: int, dtype_bytes: int, num_shards: int = 1) -> int:
-        """Bytes of one block on one of ``num_shards`` workers."""
         heads = self.heads_per_shard(num_shards)
         return self.layers_per_group * 2 * block_tokens * heads * self.head_dim * dtype_bytes
 

@@ -35,7 +35,6 @@ class TextBounds:
 
     @classmethod
     def of(cls, tokenizer: RustTokenizer) -> Self:
-        """The bounds of a tokenizer."""
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         added = tokenizer.get_added_tokens_decoder().values()
         normalizer, pre_tokenizer = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)

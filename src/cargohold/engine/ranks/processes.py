@@ -103,7 +103,6 @@ class Channel:
         return self._read(length, deadline)
 
     def close(self) -> None:
-        """Close this end."""
         self._socket.close()
 
     def _read(self, length: int, deadline: float | None) -> bytes:

@@ -63,7 +63,6 @@ class RankWorker:
         self._worker = Worker(runner, connector)
 
     def execute(self, step: bytes) -> bytes:
-        """Run one step."""
         return self._codec.encode_output(self._worker.execute(self._codec.decode_step(step)))
 
     def shutdown(self) -> None:

@@ -88,7 +88,6 @@ class StepCodec:
         return cls(worker_metadata_type=connector.worker_metadata_type)
 
     def encode_step(self, step: SchedulerStep) -> bytes:
-        """A step as bytes."""
         metadata = step.connector_metadata
         raw, undelivered = (None, None) if isinstance(metadata, EmptyMetadata) else self._carry(metadata)
         return self._encoder.encode(
@@ -117,7 +116,6 @@ class StepCodec:
         )
 
     def encode_output(self, output: StepOutput) -> bytes:
-        """An output as bytes."""
         try:
             return self._encode_output(output)
         except Exception as error:  # noqa: BLE001  # a third party's numbers and names: whatever making bytes of them raises

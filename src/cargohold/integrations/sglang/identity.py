@@ -145,7 +145,6 @@ def _served(path: str, revision: str | None) -> ServedModel:
 
 
 def _listed(variable: str) -> list[str]:
-    """Return what an environment variable names."""
     return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 

@@ -45,7 +45,6 @@ class Pages(ABC):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pages of the pool."""
         return max(1, int(self.pool.size) // self.num_tokens) * self.num_bytes
 
     def describe(self) -> str:

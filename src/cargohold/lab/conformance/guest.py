@@ -30,7 +30,6 @@ class GuestConformance(ConnectorConformance):
         """The guest as options name it: ``MODULE:CLASS``."""
 
     def factory(self) -> KVConnectorFactory:
-        """An offloading connector with the guest."""
         return OffloadingFactory(OffloadConfig(host_bytes=64 * _NUM_SLOTS, guests=[self.guest()]))
 
     def test_it_hears_something(self) -> None:

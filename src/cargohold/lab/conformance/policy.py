@@ -158,27 +158,22 @@ class StrictPolicy(ReplacementPolicy):
         self._inner = inner
 
     def admit_all(self) -> None:
-        """Pass on."""
         self._inner.admit_all()
 
     def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
-        """Pass on."""
         before = list(slots)
         self._inner.touch(slots, is_whole=is_whole)
         assert list(slots) == before, "touch changed its argument"
 
     def renew(self, slot: int) -> None:
-        """Pass on."""
         self._inner.renew(slot)
 
     def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:
-        """Pass on."""
         before = list(keys)
         self._inner.end_turn(keys, slot, end)
         assert list(keys) == before, "end_turn changed its argument"
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
-        """Pass on, and check what was evicted."""
         table, num_free = self.table, self.table.num_free
         with self._evicts_rightly([parent], num_slots):
             refused: object = self._inner.make_room(keys, parent, num_slots)  # whatever an untyped policy answers
@@ -189,24 +184,19 @@ class StrictPolicy(ReplacementPolicy):
         return refused
 
     def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:
-        """Pass on, and check what was evicted."""
         with self._evicts_rightly([parent for _, parent in newcomers], num_slots):
             self._inner.make_room_ahead(newcomers, num_slots)
 
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
-        """Pass on."""
         self._inner.add(keys, parent, slots)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Pass on."""
         self._inner.drop(slots)
 
     def clear(self) -> None:
-        """Pass on."""
         self._inner.clear()
 
     def check(self) -> None:
-        """Pass on to the policy's own check."""
         try:
             self._inner.check()
         except AssertionError as error:

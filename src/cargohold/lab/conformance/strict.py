@@ -53,7 +53,6 @@ class EarlyView:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
         return self._request.request_id
 
     @property
@@ -71,7 +70,6 @@ class EarlyView:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """The tokens that are known."""
         return self._request.all_token_ids[: self.num_tokens]
 
     @property
@@ -81,7 +79,6 @@ class EarlyView:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The request's adapter."""
         return self._request.adapter
 
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
@@ -90,12 +87,10 @@ class EarlyView:
 
     @property
     def salt(self) -> str | None:
-        """The salt."""
         return self._request.salt
 
     @property
     def tenant(self) -> str | None:
-        """The request's own."""
         return self._request.tenant
 
     @property
@@ -105,7 +100,6 @@ class EarlyView:
 
     @property
     def turn_end(self) -> TurnEnd:
-        """How it ended."""
         return self._request.turn_end
 
 
@@ -116,7 +110,6 @@ class EarlyViews:
         self._views: dict[str, EarlyView] = {}
 
     def of(self, request: RequestView) -> RequestView:
-        """The view of a request, made on the first call."""
         assert isinstance(request, Request)
         return self._views.setdefault(request.request_id, EarlyView(request))
 
@@ -156,10 +149,9 @@ class StrictScheduler(ForwardingScheduler):
         super().bind_scheduler_context(cast("SchedulerContext", _ReadOnlyInLookUps(context, self._reading)))
 
     def on_new_request(self, request: RequestView) -> None:
-        """Pass on."""
         super().on_new_request(self._shown(request))
 
-    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:  # noqa: D102
+    def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
         return self.inner.on_hints(self._shown(request) if request.request_id else request, hints)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -188,17 +180,14 @@ class StrictScheduler(ForwardingScheduler):
             return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Pass on."""
         self._before = None
         super().update_state_after_alloc(self._shown(request), blocks, num_external_tokens)
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """Pass on."""
         self._before = None
         return super().request_finished(self._shown(request), block_ids)
 
     def explain(self, request_id: str) -> CacheReport:
-        """Pass on."""
         if self._views is not None:
             self._views.forget(request_id)
         return super().explain(request_id)
@@ -257,11 +246,9 @@ class StrictFactory:
         self._plans_early = plans_early
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
-        """A strict scheduler side."""
         return StrictScheduler(self._inner.make_scheduler_side(environment), plans_early=self._plans_early)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
-        """The worker side itself."""
         return self._inner.make_worker_side(environment)
 
 
@@ -278,7 +265,6 @@ class CodedExecutor(SimulatedExecutor):
         self._steps = [StepCodec(side.metadata_type) for side in engine.worker_sides]
 
     def execute(self, step: SchedulerStep) -> StepOutput:
-        """Run one step."""
         data = self._outputs.encode_step(step)
         outputs = [
             self._through_bytes(worker, codec, data) for worker, codec in zip(self.workers, self._steps, strict=True)
@@ -342,14 +328,12 @@ class SpoilingScheduler(KVConnectorScheduler):
         return (self._num_tokens if promised < request.num_tokens else 0), False
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Note which blocks are to be spoiled."""
         start = self._computed.pop(request.request_id, 0)
         for group in self._groups:
             first, end = (tokens // group.block_tokens for tokens in (start, start + num_external_tokens))
             self._blocks += [(group.index, block_id) for block_id in blocks[group.index][first:end]]
 
     def build_connector_meta(self, step: StepView) -> Spoils:
-        """The blocks that the workers must spoil in this step."""
         blocks, self._blocks = tuple(self._blocks), []
         return Spoils(blocks)
 
@@ -369,11 +353,9 @@ class SpoilingWorker(KVConnectorWorker):
         self._spoils = Spoils()
 
     def register_kv_caches(self, kv_caches: Sequence[Sequence[Any]]) -> None:
-        """Keep the regions."""
         self._regions = kv_caches
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Note what to spoil in this step."""
         self._spoils = connector_metadata if isinstance(connector_metadata, Spoils) else Spoils()
 
     def start_load_kv(self) -> None:
@@ -398,7 +380,6 @@ class SpoilingWorker(KVConnectorWorker):
         return frozenset(block_id for _, block_id in self._spoils.blocks) if is_named else frozenset()
 
     def clear_connector_metadata(self) -> None:
-        """Forget what this step had to spoil."""
         self._spoils = Spoils()
 
 
@@ -415,7 +396,6 @@ class SpoilerFactory:
         self._picks = picks or _some
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> SpoilingScheduler:
-        """The side that promises."""
         return SpoilingScheduler(environment, self._picks)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> SpoilingWorker:

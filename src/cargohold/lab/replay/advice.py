@@ -168,7 +168,6 @@ def disk_table(planner: Planner, plan: Plan) -> tuple[list[str], list[list[str]]
 
 
 def unit_of_gain(planner: Planner) -> str:
-    """What gains are counted in."""
     return f"{'s of prefill' if planner.has_seconds else 'tokens'} {_per(planner)}"
 
 

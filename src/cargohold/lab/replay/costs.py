@@ -56,7 +56,6 @@ class CostModel:
                 raise ConfigError(f"{tier}_bytes_per_s", bandwidth, "it must be a number above 0")
 
     def chunk_bytes(self, chunk_tokens: int | None) -> int | None:
-        """Bytes of a chunk, ``None`` if not known."""
         return None if self.bytes_per_token is None or chunk_tokens is None else self.bytes_per_token * chunk_tokens
 
     def saved_s(self, result: ReplayResult, chunk_tokens: int | None) -> float | None:

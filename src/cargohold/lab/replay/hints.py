@@ -162,7 +162,6 @@ class _Past:
         self._levels: list[int] = []
 
     def add(self, seconds: float) -> None:
-        """A wait has ended."""
         insort(self._ended_s, seconds)
 
     def level(self, look: int) -> int:

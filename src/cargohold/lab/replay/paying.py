@@ -27,12 +27,10 @@ class Paying:
 
     @property
     def compute_s(self) -> float:
-        """Seconds to compute 1,000 tokens."""
         return TOKENS / self.prefill_tokens_per_s
 
     @property
     def load_s(self) -> float:
-        """Seconds to load them."""
         return TOKENS * self.bytes_per_token / self.bytes_per_s
 
     @property

@@ -109,7 +109,6 @@ def check_policies(policies: Sequence[str]) -> None:
 def count(
     workload: Workload, policy: str, capacities: Capacities, run: TierRun, first: int, seconds: float
 ) -> ReplayResult:
-    """The result of a run from the request ``first`` on."""
     hits = run.hits[first:]
     return ReplayResult(
         policy=policy,

@@ -34,7 +34,6 @@ class Report:
 
     @property
     def chunk_bytes(self) -> int | None:
-        """Bytes of a chunk, ``None`` if not known."""
         return self.costs.chunk_bytes(self.workload.chunk_tokens)
 
     @property

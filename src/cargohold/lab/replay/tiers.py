@@ -94,7 +94,6 @@ class TierRun:
     tiers: tuple[TierLog, ...]
 
     def traffic(self, first: int = 0) -> tuple[TierTraffic, ...]:
-        """The tiers' traffic from a request on."""
         return tuple(tier.traffic(first) for tier in self.tiers)
 
 

@@ -186,9 +186,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TextTokenizer(Protocol):
     """Turns texts into tokens, as ``cargohold.engine.model.tokenizer.Tokenizer`` does."""
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text."""
-        ...
+    def encode(self, text: str) -> list[int]: ...
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Tokens of a conversation."""

@@ -38,11 +38,9 @@ class Recipe:
         check_names(self.workload, self.connector)
 
     def scenario(self, seed: int) -> Scenario:
-        """The scenario of a seed."""
         return draw_scenario(seed, self.workload, self.connector, self.faults)
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
-        """The run that plays a scenario of this recipe."""
         return Run(scenario, timeline=timeline)
 
     def timeline(self, num_lines: int) -> RecentTimeline:

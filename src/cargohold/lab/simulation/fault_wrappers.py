@@ -84,7 +84,6 @@ class FaultyScheduler(ForwardingScheduler):
         self._source = source
 
     def maybe_raise(self) -> None:
-        """Raise, if that fault strikes."""
         if self._source.strikes(Fault.RAISES):
             raise SimulatedMishapError("in the scheduler")
 
@@ -118,7 +117,6 @@ class FaultyWorker(ForwardingWorker):
         return finished
 
     def maybe_raise(self) -> None:
-        """Raise, if that fault strikes."""
         if self._source.strikes(Fault.RAISES):
             raise SimulatedMishapError("on a worker")
 
@@ -150,7 +148,6 @@ class FaultyFactory:
         self._source = source
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
-        """A scheduler side; wrapped only if it may raise."""
         inner = self._inner.make_scheduler_side(environment)
         return FaultyScheduler(inner, self._source) if self._source.is_possible([Fault.RAISES]) else inner
 

@@ -119,7 +119,6 @@ class FaultSource:
     struck: Counter[Fault] = field(default_factory=Counter)
 
     def strikes(self, fault: Fault) -> bool:
-        """Whether ``fault`` strikes now."""
         rate = self.rates.get(fault)
         if rate is None or self.clock() >= self.until or self.random.random() >= rate:
             return False
@@ -200,7 +199,6 @@ class VirtualClock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         assert seconds >= 0
         self.now += seconds
 

@@ -56,18 +56,12 @@ class ReplicaPool(Protocol):
         ...
 
     @property
-    def num_free_blocks(self) -> int:
-        """Number of free blocks."""
-        ...
+    def num_free_blocks(self) -> int: ...
 
     @property
-    def num_cached_prefixes(self) -> int:
-        """Prefixes that can be found."""
-        ...
+    def num_cached_prefixes(self) -> int: ...
 
-    def get_block(self, block_id: int) -> KVCacheBlockView:
-        """One block."""
-        ...
+    def get_block(self, block_id: int) -> KVCacheBlockView: ...
 
     def allocate(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
         """Allocate blocks. There is no other way in which blocks are given out."""
@@ -78,9 +72,7 @@ class ReplicaCache(Protocol):
     """The manager of the requests' blocks."""
 
     @property
-    def pool(self) -> ReplicaPool:
-        """The device pool."""
-        ...
+    def pool(self) -> ReplicaPool: ...
 
     def reference_counts(self) -> Counter[int]:
         """References that requests hold, per block."""
@@ -95,9 +87,7 @@ class WaitingRequest(Protocol):
     """A request that waits."""
 
     @property
-    def request_id(self) -> str:
-        """Its id."""
-        ...
+    def request_id(self) -> str: ...
 
 
 class ReplicaScheduler(Protocol):
@@ -109,9 +99,7 @@ class ReplicaScheduler(Protocol):
         ...
 
     @property
-    def connector(self) -> ConnectorGuard:
-        """The connector, contained."""
-        ...
+    def connector(self) -> ConnectorGuard: ...
 
     def has_work(self) -> bool:
         """Whether another step is needed."""
@@ -326,7 +314,6 @@ class Oracle:
             self.fail(message)
 
     def fail(self, message: str) -> NoReturn:
-        """Raise ``OracleError``."""
         raise OracleError(self.name, message)
 
 
@@ -347,7 +334,6 @@ class SimulatedExecutor:
         self.aggregator = OutputAggregator(len(workers), expected_finished_count)
 
     def execute(self, step: SchedulerStep) -> StepOutput:
-        """Run one step."""
         return merge_outputs(self.aggregator, [worker.execute(step) for worker in self.workers])
 
     def shutdown(self) -> None:
@@ -451,14 +437,12 @@ class SimulatedEngine(Replica):
 
     @property
     def num_half_reported(self) -> int:
-        """Transfers that some workers have reported and others have not."""
         return self.executor.aggregator.num_incomplete
 
     def _queue(self, request: Request, hints: Sequence[Hint]) -> None:
         self.scheduler.add_request(request, hints)
 
     def abort(self, request_id: str) -> None:
-        """End a request."""
         update = self.scheduler.finish_request(request_id, FinishReason.ABORT)
         if update is not None:
             self.outputs[request_id] = update
@@ -479,7 +463,6 @@ class SimulatedEngine(Replica):
         return step, output
 
     def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
-        """Hash and group of every prefix that the device pool can find."""
         pool = self.scheduler.kv.pool
         blocks = [pool.get_block(block_id) for block_id in range(1, pool.num_blocks)]
         return {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
@@ -493,7 +476,6 @@ class SimulatedEngine(Replica):
         raise AssertionError(f"still busy after {max_steps} steps")
 
     def tokens(self, request_id: str) -> list[int]:
-        """Tokens generated for a request."""
         return list(self.requests[request_id].output_token_ids)
 
     def shutdown(self) -> None:

@@ -104,7 +104,6 @@ class SimulatedMedium:
         return Losses(tuple(lost))
 
     def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of the chunks that are not there."""
         return [key for key in keys if key not in self.chunks]
 
     def _list(self, cursor: bytes, kind: JobKind) -> Listing:
@@ -230,11 +229,9 @@ class LinkedQueue:
         return ended
 
     def take_losses(self) -> Losses:
-        """What the medium has lost, if it tells."""
         return self._medium.take_losses() if self._plan.options.is_listed else NO_LOSSES
 
     def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of the chunks that are not there."""
         return self._medium.lacking(keys)
 
     def num_bytes(self) -> int:
@@ -331,9 +328,7 @@ class ListedMedium:
 class MakeHostTransfers(Protocol):
     """Makes a worker's copies between its paged KV and its shard of host memory."""
 
-    def __call__(self, region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
-        """The transfers."""
-        ...
+    def __call__(self, region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker: ...
 
 
 class TieredOffloading:

@@ -41,7 +41,6 @@ class RecentTimeline(Timeline):
         return list(self._lines)
 
     def note(self, now: float, what: str) -> None:
-        """Record what happened between steps, at virtual time ``now``."""
         self._last = ""
         self._lines.append(f"{now:8.3f} s            {what}")
 

@@ -175,7 +175,6 @@ class Writer:
         self.actions.append(SendHints(self.now, tuple(prompt), client.salt, tuple(hints), client.tenant))
 
     def reset(self) -> None:
-        """Write that all caches are to be reset now."""
         self.actions.append(Reset(self.now))
 
     def sorted_actions(self) -> tuple[Action, ...]:

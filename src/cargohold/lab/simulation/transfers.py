@@ -77,7 +77,6 @@ class HeldTransfers(TransferWorker):
         self.on_copy: Callable[[CopyJob], None] = lambda _: None
 
     def submit(self, job: CopyJob) -> None:
-        """Remember the job."""
         self.pending.append(job)
         self._submitted[job.job_id] = self._clock()
 
@@ -102,7 +101,6 @@ class HeldTransfers(TransferWorker):
         self._results.append(CopyResult(job, outcome, bad, duration_s))
 
     def poll(self) -> list[CopyResult]:
-        """Results of the jobs that ended since the last call."""
         if self.auto:
             for job in list(self.pending):
                 self.complete(job)
@@ -124,12 +122,10 @@ class HeldTransfers(TransferWorker):
                 self.complete(job)
 
     def settle(self, within_s: float) -> bool:
-        """Abandon all pending jobs."""
         self.shutdown()
         return True
 
     def shutdown(self) -> None:
-        """Abandon all pending jobs."""
         for job in list(self.pending):
             self.complete(job, TransferOutcome.ABANDONED)
 
@@ -237,7 +233,6 @@ class CopiesInFlight:
         self._check(block_ids, self._read, what, "a store is reading")
 
     def block_ids(self) -> set[int]:
-        """All blocks being copied."""
         return {*self._read, *self._written}
 
     def _fully_loaded(self, block_ids: Iterable[int]) -> Iterable[int]:
@@ -264,13 +259,11 @@ class WatchedTransfers(ForwardingTransfers):
         self._jobs: dict[int, CopyJob] = {}
 
     def submit(self, job: CopyJob) -> None:
-        """Pass on."""
         self._copies.begin(job)
         self._jobs[job.job_id] = job
         self.inner.submit(job)
 
     def poll(self) -> list[CopyResult]:
-        """Pass on."""
         results = self.inner.poll()
         for result in results:
             self._end(result.job)
@@ -411,7 +404,6 @@ class LinkTransfers(TransferWorker):
         return min(times, default=float("inf"))
 
     def poll(self) -> list[CopyResult]:
-        """Results of the jobs that ended since the last call."""
         self.advance()
         results, self._results = self._results, []
         return results
@@ -443,7 +435,6 @@ class LinkTransfers(TransferWorker):
         return True
 
     def shutdown(self) -> None:
-        """Let running jobs end and abandon the others."""
         copies, self._copies = self._copies, []
         for copy in copies:
             if not copy.num_moved:

@@ -53,7 +53,6 @@ class VllmWorld(World):
     engine_class: ClassVar[type[VllmEngine]] = AdapterEngine
 
     def new_engine(self) -> Replica:
-        """An engine as after a start of its process."""
         scenario, shape = self._scenario, self._scenario.shape
         self._links, self._faulty, self._queues = [], [], []
         self.copies = [CopiesInFlight(rank) for rank in range(shape.world_size)]
@@ -77,7 +76,6 @@ class VllmRun(Run):
     """A run whose engines are vLLM's. Sets the environment variable that vLLM needs, and quiets its log."""
 
     def play(self) -> RunResult:
-        """Play to the end, or to the first failure."""
         with quiet_logging("vllm"), patch.dict(os.environ, _WHOLE_HASHES):
             return super().play()
 
@@ -103,7 +101,6 @@ class VllmRecipe(Recipe):
         return with_late_blocks(scenario, late.uniform(0.1, 0.6))
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
-        """A run of ``scenario``."""
         return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
 
 

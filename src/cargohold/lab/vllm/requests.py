@@ -230,16 +230,13 @@ class PoolView:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of free blocks."""
         return int(self._pool.get_num_free_blocks())
 
     @property
     def num_cached_prefixes(self) -> int:
-        """Prefixes that can be found."""
         return len(self._pool.cached_block_hash_to_block)
 
     def get_block(self, block_id: int) -> BlockView:
-        """One block."""
         return BlockView(self._pool.blocks[block_id], self._groups)
 
     def allocate(self, num_blocks: int) -> Any:
@@ -364,7 +361,6 @@ class SchedulerView:
         return self._is_busy() or bool(self._scheduler.has_requests())
 
     def waiting_requests(self) -> Iterable[Any]:
-        """Requests not running."""
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
 
     def reset_cache(self) -> bool:

@@ -348,7 +348,6 @@ class SimulatedWorker:
         self.connector.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str) -> None:
-        """Tell the connector that a layer has been computed."""
         self.connector.save_kv_layer(layer_name, self._layers[layer_name], None)
 
     def _prepare(self, output: Any) -> None:

@@ -133,7 +133,6 @@ class Segment:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return self._geometry.slot_bytes
 
     @property
@@ -143,7 +142,6 @@ class Segment:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots."""
         return self._geometry.slots_per_segment
 
     @property
@@ -174,7 +172,6 @@ class Segment:
         return data
 
     def read_header(self, slot: int) -> bytes:
-        """Return a slot's header."""
         return os.pread(self._headers.number, HEADER_BYTES, slot * HEADER_BYTES)
 
     def write_header(self, slot: int, header: bytes = _NO_HEADER) -> None:
@@ -191,7 +188,6 @@ class Segment:
         _require(os.pwrite(self._headers.number, details, self._details_offset(slot)) == len(details))
 
     def read_links(self) -> bytes:
-        """Return the links of all slots."""
         return os.pread(self._headers.number, self._geometry.link_bytes * self.num_slots, self._link_offset(0))
 
     def write_links(self, slot: int, links: bytes) -> None:

@@ -102,21 +102,17 @@ class DiskOptions(TierConfig):
 
     @property
     def num_max_bytes(self) -> int:
-        """``max_bytes`` as a number."""
         return parse_bytes("max_bytes", self.max_bytes)
 
     @property
     def num_daily_bytes(self) -> int | None:
-        """``max_daily_bytes`` as a number."""
         return None if self.max_daily_bytes is None else parse_bytes("max_daily_bytes", self.max_daily_bytes)
 
     @property
     def num_reserve_bytes(self) -> int:
-        """``reserve_bytes`` as a number."""
         return 0 if _is_zero(self.reserve_bytes) else parse_bytes("reserve_bytes", self.reserve_bytes)
 
     def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
-        """Raise ``ConfigError`` if no chunk of this size can ever be written, or only the first one."""
         TierConfig.require_sizes(self, chunk_bytes, num_shards)
         require_chunk_below("directory", str(self.directory), chunk_bytes, MAX_DISK_BYTES)
         if self.num_daily_bytes is not None:

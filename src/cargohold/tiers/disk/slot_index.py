@@ -58,7 +58,6 @@ class SlotIndex:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that there are."""
         return self._table.num_slots if self._several is None else self._several.num_rows
 
     @property

@@ -52,7 +52,6 @@ class SlotPlan:
 
     @property
     def link_bytes(self) -> int:
-        """Room at each slot for a link."""
         return _LINK.size if self.most > 1 else 0
 
     def details_room(self, num_bytes: int) -> int:
@@ -227,7 +226,6 @@ class SlotTable(RowTable):
 
     @property
     def num_free_rows(self) -> int:
-        """Number of free slots."""
         return len(self._free_rows) + len(self._firsts)
 
     def has_room(self, count: int) -> bool:
@@ -235,7 +233,6 @@ class SlotTable(RowTable):
         return bool(self._free) and self.num_free_rows >= count
 
     def give_rows(self, slot: int, count: int) -> None:
-        """See ``RowTable.give_rows``."""
         firsts = self._firsts[-count:]
         del self._firsts[-count:]
         super().give_rows(slot, count - len(firsts))

@@ -194,7 +194,6 @@ class RetryQueue:
         return [key for key, chunk in untaken if chunk is not None and chunk.backlog is None and chunk.again_at <= now]
 
     def clear(self) -> None:
-        """Forget all."""
         self._chunks.clear()
         self._times.clear()
 

@@ -178,7 +178,6 @@ class Fetches:
             fetch.release()
 
     def release_all(self) -> None:
-        """Release all fetches."""
         for fetch in list(self._live):
             fetch.release()
 

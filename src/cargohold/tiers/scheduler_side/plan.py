@@ -108,7 +108,6 @@ class DeepStates:
         return self._named(first, states)
 
     def window(self, first: int, end: int) -> bytes:
-        """Return the states of chunks ``[first, end)``."""
         return self._named(first, self._states(first, end))
 
     def _states(self, first: int, end: int) -> bytes:

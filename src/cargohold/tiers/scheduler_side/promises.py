@@ -165,7 +165,6 @@ class Promises:
         self.num_broken += self._forget(keys)
 
     def give_up_all(self) -> None:
-        """Break all promises."""
         self.give_up(list(self._made))
         self._kept.clear()
 

@@ -169,7 +169,6 @@ class TaskTable:
         return TierCommand(job_id, task.tier, task.kind, names, tuple(task.slots), parents, timeout_s, notes)
 
     def get(self, job_id: int) -> TierTask | None:
-        """Return a job in flight; ``None`` if there is none with that id."""
         return self._in_flight.get(job_id)
 
     def end(self, job_id: int) -> TierTask | None:

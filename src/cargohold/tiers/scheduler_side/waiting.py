@@ -127,7 +127,6 @@ class Waiting:
     on_ask: Callable[[], None] = tell_nobody
 
     def go(self, event: Event) -> None:
-        """Go on to the next phase."""
         self.phase = NEXT[self.phase, event]
 
     @property

@@ -92,7 +92,6 @@ class DirectoryPlace:
 
 
 def directory_of(store: ObjectStore) -> Path | None:
-    """Return a store's directory; ``None`` if the store is not a directory."""
     return store.prefix if isinstance(store, LocalStore) else None
 
 

@@ -329,7 +329,6 @@ class ObjectTier(SharedTier):
                 return runner.run(self._ask_together(keys))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Delete objects."""
         with self._errors():
             for key in keys:
                 delete_if_there(self._store, self._path(key))

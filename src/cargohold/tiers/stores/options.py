@@ -83,7 +83,6 @@ class SharedOptions(TierConfig):
 
     @property
     def num_max_bytes(self) -> int | None:
-        """``max_bytes`` as a number."""
         return None if self.max_bytes is None else parse_bytes("max_bytes", self.max_bytes)
 
     @property
@@ -112,7 +111,6 @@ class SharedOptions(TierConfig):
         return places.without_secrets(self.url)
 
     def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
-        """Raise ``ConfigError`` if no chunk of this size can ever be written."""
         TierConfig.require_sizes(self, chunk_bytes, num_shards)
         value_bytes = HEADER_BYTES + chunk_bytes
         if self.scheme in MAX_VALUE_BYTES:

@@ -205,7 +205,6 @@ class RedisTier(SharedTier):
             self._of_each("unlink", keys)
 
     def close(self) -> None:
-        """Close all connections."""
         self._client.close()
 
     def _put(self, key: OffloadKey, value: bytearray) -> StoreOutcome:

@@ -64,7 +64,6 @@ class RequestOracle(Oracle):
             self._check_end(request, expected)
 
     def at_end(self) -> None:
-        """Every request has ended."""
         left = [request_id for request_id, expected in self._expected.items() if not expected.has_ended]
         self.require(not left, f"these requests never ended: {left}")
 
@@ -103,7 +102,6 @@ class StatsOracle(Oracle):
         self._total = Tally()
 
     def inspect(self) -> None:
-        """Take the counters, and check them."""
         connector = self._engine.scheduler.connector
         stats = connector.get_kv_connector_stats()
         fallen = [series for series, value in stats.items() if value < 0 and series.family.kind is not Kind.GAUGE]

@@ -102,7 +102,6 @@ class CopyStream:
         return [self._end(queue) for _ in range(max(places, default=-1) + 1)]
 
     def wait_for_all(self) -> list[Copy]:
-        """Carry out all copies. Returns them."""
         return [copy for direction in Direction for copy in self.wait(direction)]
 
     def _end(self, queue: deque[Copy]) -> Copy:

@@ -58,7 +58,6 @@ class HostEventOracle(Oracle):
         self.require(not self._complaint, self._complaint)
 
     def complain(self, what: str) -> None:
-        """Note what is wrong."""
         self._complaint = self._complaint or f"in step {self._engine.num_steps}, {what}"
 
     def num_on_device(self) -> int:

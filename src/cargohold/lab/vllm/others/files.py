@@ -31,7 +31,6 @@ class SimulatedRegion:
         self.chunks = surroundings().regions.setdefault(engine_id, chunks)
 
     def create_kv_memoryview(self) -> memoryview:
-        """All bytes of all chunks."""
         return self.chunks.data
 
     def cleanup(self) -> None:
@@ -87,7 +86,6 @@ class SimulatedPool:
             self._end(job)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Drop all jobs."""
         self._jobs.clear()
 
     def _end(self, job: _Job) -> None:

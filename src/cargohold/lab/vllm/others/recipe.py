@@ -144,7 +144,6 @@ class StrangerRecipe(VllmRecipe):
             raise result.error
 
     def scenario(self, seed: int) -> Scenario:
-        """The scenario of a seed."""
         return self._drawn(seed, self.workload)
 
     def _drawn(self, seed: int, workload: str) -> Scenario:
@@ -171,11 +170,9 @@ class StrangerRecipe(VllmRecipe):
         return replace(scenario, shape=shape, connector=plan, actions=actions)
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
-        """A run of ``scenario``."""
         return StrangerRun(scenario, timeline=timeline, world=StrangerWorld(scenario))
 
     def timeline(self, num_lines: int) -> StepTable:
-        """A timeline that shows the last lines of a run."""
         return StepTable(num_lines)
 
     def fails_like(self, scenario: Scenario, error: Exception) -> bool:
@@ -202,7 +199,6 @@ class StrangerRecipe(VllmRecipe):
                 yield replace(scenario, actions=(*scenario.actions[:at], less, *scenario.actions[at + 1 :]))
 
     def script(self, scenario: Scenario, error: Exception, command: str) -> str:
-        """A file that shows the failure without us."""
         return script(scenario, f"{type(error).__name__}: {error}", command)
 
     def _names(self) -> Sequence[str]:

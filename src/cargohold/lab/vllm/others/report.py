@@ -29,16 +29,13 @@ class StepTable(RecentTimeline):
     """Keeps the last lines of a table of steps."""
 
     def lines(self) -> list[str]:
-        """Legend, head and lines."""
         return [*LEGEND.splitlines(), " | ".join(_HEAD), *super().lines()]
 
     def note(self, now: float, what: str) -> None:
-        """Record what happened between steps."""
         self._last = ""
         self._lines.append(f"     | {what}")
 
     def step(self, now: float, engine: Replica, step: SchedulerStep, output: StepOutput) -> None:
-        """Record a step."""
         pool, report = engine.scheduler.kv.pool, output.connector
         loading = {name for name, request in engine.requests.items() if request.status is RequestStatus.LOADING}
         waiting = [request.request_id for request in engine.scheduler.waiting_requests()]

@@ -46,7 +46,6 @@ class StrangerWorld(VllmWorld):
         return Random(f"{self._scenario.seed}/{what} {rank}")  # noqa: S311  # repeatable, on purpose
 
     def new_engine(self) -> Replica:
-        """An engine as after a start of its process."""
         try:
             return super().new_engine()
         except Exception as error:
@@ -54,11 +53,9 @@ class StrangerWorld(VllmWorld):
             raise ConfigError("connector", PREFIX + names, f"vLLM could not start with it: {told(error)}") from error
 
     def transfer_config(self) -> Any:
-        """VLLM's configuration of the connector."""
         return self._plan.transfer_config(self.scratch)
 
     def oracles(self, engine: Replica) -> list[Oracle]:
-        """What must hold with any connector."""
         assert isinstance(engine, VllmEngine)
         events = [HostEventOracle(engine)] if engine.config.emit_events else []
         return [StandstillOracle(engine), *super().oracles(engine), *events]
