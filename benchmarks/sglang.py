@@ -248,9 +248,10 @@ class _Bench:
 
         place, hangs, released = self._directory / f"hangs-{name}", threading.Event(), threading.Event()
 
-        def opened(*of: Any) -> Tier:
+        def opened(*of: Any, **named: Any) -> Tier:
             return FaultyTier(
-                open_tier(*of), lambda operation: operation if hangs.is_set() and not released.wait(60) else None
+                open_tier(*of, **named),
+                lambda operation: operation if hangs.is_set() and not released.wait(60) else None,
             )
 
         with patch.object(page_store, "open_tier", opened), self.storage(name, place) as storage:

@@ -25,13 +25,13 @@ from cargohold.tiers import (
     JobKind,
     LoadOutcome,
     Namespace,
+    Opening,
     QueueConfig,
     StoreOutcome,
     TierJob,
     TierQueue,
 )
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.memory import Staging
 
 NAMESPACE = Namespace(label="bench", weights="w", config="c", dtype="bfloat16", layout="l", split="rank 0 of 1")
@@ -91,12 +91,16 @@ def _summary(rates: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
+def _opening(chunk_bytes: int) -> Opening:
+    return Opening(codec=ChunkCodec(NAMESPACE, None, time.time_ns), chunk_sizes=[chunk_bytes])
+
+
 class _Ours:
     """A disk tier for ``count`` chunks, which are written again and again."""
 
     def __init__(self, root: Path, chunk_bytes: int, count: int) -> None:
         config = DiskTierConfig(directory=str(root), max_bytes=(chunk_bytes + 8192) * count * 2, reserve_bytes=0)
-        self.tier = DiskTier(config, ChunkCodec(NAMESPACE, None, time.time_ns), chunk_bytes)
+        self.tier = config.open(_opening(chunk_bytes))
         self.queue = TierQueue(self.tier, time.monotonic, QueueConfig(THREADS, max_store_chunks=2 * count))
         self.buffers = [Staging(chunk_bytes).view for _ in range(THREADS)]
         generator = random.Random(chunk_bytes)
@@ -190,8 +194,7 @@ def _dd(path: Path, block_bytes: int, total: int, pattern: str) -> float:
 def _start(root: Path, num_chunks: int, run_length: int, repeats: int) -> dict[str, Any]:
     """Measure seconds to open a tier with ``num_chunks`` small chunks in prefixes of ``run_length``, headers not in memory."""
     config = DiskTierConfig(directory=str(root), max_bytes=num_chunks * 8192, reserve_bytes=0)
-    codec = ChunkCodec(NAMESPACE, None, time.time_ns)
-    tier = DiskTier(config, codec, 512)
+    tier = config.open(_opening(512))
     payload = memoryview(bytes(512))
     parent: bytes | None = None
     for number in range(num_chunks):
@@ -203,7 +206,7 @@ def _start(root: Path, num_chunks: int, run_length: int, repeats: int) -> dict[s
     for _ in range(repeats):
         _forget_pages(root)
         started = time.perf_counter()
-        tier = DiskTier(config, codec, 512)
+        tier = config.open(_opening(512))
         times.append(time.perf_counter() - started)
         assert tier.usage().num_chunks == num_chunks
         tier.close()

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import cargohold
-from cargohold import OffloadConfig, SharedTierConfig
+from cargohold import OffloadConfig
 from cargohold import deadlines as table
 from cargohold.connector.factory import load_timeout_s
-from cargohold.deadlines import END, REQUEST, Timer
+from cargohold.deadlines import DEFAULTS, END, REQUEST, TRANSFER, Timer
 from cargohold.protocol import NULL_CONNECTOR
+from cargohold.tiers.config import REQUEST_S
 
 NAMES = {name: timer for name, timer in vars(table).items() if isinstance(timer, Timer)}
 
@@ -51,8 +52,5 @@ def test_what_a_connector_does_about_a_late_copy_comes_before_it_is_turned_off()
 
 
 def test_a_request_to_a_store_may_take_a_part_of_what_a_write_may_take() -> None:
-    store = SharedTierConfig(url="redis://host")
-    assert store.request_s == 10.0
-    timed = store.with_times(6.0)
-    assert timed.request_s == REQUEST.seconds(6.0) == 2.0
-    assert timed.url == store.url and "request_s" not in repr(timed)
+    assert REQUEST_S == REQUEST.seconds(DEFAULTS[TRANSFER]) == 10.0
+    assert REQUEST.seconds(6.0) == 2.0

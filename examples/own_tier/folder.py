@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cargohold.errors import TierError
-from cargohold.tiers import StoreOutcome, Tier, TierConfig
+from cargohold.tiers import Opening, StoreOutcome, Tier, TierConfig
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.stores.base import SharedTier
 
@@ -20,8 +20,8 @@ class FolderConfig(TierConfig):
     kind = "folder"
     path: str
 
-    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
-        return Folder(Path(self.path) / codec.namespace.id, codec, chunk_bytes)
+    def open(self, opening: Opening) -> Tier:
+        return Folder(Path(self.path) / opening.codec.namespace.id, opening.codec, opening.chunk_bytes)
 
 
 class Folder(SharedTier):

@@ -19,15 +19,13 @@ from typer.testing import CliRunner
 from cargohold.cli import cache as cache_command
 from cargohold.cli.app import app
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import LoadOutcome, SharedTierConfig, Tier
+from cargohold.tiers import LoadOutcome, Opening, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.inventory import DiskInventory
-from cargohold.tiers.stores.objects import ObjectTier
-from cargohold.tiers.stores.redis import RedisTier
 from examples.own_tier.folder import FolderConfig
 from tests.servers import key_value_server
-from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, spoil_reads
+from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, shared_tier, spoil_reads
 
 assert cache_command.cache is not None  # it has added itself to the app
 
@@ -62,11 +60,11 @@ def place(kind: str, tmp_path: Path) -> Iterator[Place]:
         yield disk_place(tmp_path)
     elif kind == "directory":
         url = f"file://{tmp_path}"
-        yield Place(url, lambda using: ObjectTier(SharedTierConfig(url=url), using, CHUNK))
+        yield Place(url, lambda using: shared_tier(url, using, CHUNK))
     else:
         with key_value_server("valkey") as server:
             url = f"valkey://127.0.0.1:{server.port}"
-            yield Place(url, lambda using: RedisTier(SharedTierConfig(url=url), using, CHUNK))
+            yield Place(url, lambda using: shared_tier(url, using, CHUNK))
 
 
 def run(*words: str, status: int = 0) -> str:
@@ -492,7 +490,7 @@ def test_a_shared_directory_by_its_path_alone_is_refused_with_its_url(
 @pytest.mark.parametrize("has_shard", [False, True])
 def test_the_folders_of_a_third_partys_tier_are_left_alone(tmp_path: Path, words: list[str], has_shard: bool) -> None:
     using = codec()
-    tier = FolderConfig(path=str(tmp_path)).open(using, CHUNK, 1)
+    tier = FolderConfig(path=str(tmp_path)).open(Opening(codec=using, chunk_sizes=[CHUNK]))
     for number in range(3):
         tier.store(key(number), memoryview(payload(number)))
     if has_shard:

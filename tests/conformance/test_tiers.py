@@ -13,10 +13,10 @@ import pytest
 
 from cargohold.cache import OffloadKey
 from cargohold.lab.conformance import TierConformance
-from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, Note
 from cargohold.tiers.port import NO_LOSSES, Listing, Losses
-from tests.tiers.common import codec, disk_tier
+from tests.tiers.common import codec, disk_tier, shared_tier
 
 
 class TestMemory(TierConformance):
@@ -75,9 +75,8 @@ class TestDirectory(TierConformance):
     is_shared: ClassVar[bool] = True
 
     def open(self, place: Path) -> Tier:
-        from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # needs an extra
 
-        return ObjectTier(SharedTierConfig(url=f"file://{place}/shared"), codec(), self.chunk_bytes)
+        return shared_tier(f"file://{place}/shared", codec(), self.chunk_bytes)
 
     def damage(self, place: Path, chunk: OffloadKey) -> None:
         (value,) = place.glob(f"shared/*/*/{chunk.hex()}")

@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +26,6 @@ from cargohold.tiers import (
     DiskTierConfig,
     FaultyTier,
     MemoryTier,
-    Namespace,
     SharedTierConfig,
     Tier,
     TierConfig,
@@ -409,8 +408,8 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
         is_well.wait()
         return None
 
-    def opened(_: TierConfig, __: object, chunk_bytes: int, num_shards: int) -> Tier:
-        del num_shards
+    def opened(_: TierConfig, __: object, chunk_sizes: Sequence[int], *___: object, **____: object) -> Tier:
+        chunk_bytes = max(chunk_sizes)
         return FaultyTier(memory.setdefault(chunk_bytes, MemoryTier(chunk_bytes, name="disk")), fault)
 
     monkeypatch.setattr("cargohold.connector.offloading.factory.open_tier", opened)
@@ -449,8 +448,8 @@ def test_what_is_being_written_when_the_engine_stops_is_there_after_a_restart(
         is_stopping.wait()
         return None
 
-    def opened(config: TierConfig, namespace: Namespace, chunk_bytes: int, num_shards: int) -> Tier:
-        return FaultyTier(open_tier(config, namespace, chunk_bytes, num_shards), fault)
+    def opened(*args: Any, **named: Any) -> Tier:
+        return FaultyTier(open_tier(*args, **named), fault)
 
     config = offload(disk(tmp_path), restore_timeout_s=0.01)
     with monkeypatch.context() as patched:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,8 +106,8 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str | None]
     """What the media of storages that are opened from now on do, by operation."""
     faults: dict[str, Callable[[], str | None]] = {}
 
-    def opened(*args: object) -> Tier:
-        return FaultyTier(open_tier(*args), lambda operation: faults.get(operation, lambda: None)())  # type: ignore[arg-type]  # as given
+    def opened(*args: Any, **named: Any) -> Tier:
+        return FaultyTier(open_tier(*args, **named), lambda operation: faults.get(operation, lambda: None)())
 
     monkeypatch.setattr(cargohold.integrations.sglang.page_store, "open_tier", opened)
     return faults

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cargohold.tiers import DiskTierConfig, LoadOutcome, Tier
+from cargohold.tiers import DiskTierConfig, LoadOutcome, Opening, SharedTierConfig, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.encryption import EncryptionKey
@@ -115,7 +116,14 @@ def disk_tier(
         policy=policy,
         direct_io=direct_io,
     )
-    return DiskTier(config.with_sizes(chunk_sizes), using or codec(), chunk_bytes, num_shards)
+    opening = Opening(codec=using or codec(), chunk_sizes=chunk_sizes or [chunk_bytes], num_shards=num_shards)
+    tier = config.open(opening)
+    assert isinstance(tier, DiskTier)
+    return tier
+
+
+def shared_tier(url: str, using: ChunkCodec, chunk_bytes: int = CHUNK, **options: Any) -> Tier:
+    return SharedTierConfig(url=url, **options).open(Opening(codec=using, chunk_sizes=[chunk_bytes]))
 
 
 def load(tier: Tier, number: int, size: int = CHUNK) -> bytes | LoadOutcome:

@@ -14,7 +14,7 @@ WAIT_S = 30.0
 
 def shared(url: str, timeout_s: float = 10.0, **options: object) -> Tier:
     config = SharedTierConfig(url=url, **options)  # type: ignore[arg-type]  # by name
-    return open_tier(config.with_times(3 * timeout_s), NAMESPACE, CHUNK)
+    return open_tier(config, NAMESPACE, [CHUNK], request_s=timeout_s)
 
 
 def store(tier: Tier, number: int) -> StoreOutcome:

@@ -8,16 +8,15 @@ from contextlib import contextmanager, suppress
 from random import Random
 
 from cargohold.errors import ConfigError
-from cargohold.tiers import JobKind, LoadOutcome, SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers import JobKind, LoadOutcome, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.directory import LEFT_AFTER_S
-from cargohold.tiers.stores.objects import ObjectTier
 from tests.tiers.bad_medium import (
     superuser,
 )
-from tests.tiers.common import CHUNK, codec
+from tests.tiers.common import CHUNK, codec, shared_tier
 from tests.tiers.medium_machine import MOST_TRIES, NUM_KEYS, SECRET, MediumMachine, Port, Step
 
 
@@ -41,8 +40,7 @@ class SharedMachine(MediumMachine):
         return self.make(codec(self.secret, self.clock))
 
     def make(self, using: ChunkCodec) -> Tier:
-        config = SharedTierConfig(url=self.place, max_bytes=self.limit)
-        return ObjectTier(config, using, CHUNK)
+        return shared_tier(self.place, using, max_bytes=self.limit)
 
     def is_joined(self, random: Random) -> None:
         """An engine with another model comes and goes."""

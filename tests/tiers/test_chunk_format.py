@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL, Retention
-from cargohold.tiers import LoadOutcome, Namespace, SharedTierConfig
+from cargohold.tiers import LoadOutcome, Namespace
 from cargohold.tiers.chunk_format import (
     HEADER_BYTES,
     MAX_DETAILS_BYTES,
@@ -30,8 +30,7 @@ from cargohold.tiers.chunk_format import (
 )
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.inventory import Verification, check_value
-from cargohold.tiers.stores.objects import ObjectTier
-from tests.tiers.common import disk_tier, load, payload
+from tests.tiers.common import disk_tier, load, payload, shared_tier
 
 NAMESPACE = Namespace("any", "w", "c", "bfloat16", "l", "rank 0 of 1", details_bytes=512)
 SECRET = bytes(range(32))
@@ -161,7 +160,7 @@ def test_a_value_with_details_is_a_chunk_and_one_with_other_bytes_behind_it_is_d
     tmp_path: Path, secret: bytes | None
 ) -> None:
     using, number = codec(secret), 5
-    tier = ObjectTier(SharedTierConfig(url=f"file://{tmp_path}"), using, 200)
+    tier = shared_tier(f"file://{tmp_path}", using, 200)
     chunk = number.to_bytes(32, "big") + bytes(4)
     tier.store(chunk, memoryview(payload(number, 200)))
     (file,) = tmp_path.glob(f"*/*/{chunk.hex()}")
@@ -178,7 +177,7 @@ def test_a_value_with_details_is_a_chunk_and_one_with_other_bytes_behind_it_is_d
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
 def test_what_is_known_of_a_chunk_is_stored_behind_a_value(tmp_path: Path, secret: bytes | None) -> None:
     using, number = codec(secret), 5
-    tier = ObjectTier(SharedTierConfig(url=f"file://{tmp_path}"), using, 200)
+    tier = shared_tier(f"file://{tmp_path}", using, 200)
     chunk = number.to_bytes(32, "big") + bytes(4)
     tier.store(
         chunk, memoryview(payload(number, 200)), None, Note(DETAILS, Retention(80, 100_000_000.5, RAISED.tenant))

@@ -167,7 +167,7 @@ def test_chunks_of_another_size_make_the_shard_start_anew(tmp_path: Path) -> Non
 def test_impossible_options_are_refused_by_name(tmp_path: Path, options: dict[str, object], key_of_error: str) -> None:
     given = {"directory": str(tmp_path), "max_bytes": "2MiB", "reserve_bytes": 0, **options}
     with pytest.raises(ConfigError) as caught:
-        open_tier(DiskTierConfig(**given), NAMESPACE, CHUNK)  # type: ignore[arg-type]  # wrong on purpose
+        open_tier(DiskTierConfig(**given), NAMESPACE, [CHUNK])  # type: ignore[arg-type]  # wrong on purpose
     assert caught.value.key == key_of_error
 
 
@@ -175,7 +175,7 @@ def test_tiers_in_one_directory_may_have_shares_of_different_sizes(tmp_path: Pat
     config = DiskTierConfig(directory=tmp_path, max_bytes="64MiB", reserve_bytes=0)
     sizes = []
     for layout, share in (("large", 0.75), ("small", 0.25)):
-        tier = open_tier(config.with_share(share), replace(NAMESPACE, layout=layout), CHUNK)
+        tier = open_tier(config, replace(NAMESPACE, layout=layout), [CHUNK], share=share)
         sizes.append(tier.usage().capacity_bytes or 0)
         tier.close()
     assert 2.8 < sizes[0] / sizes[1] < 3.2

@@ -174,7 +174,7 @@ def test_further_replicas_of_an_engine_have_directories_and_budgets_of_their_own
     root = tmp_path / "kv"
     first = DiskTierConfig(directory=root, max_bytes="1MiB", reserve_bytes=0)
     assert first.of_replica(0) == first
-    tiers = [open_tier(first.of_replica(replica), NAMESPACE, CHUNK) for replica in (2, 0, 1)]
+    tiers = [open_tier(first.of_replica(replica), NAMESPACE, [CHUNK]) for replica in (2, 0, 1)]
     assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) == sorted(
         [NAMESPACE.id, "replica-1", "replica-2"]
     )
@@ -365,9 +365,9 @@ def test_a_start_that_is_interrupted_leaves_the_directory_to_the_next(
     with monkeypatch.context() as patch:
         patch.setattr("cargohold.tiers.opening.wait", interrupted)
         with pytest.raises(KeyboardInterrupt) as kept:
-            open_tier(config, NAMESPACE, CHUNK)
+            open_tier(config, NAMESPACE, [CHUNK])
     for thread in threading.enumerate():
         if thread.name == "cargohold-disk-start":
             thread.join()
-    open_tier(config, NAMESPACE, CHUNK).close()
+    open_tier(config, NAMESPACE, [CHUNK]).close()
     del kept

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
 from tests.servers import key_value_server
 from tests.tiers.clouds import CLOUDS
-from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload
+from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, shared_tier
 
 Open = Callable[[ChunkCodec], Tier]
 
@@ -53,13 +53,9 @@ def open_tier(
             elif medium.startswith("disk"):
                 tier = disk_tier(tmp_path / "disk", using=using, direct_io=medium == "disk")
             elif medium in {"redis", "valkey"}:
-                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415
-
-                tier = RedisTier(SharedTierConfig(url=url), using, CHUNK)
+                tier = shared_tier(url, using, CHUNK)
             else:
-                from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415
-
-                tier = ObjectTier(SharedTierConfig(url=url), using, CHUNK)
+                tier = shared_tier(url, using, CHUNK)
             opened.append(tier)
             return tier
 

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import ConfigError
-from cargohold.tiers import LoadOutcome, Namespace, SharedTierConfig, StoreOutcome, Tier, digest_weights
+from cargohold.tiers import LoadOutcome, Namespace, StoreOutcome, Tier, digest_weights
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
 from cargohold.tiers.encryption import KEY_BYTES, EncryptionKey, read_key
-from cargohold.tiers.stores.objects import ObjectTier
-from tests.tiers.common import NAMESPACE, codec, disk_tier, key, load, payload
+from tests.tiers.common import NAMESPACE, codec, disk_tier, key, load, payload, shared_tier
 
 SECRET = bytes(range(32))
 SMALL = 200
@@ -54,7 +53,7 @@ class Damaged:
         if kind == "disk":
             self.tier = disk_tier(directory, using=codec(secret), chunk_bytes=SMALL, max_bytes="1MiB")
         else:
-            self.tier = ObjectTier(SharedTierConfig(url=f"file://{directory}"), codec(secret), SMALL)
+            self.tier = shared_tier(f"file://{directory}", codec(secret), SMALL)
         assert self.tier.store(key(1), memoryview(payload(1, SMALL))) is StoreOutcome.STORED
         self._places = list(self._find(directory, kind))
         self.num_bits = 8 * sum(length for _, length in self._places)

@@ -22,7 +22,6 @@ from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.opening import open_tier
 from cargohold.tiers.stores import directory as object_listing
-from cargohold.tiers.stores.objects import ObjectTier
 from tests.servers import key_value_server
 from tests.tiers.common import (
     CHUNK,
@@ -34,6 +33,7 @@ from tests.tiers.common import (
     needs_root,
     payload,
     run_as_nobody,
+    shared_tier,
     slots_per_segment,
 )
 
@@ -48,7 +48,7 @@ def filled_directory(place: Path, count: int) -> tuple[str, Tier]:
     """The URL of a shared directory with some chunks, and a tier over it."""
     pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
     url = f"file://{place}"
-    return url, filled(open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK), count)
+    return url, filled(open_tier(SharedTierConfig(url=url), NAMESPACE, [CHUNK]), count)
 
 
 def spoil_opening(bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_keys_of_others_with_our_prefix_are_not_ours() -> None:
     redis = pytest.importorskip("redis", reason="needs the extra cargohold[redis]")
     with key_value_server("valkey") as server, redis.Redis(port=server.port) as client:
         url = f"valkey://127.0.0.1:{server.port}"
-        filled(open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK), 2)
+        filled(open_tier(SharedTierConfig(url=url), NAMESPACE, [CHUNK]), 2)
         foreign = {b"cargohold:requests", b"cargohold:" + b"0" * 31, b"cargohold:" + b"0" * 32 + b"s"}
         for name in foreign:
             client.set(name, "mine")
@@ -286,11 +286,7 @@ def test_keys_of_others_with_our_prefix_are_not_ours() -> None:
 
 @pytest.mark.parametrize("kind", ["disk", "directory"])
 def test_what_an_earlier_format_has_left_is_listed_with_a_remark_and_can_be_deleted(tmp_path: Path, kind: str) -> None:
-    tier = (
-        disk_tier(tmp_path)
-        if kind == "disk"
-        else ObjectTier(SharedTierConfig(url=f"file://{tmp_path}"), codec(), CHUNK)
-    )
+    tier = disk_tier(tmp_path) if kind == "disk" else shared_tier(f"file://{tmp_path}", codec(), CHUNK)
     tier.store(key(1), memoryview(payload(1)))
     tier.close()
     (description,) = tmp_path.glob("*/shard.json" if kind == "disk" else "*/namespace.json")

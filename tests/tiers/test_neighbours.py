@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import DiskTierConfig, SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers import DiskTierConfig, Opening, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.disk.inventory import DiskInventory
 from cargohold.tiers.disk.root import Owner, bytes_in, delete_shard, owner_of, shards_in
 from cargohold.tiers.kinds import open_inventory
@@ -22,11 +22,11 @@ OTHER = codec(weights="other")
 
 def shared_tier(root: Path) -> Tier:
     pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
-    return SharedTierConfig(url=f"file://{root}").open(OTHER, CHUNK, 1)
+    return SharedTierConfig(url=f"file://{root}").open(Opening(codec=OTHER, chunk_sizes=[CHUNK]))
 
 
 def folder_tier(root: Path) -> Tier:
-    return FolderConfig(path=str(root)).open(OTHER, CHUNK, 1)
+    return FolderConfig(path=str(root)).open(Opening(codec=OTHER, chunk_sizes=[CHUNK]))
 
 
 def fill(tier: Tier, count: int) -> list[StoreOutcome]:
@@ -198,7 +198,7 @@ def test_files_in_a_shard_that_only_look_like_segments_are_not_deleted(tmp_path:
 
 def test_the_path_of_a_shared_store_is_refused_with_its_url(tmp_path: Path) -> None:
     root = tmp_path / "kv store#1"
-    fill(SharedTierConfig(url=f"file://{tmp_path}/kv%20store%231").open(OTHER, CHUNK, 1), 3)
+    fill(SharedTierConfig(url=f"file://{tmp_path}/kv%20store%231").open(Opening(codec=OTHER, chunk_sizes=[CHUNK])), 3)
     with pytest.raises(ConfigError, match=f"a shared store lies there; give it as (file://{tmp_path}/.*)$") as caught:
         open_inventory(str(root))
     assert list(root.iterdir()) == [root / OTHER.namespace.id], "no lock is left there"
@@ -225,7 +225,7 @@ def test_a_directory_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     config = DiskTierConfig(directory="~/kv", max_bytes="2MiB", reserve_bytes=0)
     for one in (config, config.of_replica(1)):
-        one.check(CHUNK, 1)
-        fill(one.open(codec(), CHUNK, 1), 1)
+        one.check([CHUNK], 1)
+        fill(one.open(Opening(codec=codec(), chunk_sizes=[CHUNK])), 1)
     assert {path.parent for path in tmp_path.rglob(NAMESPACE.id)} == {tmp_path / "kv", tmp_path / "kv" / "replica-1"}
     assert len(open_inventory("~/kv").holdings()) == 2

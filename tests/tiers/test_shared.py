@@ -80,9 +80,9 @@ def test_a_large_chunk_is_written_at_once(s3: Server, monkeypatch: pytest.Monkey
     """Found by use: an engine that was killed while it wrote left parts in the bucket that no listing shows."""
     CLOUDS["s3"].sign_in(monkeypatch, s3.port, tmp_path)
     config = SharedTierConfig(url=CLOUDS["s3"].url(tmp_path.name))
-    tier = open_tier(config, NAMESPACE, 12 * 1024**2)
+    tier = open_tier(config, NAMESPACE, [12 * 1024**2])
     assert tier.store(key(1), memoryview(bytes(12 * 1024**2))) is StoreOutcome.STORED
-    stored = open_store(config)
+    stored = open_store(config.url)
     (known,) = (known for known in list_ours(stored) if known.key)
     tag = obstore.head(stored, known.path)["e_tag"]
     assert tag and "-" not in tag, "S3 puts the number of parts there"

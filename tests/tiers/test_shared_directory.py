@@ -23,8 +23,8 @@ from obstore.store import MemoryStore
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import LoadOutcome, StoreOutcome
 from cargohold.tiers.kinds import open_inventory
+from cargohold.tiers.places import PARALLEL_PROBES
 from cargohold.tiers.stores import directory as object_listing
-from cargohold.tiers.stores.options import PARALLEL_PROBES
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload
 from tests.tiers.shared import bytes_of_files, raising, shared, store
 

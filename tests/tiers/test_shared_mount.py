@@ -48,7 +48,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 def shared(directory: Path, max_bytes: int | None = None) -> Tier:
-    return open_tier(SharedTierConfig(url=f"file://{directory}", max_bytes=max_bytes), NAMESPACE, CHUNK)
+    return open_tier(SharedTierConfig(url=f"file://{directory}", max_bytes=max_bytes), NAMESPACE, [CHUNK])
 
 
 @pytest.mark.parametrize("below", ["", "kv", "kv/deep"])

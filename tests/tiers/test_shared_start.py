@@ -124,7 +124,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 def in_bucket(max_bytes: str | None = None) -> Tier:
     config = SharedTierConfig(url=f"s3://{BUCKET}/kv", max_bytes=max_bytes)
-    return open_tier(config.with_times(3 * WAIT_S), NAMESPACE, CHUNK)
+    return open_tier(config, NAMESPACE, [CHUNK], request_s=WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_bucket_that_is_not_there_is_refused_by_name(
     url = cloud.url("prefix").replace(BUCKET, "nosuchplace")
     place = "container" if kind == "azure" else "bucket"
     with pytest.raises(ConfigError, match=f"there is no such {place}; create it") as caught:
-        open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK)
+        open_tier(SharedTierConfig(url=url), NAMESPACE, [CHUNK])
     assert (caught.value.key, caught.value.value) == ("url", url)
 
 
@@ -206,11 +206,11 @@ def refusals(config: TierConfig, chunk_bytes: int, num_shards: int = 1) -> list[
     """What is refused, before anything is loaded, and by whoever opens a tier alone."""
     refused = []
     try:
-        check_tier(config, chunk_bytes, num_shards)
+        check_tier(config, [chunk_bytes], num_shards)
     except ConfigError as error:
         refused.append(error)
     try:
-        open_tier(config, NAMESPACE, chunk_bytes, num_shards).close()
+        open_tier(config, NAMESPACE, [chunk_bytes], num_shards).close()
     except ConfigError as error:
         refused.append(error)
     return refused
@@ -228,7 +228,7 @@ def test_a_limit_without_room_for_a_chunk_is_refused(tmp_path: Path, num_shards:
 
     assert [error.key for error in refusals(limited(need - 1), CHUNK, num_shards)] == ["max_bytes"] * 2
     assert refusals(limited(need), CHUNK, num_shards) == []
-    tier = open_tier(limited(VALUE), NAMESPACE, CHUNK)
+    tier = open_tier(limited(VALUE), NAMESPACE, [CHUNK])
     (tmp_path / NAMESPACE.id / "namespace.json").unlink()
     assert store(tier, 1) is StoreOutcome.STORED
 
@@ -281,4 +281,4 @@ def test_a_chunk_that_the_medium_can_just_take_is_not_refused(
     monkeypatch.setenv("KV_KEY", "ab" * 32)
     monkeypatch.setattr("cargohold.tiers.disk.shard.check_place", lambda *_: None)  # whatever the disk has
     make, most, _ = LARGE[what]
-    check_tier(make(tmp_path / "kv"), most, 1)
+    check_tier(make(tmp_path / "kv"), [most], 1)

@@ -25,7 +25,7 @@ MIB = 1024**2
 
 
 def filled(url: str, count: int) -> Tier:
-    tier = open_tier(SharedTierConfig(url=url), NAMESPACE, CHUNK)
+    tier = open_tier(SharedTierConfig(url=url), NAMESPACE, [CHUNK])
     for number in range(count):
         assert store(tier, number) is StoreOutcome.STORED
     return tier

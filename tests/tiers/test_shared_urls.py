@@ -199,7 +199,7 @@ from cargohold.errors import ConfigError
 from cargohold.tiers import SharedTierConfig, check_tier, open_tier
 from tests.tiers.common import CHUNK, NAMESPACE
 config = SharedTierConfig(url={url!r} or "file://{tmp_path}", encryption_key="env:KV_KEY")
-for refuse in (lambda: check_tier(config, CHUNK, 1), lambda: open_tier(config, NAMESPACE, CHUNK)):
+for refuse in (lambda: check_tier(config, [CHUNK], 1), lambda: open_tier(config, NAMESPACE, [CHUNK])):
     try:
         refuse()
     except ConfigError as error:

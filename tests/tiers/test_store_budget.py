@@ -36,7 +36,7 @@ OTHERS = replace(NAMESPACE, weights="of others")
 
 
 def shared(directory: Path, max_bytes: int | None, namespace: Namespace = NAMESPACE, num_shards: int = 1) -> Tier:
-    return open_tier(SharedTierConfig(url=f"file://{directory}", max_bytes=max_bytes), namespace, CHUNK, num_shards)
+    return open_tier(SharedTierConfig(url=f"file://{directory}", max_bytes=max_bytes), namespace, [CHUNK], num_shards)
 
 
 class TestBudget:

@@ -24,15 +24,14 @@ from hypothesis import strategies as st
 
 from cargohold.cache.policies import find_policy
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome, Tier
+from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, tag_of, unpack_header
 from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.slot_index import SlotIndex, restore_index
 from cargohold.tiers.disk.slots import Links, SlotPlan
 from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
-from cargohold.tiers.stores.objects import ObjectTier
-from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload
+from tests.tiers.common import CHUNK, NAMESPACE, codec, disk_tier, in_thread, key, load, payload, shared_tier
 
 SECRET = bytes(range(32))
 WAIT_S = 20.0
@@ -49,8 +48,8 @@ def shard_of(root: Path, secret: bytes | None = None) -> Path:
     return root / codec(secret).namespace.id
 
 
-def directory_tier(root: Path, secret: bytes | None = None, max_bytes: int | None = None) -> ObjectTier:
-    return ObjectTier(SharedTierConfig(url=f"file://{root}", max_bytes=max_bytes), codec(secret), CHUNK)
+def directory_tier(root: Path, secret: bytes | None = None, max_bytes: int | None = None) -> Tier:
+    return shared_tier(f"file://{root}", codec(secret), CHUNK, max_bytes=max_bytes)
 
 
 def in_time(action: Callable[[], object]) -> None:

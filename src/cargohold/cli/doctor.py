@@ -371,7 +371,7 @@ def measure_disk(directory: Path) -> tuple[float, float]:
     payload = memoryview(os.urandom(_CHUNK_BYTES))
     with tempfile.TemporaryDirectory(prefix="cargohold-doctor-", dir=directory) as place:
         config = DiskTierConfig(directory=place, max_bytes=2 * _MEASURED_BYTES, reserve_bytes=0)
-        tier = open_tier(config, namespace, _CHUNK_BYTES)
+        tier = open_tier(config, namespace, [_CHUNK_BYTES])
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
                 start = time.perf_counter()

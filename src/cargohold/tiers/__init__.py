@@ -1,6 +1,6 @@
 """Media that hold chunks."""
 
-from cargohold.tiers.config import TierConfig, tier_names
+from cargohold.tiers.config import Opening, TierConfig, tier_names
 from cargohold.tiers.disk.kind import DiskTierConfig
 from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.health import BreakerConfig, BreakerState, TierHealth
@@ -28,6 +28,7 @@ __all__ = [
     "MemoryTier",
     "Namespace",
     "NullTier",
+    "Opening",
     "QueueConfig",
     "SharedTierConfig",
     "SlowTier",

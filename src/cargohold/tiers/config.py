@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Self
 
+from cargohold.deadlines import DEFAULTS, REQUEST, TRANSFER
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_bytes, is_positive_int
 from cargohold.options import Options, checked, must, one_of
@@ -21,6 +22,8 @@ from cargohold.tiers.encryption import TAG_BYTES
 from cargohold.tiers.inventory import Inventory
 from cargohold.tiers.port import Tier
 
+REQUEST_S: Final = REQUEST.seconds(DEFAULTS[TRANSFER])
+"""Maximum time of one request to a server, in seconds, unless an engine's options ask for another."""
 KEY_SOURCE: Final = re.compile(r"(file|env):[^\0\n]+")
 MAX_THREADS: Final = 256
 """Maximum of ``num_threads``: each thread has memory for a chunk."""
@@ -97,6 +100,30 @@ class UsedDirectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What a worker knows when it opens its shard of a tier, besides the tier's options.
+
+    Attributes:
+        codec: makes and checks headers; its ``namespace.id`` keeps chunks of other models and workers apart.
+        chunk_sizes: bytes of a chunk of each group on this worker.
+        num_shards: number of workers that share the limits in the options.
+        share: part of these limits that the tier gets, if others with the same options get the rest.
+        request_s: maximum time of one request to a server, to the last byte of its answer.
+    """
+
+    codec: ChunkCodec
+    chunk_sizes: Sequence[int]
+    num_shards: int = 1
+    share: float = 1.0
+    request_s: float = REQUEST_S
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the largest chunk."""
+        return max(self.chunk_sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig(Options):
     """Options that all tiers have, as a base class; it also opens the tier.
 
@@ -131,15 +158,10 @@ class TierConfig(Options):
         """Refuse options that do not fit together. An override calls ``TierConfig.__post_init__(self)`` first."""
 
     @abstractmethod
-    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+    def open(self, opening: Opening) -> Tier:
         """Open one worker's shard of the tier.
 
         Raises ``ConfigError`` if these options cannot work. A medium that does not answer yet is no error: it may come later.
-
-        Args:
-            codec: makes and checks headers; its ``namespace.id`` keeps chunks of other models and workers apart.
-            chunk_bytes: bytes of the largest chunk of this worker.
-            num_shards: number of workers that share the limits in these options.
         """
 
     def require_packages(self) -> None:  # most need none
@@ -149,7 +171,7 @@ class TierConfig(Options):
         """Raise ``ConfigError`` if this machine has no place where the tier could be. Changes nothing, and asks no server."""
 
     def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
-        """Raise ``ConfigError`` if no chunk of this size can ever be written, with the arguments of ``open``.
+        """Raise ``ConfigError`` if no chunk of this size can ever be written by one of ``num_shards`` workers.
 
         By default, refuses chunks that are too large to be encrypted, if there is a key.
         """
@@ -157,8 +179,8 @@ class TierConfig(Options):
         if self.encryption_key is not None:
             require_chunk_below("encryption_key", self.encryption_key, chunk_bytes, MAX_ENCRYPTED_BYTES)
 
-    def check(self, chunk_bytes: int, num_shards: int) -> None:  # most media are asked by ``open``
-        """Raise ``ConfigError`` for what ``open`` would refuse with these arguments, before anything is loaded."""
+    def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:  # most media are asked by ``open``
+        """Raise ``ConfigError`` for what ``open`` would refuse with these sizes and workers, before anything is loaded."""
 
     @classmethod
     def inventory_of(cls, place: str) -> Inventory | None:
@@ -180,16 +202,6 @@ class TierConfig(Options):
         del replica
         return self
 
-    def with_times(self, transfer_timeout_s: float) -> Self:
-        """Return the options for a connector with this ``transfer_timeout_s``. By default the same."""
-        del transfer_timeout_s
-        return self
-
-    def with_sizes(self, chunk_sizes: Sequence[int]) -> Self:
-        """Return the options for a worker whose chunks have these sizes, by group. By default the same."""
-        del chunk_sizes
-        return self
-
     def bytes_taken(self, chunk_sizes: Sequence[int], details_bytes: int) -> Sequence[int] | None:
         """Return the bytes that a chunk of each group takes on one worker; ``None``, the default, if that is not known.
 
@@ -199,11 +211,6 @@ class TierConfig(Options):
         """
         del chunk_sizes, details_bytes
         return None
-
-    def with_share(self, share: float) -> Self:
-        """Return the options for a tier that gets this part of the limits, and others the rest. By default the same."""
-        del share
-        return self
 
     def describe(self) -> str:
         """Return where chunks go, for people, without secrets."""

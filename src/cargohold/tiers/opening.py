@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Final, TypeVar
 
 from cargohold.deadlines import ANSWER
 from cargohold.errors import ConfigError
 from cargohold.tiers.chunk_format import ChunkCodec
-from cargohold.tiers.config import TierConfig
+from cargohold.tiers.config import REQUEST_S, Opening, TierConfig
 from cargohold.tiers.encryption import read_key, require_package
 from cargohold.tiers.namespace import Namespace
 from cargohold.tiers.port import Tier
@@ -39,12 +39,12 @@ def check_place_here(config: TierConfig) -> None:
     at_medium(config, config.require_place, ANSWER.seconds())
 
 
-def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
+def check_tier(config: TierConfig, chunk_sizes: Sequence[int], num_shards: int) -> None:
     """Check options on the machine where the tier will be opened. Asks no server; ``open_tier`` does.
 
     Args:
         config: the tier's options.
-        chunk_bytes: bytes of the largest chunk of one worker.
+        chunk_sizes: bytes of a chunk of each group on one worker.
         num_shards: number of workers that share the limits in ``config``.
 
     Raises:
@@ -52,33 +52,39 @@ def check_tier(config: TierConfig, chunk_bytes: int, num_shards: int) -> None:
     """
     if config.encryption_key is not None:
         read_key(config.encryption_key).cipher(b"")  # fails if the package for encryption is not installed
-    config.require_sizes(chunk_bytes, num_shards)
-    at_medium(config, lambda: config.check(chunk_bytes, num_shards), ANSWER.seconds())
+    config.require_sizes(max(chunk_sizes), num_shards)
+    at_medium(config, lambda: config.check(chunk_sizes, num_shards), ANSWER.seconds())
 
 
 def open_tier(
     config: TierConfig,
     namespace: Namespace,
-    chunk_bytes: int,
+    chunk_sizes: Sequence[int],
     num_shards: int = 1,
-    time_ns: Callable[[], int] = time.time_ns,
+    *,
+    share: float = 1.0,
+    request_s: float = REQUEST_S,
 ) -> Tier:
     """Open one worker's shard of a tier.
 
     Args:
         config: the tier's options.
         namespace: what the chunks' bytes depend on. Each worker has its own: they differ in ``split``.
-        chunk_bytes: bytes of the largest chunk of this worker.
-        num_shards: number of workers that share the limits in ``config``.
-        time_ns: gives the time of day, in nanoseconds since 1970.
+        chunk_sizes, num_shards, share, request_s: see ``Opening``.
 
     Raises:
         ConfigError: the medium cannot be used with these options, there is no key for encryption, or a package is not
             installed. A store that does not answer is no error: it may come back.
     """
-    config.require_sizes(chunk_bytes, num_shards)
-    codec = _codec(config, namespace, time_ns)
-    return at_medium(config, lambda: config.open(codec, chunk_bytes, num_shards), undo=lambda tier: tier.close())
+    config.require_sizes(max(chunk_sizes), num_shards)
+    opening = Opening(
+        codec=_codec(config, namespace),
+        chunk_sizes=chunk_sizes,
+        num_shards=num_shards,
+        share=share,
+        request_s=request_s,
+    )
+    return at_medium(config, lambda: config.open(opening), undo=lambda tier: tier.close())
 
 
 def at_medium(
@@ -128,9 +134,9 @@ def _do(work: Callable[[], T], done: Future[T]) -> None:
 
 def namespace_in(config: TierConfig, namespace: Namespace) -> Namespace:
     """Return the namespace of chunks in a tier: the given one, with the id of the tier's encryption key."""
-    return _codec(config, namespace, time.time_ns).namespace
+    return _codec(config, namespace).namespace
 
 
-def _codec(config: TierConfig, namespace: Namespace, time_ns: Callable[[], int]) -> ChunkCodec:
+def _codec(config: TierConfig, namespace: Namespace) -> ChunkCodec:
     key = None if config.encryption_key is None else read_key(config.encryption_key)
-    return ChunkCodec(namespace, key, time_ns)
+    return ChunkCodec(namespace, key, time.time_ns)

@@ -45,6 +45,8 @@ def place_of(directory: Path) -> Path:
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
 SCHEMES: Final = OBJECT_SCHEMES + REDIS_SCHEMES
+PARALLEL_PROBES: Final = 32
+"""Number of objects that a worker asks an object store for at the same time."""
 
 _MAX_PORT: Final = 65535
 _SECRET: Final = re.compile(HIDDEN_OPTION + "[^&#]*")

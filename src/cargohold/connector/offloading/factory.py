@@ -13,9 +13,9 @@ from cargohold.connector.config import OffloadConfig, limits_in_chunks
 from cargohold.connector.kernel.stores import EagerStores, MakeStores, StorePlanner
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
-from cargohold.deadlines import FINISH, WRITE
+from cargohold.deadlines import FINISH, REQUEST, WRITE
 from cargohold.errors import ConfigError, option_path
-from cargohold.option_values import format_bytes, made_by
+from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, made_by
 from cargohold.process import memory_limit_bytes
 from cargohold.protocol import Clock, KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier, tier_names
@@ -91,7 +91,7 @@ def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
     """Raise ``ConfigError`` if workers on this machine could not open a tier, before they load anything."""
     for at, tier in enumerate(config.tiers):
         with option_path(f"tiers[{at}]."):
-            check_tier(tier.with_sizes(chunk_sizes(config, layout)), _shard_bytes(config, layout), layout.num_shards)
+            check_tier(tier, chunk_sizes(config, layout), layout.num_shards)
 
 
 def require_memory(host_bytes: int | str, num_bytes: int) -> None:
@@ -123,10 +123,11 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
         for at, (tier, options) in enumerate(zip(config.tiers, tier_options(config, layout), strict=True)):
             with option_path(f"tiers[{at}]."):
                 opened = open_tier(
-                    tier.with_times(config.transfer_timeout_s).with_sizes(chunk_sizes(config, layout)),
+                    tier,
                     namespace,
-                    _shard_bytes(config, layout),
+                    chunk_sizes(config, layout),
                     layout.num_shards,
+                    request_s=min(REQUEST.seconds(config.transfer_timeout_s), MAX_TIMEOUT_S),
                 )
             opened.begin()
             limits = QueueConfig(num_threads=tier.num_threads, finish_s=FINISH.seconds(config.shutdown_timeout_s))

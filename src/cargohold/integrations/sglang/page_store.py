@@ -35,12 +35,15 @@ class PoolTier:
         namespace: identity of the pages.
         page_bytes: bytes of one page.
         num_shards: number of ranks that share its limits.
+        share: part of its limits that the pool gets.
     """
 
-    def __init__(self, config: TierConfig, namespace: Namespace, page_bytes: int, num_shards: int) -> None:
+    def __init__(  # made in one place
+        self, config: TierConfig, namespace: Namespace, page_bytes: int, num_shards: int, share: float
+    ) -> None:
         self.config = config
         self.namespace = namespace_in(config, namespace)
-        self._open = partial(open_tier, config, namespace, page_bytes, num_shards)
+        self._open = partial(open_tier, config, namespace, [page_bytes], num_shards, share=share)
         self.queue = TierQueue(self._open(), time.monotonic, QueueConfig(num_threads=config.num_threads))
         self._ids = count()
 
@@ -81,17 +84,20 @@ class PageStore:
         namespace: identity of the pages.
         page_bytes: bytes of one page.
         num_shards: number of ranks that share the tiers' limits.
+        share: part of these limits that the pool gets.
 
     Raises:
         ConfigError: a tier cannot be opened; none is left open then.
     """
 
-    def __init__(self, settings: BackendSettings, namespace: Namespace, page_bytes: int, num_shards: int) -> None:
+    def __init__(  # made in one place
+        self, settings: BackendSettings, namespace: Namespace, page_bytes: int, num_shards: int, share: float = 1.0
+    ) -> None:
         self._settings = settings
         self._places: list[PoolTier] = []
         with ExitStack() as opened:
             for config in settings.tiers:
-                self._places.append(PoolTier(config, namespace, page_bytes, num_shards))
+                self._places.append(PoolTier(config, namespace, page_bytes, num_shards, share))
                 opened.callback(self._places[-1].queue.shutdown)
             opened.pop_all()
 

@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from cargohold.tiers.disk.files import DirectoryLock, Geometry, is_in_use, read_small, write_whole
-from cargohold.tiers.disk.options import REPLICA_DIRECTORY
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES, as_facts, parse_description
 
 DESCRIPTION_FILE: Final = "shard.json"
+REPLICA_DIRECTORY: Final = "replica-{}"
+"""Subdirectory, by replica number, in which all engine replicas but the first keep their chunks."""
 _NAMESPACE: Final = re.compile(ID_PATTERN)
 _REPLICA: Final = re.compile(REPLICA_DIRECTORY.format(r"[0-9]+"))
 _OWN: Final = re.compile(

@@ -14,9 +14,10 @@ from typing import Final
 
 from cargohold.deadlines import LOCK
 from cargohold.errors import ConfigError, SparingLog
-from cargohold.option_values import format_bytes, format_count, parse_path
+from cargohold.option_values import format_bytes, format_count
 from cargohold.process import allow_open_files, leaves_files
 from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.config import Opening
 from cargohold.tiers.disk.files import (
     DirectoryLock,
     Geometry,
@@ -26,7 +27,6 @@ from cargohold.tiers.disk.files import (
     segment_files,
     uses_file,
 )
-from cargohold.tiers.disk.options import DiskOptions
 from cargohold.tiers.disk.root import (
     DESCRIPTION_FILE,
     bytes_in,
@@ -66,23 +66,19 @@ _TOO_MANY_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 @dataclass(frozen=True, slots=True)
 class ShardBudget:
-    """The bytes that a shard may take.
+    """The directory of a shard, and the bytes that it may take.
 
     Attributes:
+        root: the directory that the user named; an absolute path.
         root_bytes: maximum size of everything in the directory together.
         shard_bytes: maximum size of this shard.
         reserve_bytes: free space of the file system that is never taken.
     """
 
+    root: Path
     root_bytes: int
     shard_bytes: int
     reserve_bytes: int
-
-    @classmethod
-    def of(cls, config: DiskOptions, num_shards: int) -> ShardBudget:
-        """Return the budget of one of ``num_shards`` workers."""
-        total = config.num_max_bytes
-        return cls(total, int(total * config.share) // num_shards, config.num_reserve_bytes)
 
 
 class Shard:
@@ -97,29 +93,29 @@ class Shard:
         capacity: maximum number of slots within the budget.
 
     Args:
-        config: the tier's options.
-        namespace: namespace of the chunks.
-        plan: how chunks lie in slots.
-        budget: the bytes that it may take.
+        budget: the directory, and the bytes that it may take.
+        opening: what this worker keeps there.
+        direct_io: whether to bypass the page cache, if the file system allows it.
 
     Raises:
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
     """
 
-    def __init__(self, config: DiskOptions, namespace: Namespace, plan: SlotPlan, budget: ShardBudget) -> None:
-        self.plan = plan
-        self._root = _root_of(config)
+    def __init__(self, budget: ShardBudget, opening: Opening, *, direct_io: bool) -> None:
+        namespace = opening.codec.namespace
+        self.plan = SlotPlan.of(opening.chunk_sizes)
+        self._root = budget.root
         self._budget = budget
-        self._direct_io = config.direct_io
+        self._direct_io = direct_io
         self.path = self._root / namespace.id
         self._segments: list[Segment] = []
         self._growth_pause = 0
         self._shortage = SparingLog(logger)
         try:
-            self._lock = self._take_lock(config)
+            self._lock = self._take_lock()
             try:
-                check_budget(self._root, config, budget)
-                self.geometry = self._find_geometry(config, namespace)
+                check_budget(self._root, budget)
+                self.geometry = self._find_geometry(namespace)
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
                 allow_open_files(4 * _FILES_PER_SEGMENT * self._most_segments())
                 self._open_segments(namespace)
@@ -134,9 +130,9 @@ class Shard:
             reason = (
                 "it is used for the same model already; give each engine, and each tier of one, a directory of its own"
             )
-            raise ConfigError("directory", config.directory, reason) from error
+            raise ConfigError("directory", str(self._root), reason) from error
         except OSError as error:
-            raise _unusable(config, error) from error
+            raise _unusable(budget.root, error) from error
 
     @property
     def num_slots(self) -> int:
@@ -230,7 +226,7 @@ class Shard:
         self.note_use()
         self._lock.release()
 
-    def _take_lock(self, config: DiskOptions) -> DirectoryLock:
+    def _take_lock(self) -> DirectoryLock:
         """Make and lock the shard's folder. Raises ``ConfigError``, or ``OSError``."""
         end = time.monotonic() + LOCK.seconds()
         make_private(self._root)
@@ -242,14 +238,14 @@ class Shard:
                         reason = (
                             f"a shared store has its chunks there, in {self.path}; give each a directory of its own"
                         )
-                        raise ConfigError("directory", config.directory, reason)
+                        raise ConfigError("directory", str(self._root), reason)
                     return DirectoryLock(self.path)
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise
             time.sleep(_LOCK_POLL_S)
 
-    def _find_geometry(self, config: DiskOptions, namespace: Namespace) -> Geometry:
+    def _find_geometry(self, namespace: Namespace) -> Geometry:
         """Return the geometry of the existing files; if there are none, or they do not fit, delete them and choose a new one.
 
         Raises:
@@ -270,7 +266,7 @@ class Shard:
                     format_bytes(room),
                 )
             return known
-        _require_room(config, self._budget, single)
+        _require_room(self._budget, single)
         is_described = known is not None
         why = "they do not fit the chunks or max_bytes" if is_described else f"{DESCRIPTION_FILE} is missing or damaged"
         self._delete_segments(0, why)
@@ -360,44 +356,39 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def slot_plan(config: DiskOptions, chunk_bytes: int) -> SlotPlan:
-    """Return how chunks lie in slots, of which the largest has ``chunk_bytes``."""
-    return SlotPlan.of(config.chunk_sizes or (chunk_bytes,))
-
-
 def _fits(known: Geometry, single: Geometry) -> bool:
     """Whether files have slots like those of ``single``, and enough of them in a segment for a chunk."""
     most = single.slots_per_segment
     return known.slots_per_segment >= most and replace(known, slots_per_segment=most) == single
 
 
-def check_place(config: DiskOptions, chunk_bytes: int, num_shards: int) -> None:
+def check_place(budget: ShardBudget, chunk_sizes: Sequence[int]) -> None:
     """Check options, as far as that is possible without a namespace. Creates the directory.
 
     Raises:
         ConfigError: the directory cannot be used, or the budget is impossible.
     """
-    root, budget = _root_of(config), ShardBudget.of(config, num_shards)
+    root = budget.root
     try:
         make_private(root)
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        check_budget(root, config, budget)
+        check_budget(root, budget)
     except OSError as error:
-        raise _unusable(config, error) from error
-    plan = slot_plan(config, chunk_bytes)
-    _require_room(config, budget, Geometry(plan.slot_bytes, plan.most, 0, plan.link_bytes))
+        raise _unusable(budget.root, error) from error
+    plan = SlotPlan.of(chunk_sizes)
+    _require_room(budget, Geometry(plan.slot_bytes, plan.most, 0, plan.link_bytes))
 
 
-def require_place(config: DiskOptions) -> None:
+def require_place(budget: ShardBudget) -> None:
     """Raise ``ConfigError`` if a directory cannot be used, or holds less than the budget. Creates nothing."""
     try:
-        check_budget(place_of(_root_of(config)), config, ShardBudget.of(config, 1))
+        check_budget(place_of(budget.root), budget)
     except OSError as error:
-        raise _unusable(config, error) from error
+        raise _unusable(budget.root, error) from error
 
 
-def check_budget(root: Path, config: DiskOptions, budget: ShardBudget) -> None:
+def check_budget(root: Path, budget: ShardBudget) -> None:
     """Refuse a budget that the file system can never hold.
 
     Raises:
@@ -408,7 +399,9 @@ def check_budget(root: Path, config: DiskOptions, budget: ShardBudget) -> None:
     total = status.f_blocks * status.f_frsize
     if budget.root_bytes + budget.reserve_bytes > total:
         reserve = f", of which {format_bytes(budget.reserve_bytes)} are a reserve" if budget.reserve_bytes else ""
-        raise ConfigError("max_bytes", config.max_bytes, f"the file system has {format_bytes(total)}{reserve}")
+        raise ConfigError(
+            "max_bytes", format_bytes(budget.root_bytes), f"the file system has {format_bytes(total)}{reserve}"
+        )
 
 
 def _number_of(file: Path) -> int:
@@ -430,20 +423,16 @@ def _without_rank(facts: dict[str, str]) -> dict[str, str]:
     return common | {"split": _RANK.sub("", common.get("split", ""))}
 
 
-def _root_of(config: DiskOptions) -> Path:
-    return parse_path("directory", config.directory).absolute()
-
-
-def _unusable(config: DiskOptions, error: OSError) -> ConfigError:
+def _unusable(root: Path, error: OSError) -> ConfigError:
     where = f"{error.filename}: " if error.filename else ""
     expected = "more files must be open than may be (ulimit -n)" if error.errno in _TOO_MANY_FILES else _USABLE
     reason = f"{expected}: {where}{error.strerror}"
-    return ConfigError("directory", config.directory, reason)
+    return ConfigError("directory", str(root), reason)
 
 
-def _require_room(config: DiskOptions, budget: ShardBudget, single: Geometry) -> None:
+def _require_room(budget: ShardBudget, single: Geometry) -> None:
     """Raise ``ConfigError`` if the budget has no room for a single chunk."""
     need = single.segment_bytes
     if budget.shard_bytes - _OTHER_BYTES < need:
         need_all = format_bytes(need + _OTHER_BYTES)
-        raise ConfigError("max_bytes", config.max_bytes, f"one chunk of one worker needs {need_all}")
+        raise ConfigError("max_bytes", format_bytes(budget.root_bytes), f"one chunk of one worker needs {need_all}")

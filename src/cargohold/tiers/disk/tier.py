@@ -16,9 +16,9 @@ from cargohold.cache.policies import find_policy
 from cargohold.cache.retention import NO_RETENTION, Retention
 from cargohold.deadlines import GROWTH
 from cargohold.errors import SparingLog, TierError
-from cargohold.tiers.chunk_format import NO_NOTE, ChunkCodec, Details, Note, unpack_header
-from cargohold.tiers.disk.options import DiskOptions
-from cargohold.tiers.disk.shard import Shard, ShardBudget, slot_plan
+from cargohold.tiers.chunk_format import NO_NOTE, Details, Note, unpack_header
+from cargohold.tiers.config import Opening
+from cargohold.tiers.disk.shard import Shard, ShardBudget
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
 from cargohold.tiers.disk.slots import Links
 from cargohold.tiers.port import (
@@ -46,10 +46,10 @@ class DiskTier(Tier):
     by its checksum.
 
     Args:
-        config: the tier's options.
-        codec: makes and checks headers.
-        chunk_bytes: bytes of the largest chunk.
-        num_shards: number of workers that share the budget.
+        budget: the directory, and the bytes that this worker's chunks may take.
+        opening: what this worker keeps there.
+        policy: decides what is evicted.
+        direct_io: whether to bypass the page cache, if the file system allows it.
 
     Raises:
         ConfigError: the directory cannot be used, or is used by another process, or the budget is impossible.
@@ -57,18 +57,17 @@ class DiskTier(Tier):
 
     has_index = True
 
-    def __init__(self, config: DiskOptions, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
+    def __init__(self, budget: ShardBudget, opening: Opening, policy: str, *, direct_io: bool) -> None:
         self.name = "disk"
-        self.chunk_bytes = chunk_bytes
-        self._codec = codec
+        self.chunk_bytes = opening.chunk_bytes
+        self._codec = opening.codec
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._damage, self._unsaved = SparingLog(logger), SparingLog(logger)
         self._lost: list[OffloadKey] = []
         self._is_all_lost = self._is_gone = False
-        plan = slot_plan(config, chunk_bytes)
-        self._shard = shard = Shard(config, codec.namespace, plan, ShardBudget.of(config, num_shards))
-        self._index = SlotIndex(shard.capacity, find_policy(config.policy), plan)
+        self._shard = shard = Shard(budget, opening, direct_io=direct_io)
+        self._index = SlotIndex(shard.capacity, find_policy(policy), shard.plan)
         self._uses = LastUses(shard)
         self._restore()
         # What is being listed: chunks by number, in order.

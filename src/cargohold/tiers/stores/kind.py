@@ -1,35 +1,135 @@
-"""The kind of tier that keeps chunks in a store that several engines share."""
+"""The kind of tier that keeps chunks in a store that several engines share: its options, and what opens it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final
 
 from cargohold.errors import ConfigError
-from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.option_values import format_bytes, is_positive_int, parse_bytes
+from cargohold.options import SIZE, checked, must
+from cargohold.tiers import places
+from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.config import (
+    NAMES_ELSEWHERE,
+    Opening,
+    TierConfig,
+    UsedDirectory,
+    require_chunk_below,
+    require_chunk_within,
+)
 from cargohold.tiers.inventory import Inventory
-from cargohold.tiers.places import REDIS_SCHEMES, is_url, place_of
+from cargohold.tiers.places import PARALLEL_PROBES, REDIS_SCHEMES, is_url, place_of
 from cargohold.tiers.port import Tier
-from cargohold.tiers.stores.options import SharedOptions
 
-if TYPE_CHECKING:
-    from cargohold.tiers.stores.objects import ObjectTier
-    from cargohold.tiers.stores.redis import RedisTier
+MAX_VALUE_BYTES: Final = {
+    **dict.fromkeys(REDIS_SCHEMES, 512 * 1024**2),
+    "s3": 5 * 1024**3,
+    "az": 5000 * 1024**2,
+}
+"""Bytes that a store takes as one value, by scheme: what servers allow unless told otherwise. Other stores have no limit."""
+_URL: Final = checked(lambda _, url: places.require_place(url))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SharedTierConfig(SharedOptions):
-    """A shared tier's options, which are in ``SharedOptions``, and what opens it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTierConfig(TierConfig):
+    """Options for keeping chunks in a store that several engines share.
 
-    def open(self, codec: ChunkCodec, chunk_bytes: int, num_shards: int) -> Tier:
+    Attributes:
+        url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///absolute/directory``
+            or ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
+            environment, as the store's own tools read them.
+        max_bytes: for object stores and directories, the maximum size of all chunks of Cargohold there, of all models and
+            workers; the oldest are deleted first. ``None`` leaves the size to the store. One engine alone never exceeds it.
+        ttl_s: for Redis and Valkey only, the age in seconds at which the server deletes chunks; ``None`` for never.
+    """
+
+    names_elsewhere: ClassVar[Mapping[str, str]] = NAMES_ELSEWHERE
+    kind = "shared"
+    locality = "REMOTE"
+
+    url: Annotated[str, _URL]
+    max_bytes: Annotated[int | str | None, SIZE] = None
+    ttl_s: Annotated[int | None, must(is_positive_int, "a whole number of seconds from 1, or nothing")] = None
+
+    def __post_init__(self) -> None:
+        TierConfig.__post_init__(self)
+        is_redis = self.scheme in REDIS_SCHEMES
+        if self.ttl_s is not None and not is_redis:
+            raise ConfigError(
+                "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
+            )
+        if self.max_bytes is not None and is_redis:
+            raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
+
+    def __repr__(self) -> str:
+        """The options without user and password, because options end up in logs."""
+        shown = {each.name: getattr(self, each.name) for each in fields(self)} | {"url": self.shown_url}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def describe(self) -> str:
+        """Return the URL and the limit, for people."""
+        limit = "" if self.num_max_bytes is None else f", {format_bytes(self.num_max_bytes)} at most"
+        return f"{self.shown_url}{limit}"
+
+    @property
+    def num_max_bytes(self) -> int | None:
+        return None if self.max_bytes is None else parse_bytes("max_bytes", self.max_bytes)
+
+    @property
+    def num_asked_at_once(self) -> int | None:
+        """See ``TierConfig``. A server takes any number of questions in one round trip, an object store one per request."""
+        return None if self.scheme in REDIS_SCHEMES else PARALLEL_PROBES
+
+    @property
+    def scheme(self) -> str:
+        """The URL's scheme, which says what kind of store it is."""
+        return places.scheme_of(self.url)
+
+    @property
+    def used_directory(self) -> UsedDirectory | None:
+        """See ``TierConfig``."""
+        return None if self.directory is None else UsedDirectory(self.directory, "url", is_own=False)
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory that the URL names; ``None`` if it names a server."""
+        return places.directory_of(self.url)
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without user and password, for messages."""
+        return places.without_secrets(self.url)
+
+    def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
+        TierConfig.require_sizes(self, chunk_bytes, num_shards)
+        value_bytes = HEADER_BYTES + chunk_bytes
+        if self.scheme in MAX_VALUE_BYTES:
+            require_chunk_below("url", self.shown_url, value_bytes, MAX_VALUE_BYTES[self.scheme])
+        if self.num_max_bytes is not None:
+            # Each worker's part of one chunk, and what each worker leaves to the others: see StoreBudget.
+            need = (2 * num_shards - 1) * value_bytes
+            require_chunk_within("max_bytes", self.max_bytes, self.num_max_bytes, need)
+
+    def open(self, opening: Opening) -> Tier:
         """See ``TierConfig``. Refuses missing or wrong credentials, a bucket that is not there, and a missing package."""
-        return self._tier_class()(self, codec, chunk_bytes, num_shards)
+        with _needs_extra(self.url):
+            if _module(self.url) == "redis":
+                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
+
+                return RedisTier(self.url, self.ttl_s, opening)
+            from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # an optional package
+
+            return ObjectTier(self.url, self.num_max_bytes, opening)
 
     def require_packages(self) -> None:
         """See ``TierConfig``. Each kind of store needs a package."""
-        self._tier_class()
+        with _needs_extra(self.url):
+            import_module(f"cargohold.tiers.stores.{_module(self.url)}")
 
     def require_place(self) -> None:
         """Refuse a directory that cannot be made or written to."""
@@ -39,20 +139,9 @@ class SharedTierConfig(SharedOptions):
             except OSError as error:
                 raise ConfigError("url", self.shown_url, f"the store cannot be used: {error}") from error
 
-    def check(self, chunk_bytes: int, num_shards: int) -> None:
+    def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:
         """Refuse what can be refused without asking the store: a missing package, an incomplete URL."""
-        self._tier_class().check_place(self)
-
-    def _tier_class(self) -> type[RedisTier | ObjectTier]:
-        """Return the class of the tier. Raises ``ConfigError`` if its package is not installed."""
-        with _needs_extra(self):
-            if self.scheme in REDIS_SCHEMES:
-                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
-
-                return RedisTier
-            from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # an optional package
-
-            return ObjectTier
+        _client(self.url)
 
     @classmethod
     def inventory_of(cls, place: str) -> Inventory | None:
@@ -60,36 +149,50 @@ class SharedTierConfig(SharedOptions):
         if not is_url(place):
             return None
         try:
-            return _inventory(cls(url=place))
+            places.require_place(place)
+            return _inventory(place)
         except ConfigError as error:
-            raise ConfigError(
-                "PLACE", error.value, error.expected
-            ) from error  # the user gave a PLACE, not the option url
+            # The user gave a PLACE, not the option url.
+            raise ConfigError("PLACE", error.value, error.expected) from error
 
 
 @contextmanager
-def _needs_extra(config: SharedOptions) -> Iterator[None]:
+def _needs_extra(url: str) -> Iterator[None]:
     """Turn an ``ImportError`` inside the ``with`` into a ``ConfigError`` that says how to install the store's package."""
     try:
         yield
     except ImportError as error:
-        extra = "redis" if config.scheme in REDIS_SCHEMES else "objects"
-        raise ConfigError(
-            "url", config.shown_url, f"{config.scheme} needs an extra: pip install 'cargohold[{extra}]'"
-        ) from error
+        scheme = places.scheme_of(url)
+        reason = f"{scheme} needs an extra: pip install 'cargohold[{_module(url)}]'"
+        raise ConfigError("url", places.without_secrets(url), reason) from error
 
 
-def _inventory(config: SharedOptions) -> Inventory:
-    if config.scheme in REDIS_SCHEMES:
-        with _needs_extra(config):
+def _module(url: str) -> str:
+    """Return the name of the module for a store, which is also that of the extra that it needs."""
+    return "redis" if places.scheme_of(url) in REDIS_SCHEMES else "objects"
+
+
+def _client(url: str) -> Any:
+    """Make a client of a store, which asks it nothing. Raises ``ConfigError``."""
+    with _needs_extra(url):
+        if _module(url) == "redis":
             from cargohold.tiers.stores.redis import open_client  # noqa: PLC0415  # an optional package
-            from cargohold.tiers.stores.redis_inventory import RedisInventory  # noqa: PLC0415  # an optional package
 
-        return RedisInventory(open_client(config))
-    if config.directory is not None and not config.directory.is_dir():
-        raise ConfigError("url", config.url, "there is no such directory")  # a tier would create it
-    with _needs_extra(config):
-        from cargohold.tiers.stores.inventory import ObjectInventory  # noqa: PLC0415  # an optional package
+            return open_client(url)
         from cargohold.tiers.stores.objects import open_store  # noqa: PLC0415  # an optional package
 
-    return ObjectInventory(open_store(config))
+        return open_store(url)
+
+
+def _inventory(url: str) -> Inventory:
+    directory = places.directory_of(url)
+    if directory is not None and not directory.is_dir():
+        raise ConfigError("url", url, "there is no such directory")  # a tier would create it
+    client = _client(url)
+    if _module(url) == "redis":
+        from cargohold.tiers.stores.redis_inventory import RedisInventory  # noqa: PLC0415  # an optional package
+
+        return RedisInventory(client)
+    from cargohold.tiers.stores.inventory import ObjectInventory  # noqa: PLC0415  # an optional package
+
+    return ObjectInventory(client)

@@ -35,10 +35,11 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, SparingLog, TierError, one_line
 from cargohold.option_values import format_bytes
-from cargohold.tiers.chunk_format import ChunkCodec
+from cargohold.tiers import places
+from cargohold.tiers.config import REQUEST_S, Opening
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
 from cargohold.tiers.namespace import DESCRIPTION
-from cargohold.tiers.places import warn_of_readers, warn_of_writers
+from cargohold.tiers.places import PARALLEL_PROBES, warn_of_readers, warn_of_writers
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.directory import (
@@ -55,7 +56,6 @@ from cargohold.tiers.stores.directory import (
     refuses_access,
     try_listing,
 )
-from cargohold.tiers.stores.options import PARALLEL_PROBES, SharedOptions
 
 logger = logging.getLogger(__name__)
 
@@ -266,59 +266,58 @@ _NO_CREDENTIALS: Final = (
 """Where machines in a cloud look for credentials if none were given. An error names one of these only in that case."""
 
 
-def open_store(config: SharedOptions) -> ObjectStore:
-    """Make a client of the store that a URL names; create the directory if it is one. Sends a remote store nothing.
+def open_store(url: str, request_s: float = REQUEST_S) -> ObjectStore:
+    """Make a client of the store that a URL names, which waits so long for each answer; create the directory if it is one.
+
+    Sends a remote store nothing.
 
     Raises:
         ConfigError: the URL is incomplete, or the directory cannot be used.
     """
     try:
-        if config.directory is not None:
-            make_directory(config.directory)
-            return LocalStore(config.directory)
-        limit = timedelta(seconds=config.request_s)
+        directory = places.directory_of(url)
+        if directory is not None:
+            make_directory(directory)
+            return LocalStore(directory)
+        limit = timedelta(seconds=request_s)
         # Options given here hide those of the environment. This one is needed for stores on one's own machines.
         may_use_http = any(os.environ.get(f"{cloud}_ALLOW_HTTP") == "true" for cloud in ("AWS", "AZURE", "GOOGLE"))
         client = {"timeout": limit, "connect_timeout": limit, "allow_http": may_use_http}
         retry = {"max_retries": 1, "retry_timeout": limit}
-        return from_url(config.url, client_options=client, retry_config=retry)  # type: ignore[call-overload, no-any-return]  # its overloads are one per store, by literal options
+        return from_url(url, client_options=client, retry_config=retry)  # type: ignore[call-overload, no-any-return]  # its overloads are one per store, by literal options
     except (store_errors.BaseError, OSError, ValueError) as error:
-        raise ConfigError("url", config.shown_url, f"the store cannot be used: {first_line(error)}") from error
+        raise _unusable(places.without_secrets(url), error) from error
 
 
 class ObjectTier(SharedTier):
     """A tier that keeps chunks as objects of an object store.
 
     Args:
-        config: the tier's options.
-        codec: makes and checks headers.
-        chunk_bytes: bytes of the largest chunk.
-        num_shards: number of workers that share ``max_bytes``.
+        url: names the store.
+        max_bytes: maximum size of all chunks there; ``None`` for no limit.
+        opening: what this worker keeps there.
 
     Raises:
         ConfigError: the URL is incomplete, there is no such bucket, credentials are missing, wrong or lack a right, or a
             directory cannot be written to, or is a disk tier's.
     """
 
-    def __init__(self, config: SharedOptions, codec: ChunkCodec, chunk_bytes: int, num_shards: int = 1) -> None:
-        super().__init__(codec, chunk_bytes)
-        self._store = open_store(config)
+    def __init__(self, url: str, max_bytes: int | None, opening: Opening) -> None:
+        super().__init__(opening.codec, opening.chunk_bytes)
+        self._shown_url = places.without_secrets(url)
+        self._store = open_store(url, opening.request_s)
         self._directory = directory_of(self._store)
-        self._budget = _budget_of(config, self._store, num_shards, self._max_value_bytes)
-        self._prefix = codec.namespace.id
-        self._place = _place_of(config, self._store, f"{self._prefix}/{DESCRIPTION}")
+        self._budget = None
+        if max_bytes is not None:
+            self._budget = StoreBudget(self._store, max_bytes, opening.num_shards, self._max_value_bytes)
+        self._prefix = opening.codec.namespace.id
+        self._place = self._find_place()
         self._obstacles = SparingLog(logger)
-        _require_no_shard(config, self._prefix)
-        self._introduce(config)
-        if self._directory is not None and not codec.namespace.encryption:
+        self._introduce()
+        if self._directory is not None and not opening.codec.namespace.encryption:
             own = self._directory / self._prefix
             warn_of_writers(self.name, (self._directory, own))
             warn_of_readers(self.name, self._directory, own / DESCRIPTION)
-
-    @staticmethod
-    def check_place(config: SharedOptions) -> None:
-        """Raise ``ConfigError`` for an invalid URL or options, without asking the store."""
-        open_store(config)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for each object: in a directory one after the other, of another store several at a time."""
@@ -441,22 +440,34 @@ class ObjectTier(SharedTier):
             raise failures[0]
         return found
 
-    def _introduce(self, config: SharedOptions) -> None:
+    def _find_place(self) -> DirectoryPlace | None:
+        """Return what watches a store's directory; ``None`` if the store is not one. Raises ``ConfigError``."""
+        if self._directory is None:
+            return None
+        if os.path.lexists(self._directory / self._prefix / DESCRIPTION_FILE):
+            reason = f"a disk tier has its chunks there, in {self._prefix}; give each a directory of its own"
+            raise ConfigError("url", self._shown_url, reason)
+        try:
+            return DirectoryPlace(self._directory, f"{self._prefix}/{DESCRIPTION}")
+        except OSError as error:
+            raise _unusable(self._shown_url, error) from error
+
+    def _introduce(self) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us do all we need.
 
         Raises ``ConfigError`` if it does not. If the store does not answer, that is only logged.
         """
-        for purpose, attempt in self._trials(config):
+        for purpose, attempt in self._trials():
             try:
                 attempt()
             except (store_errors.BaseError, OSError, ValueError) as error:
-                reason = self._refusal(config, purpose, error)
+                reason = self._refusal(purpose, error)
                 if reason is not None:
-                    raise ConfigError("url", config.shown_url, reason) from error
-                logger.warning("shared tier: %s does not answer yet: %s", config.shown_url, first_line(error))
+                    raise ConfigError("url", self._shown_url, reason) from error
+                logger.warning("shared tier: %s does not answer yet: %s", self._shown_url, first_line(error))
                 return
 
-    def _trials(self, config: SharedOptions) -> list[tuple[str, Callable[[], object]]]:
+    def _trials(self) -> list[tuple[str, Callable[[], object]]]:
         """Return what to try at the start, each with what it is good for. The first one stores the description."""
         text = json.dumps(self._codec.namespace.describe(), indent=2).encode()
         absent = self._path(_NO_KEY)
@@ -466,11 +477,11 @@ class ObjectTier(SharedTier):
             ("reading, or for listing", lambda: is_there(self._store, absent)),
             ("deleting", lambda: delete_if_there(self._store, absent)),
         ]
-        if config.num_max_bytes is not None:
+        if self._budget is not None:
             trials.append(("listing, which max_bytes needs", lambda: try_listing(self._store, self._prefix)))
         return trials
 
-    def _refusal(self, config: SharedOptions, purpose: str, error: Exception) -> str | None:
+    def _refusal(self, purpose: str, error: Exception) -> str | None:
         """Return why the tier can never work, if an error at the start says so; ``None`` if it may work later."""
         if lacks_credentials(error):
             return "no credentials were found in the environment"
@@ -478,7 +489,7 @@ class ObjectTier(SharedTier):
             return f"the store refuses access for {purpose}: {first_line(error)}"
         # Asking and deleting take absent objects for granted, and to write an object only the bucket must be there.
         if isinstance(error, FileNotFoundError) and self._directory is None:
-            place = "container" if config.scheme == "az" else "bucket"
+            place = "container" if places.scheme_of(self._shown_url) == "az" else "bucket"
             return f"there is no such {place}; create it, or correct its name or the endpoint: {first_line(error)}"
         return None
 
@@ -490,27 +501,8 @@ class ObjectTier(SharedTier):
             raise TierError(self.name, first_line(error)) from error
 
 
-def _budget_of(config: SharedOptions, store: ObjectStore, num_shards: int, value_bytes: int) -> StoreBudget | None:
-    """Return what keeps ``max_bytes``; ``None`` if there is no limit."""
-    if config.num_max_bytes is None:
-        return None
-    return StoreBudget(store, config.num_max_bytes, num_shards, value_bytes)
-
-
-def _place_of(config: SharedOptions, store: ObjectStore, mark: str) -> DirectoryPlace | None:
-    """Return what watches a store's directory; ``None`` if the store is not a directory. Raises ``ConfigError``."""
-    directory = directory_of(store)
-    try:
-        return None if directory is None else DirectoryPlace(directory, mark)
-    except OSError as error:
-        raise ConfigError("url", config.shown_url, f"the store cannot be used: {first_line(error)}") from error
-
-
-def _require_no_shard(config: SharedOptions, namespace_id: str) -> None:
-    """Raise ``ConfigError`` if a disk tier has its chunks where this namespace's would be."""
-    if config.directory is not None and os.path.lexists(config.directory / namespace_id / DESCRIPTION_FILE):
-        reason = f"a disk tier has its chunks there, in {namespace_id}; give each a directory of its own"
-        raise ConfigError("url", config.shown_url, reason)
+def _unusable(shown_url: str, error: Exception) -> ConfigError:
+    return ConfigError("url", shown_url, f"the store cannot be used: {first_line(error)}")
 
 
 def has_obstacle(directory: Path, path: str) -> bool:
