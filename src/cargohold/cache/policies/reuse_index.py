@@ -35,8 +35,9 @@ from cargohold.protocol import TurnEnd
 
 _AGED_AFTER_PART: Final = 64
 _AGED_AFTER: Final = range(1, 256)
-_JOINED_WITHIN_PART: Final = 64
-"""A generated chunk joins the run of the chunks before it if these were used within this part of the tier's chunks."""
+_JOINED_WITHIN: Final = 256
+_JOINED_WITHIN_PART: Final = 16
+"""What a request adds joins the run of the chunks before it if so many uses, or uses of this part of the tier, lie between."""
 
 
 class _Met(NamedTuple):
@@ -86,7 +87,7 @@ class ReuseIndexPolicy(RunsPolicy):
         self._queue: list[tuple[float, int]] = []
         self._use_index()
         self._aged_at, self._aged_after = 0, min(max(_AGED_AFTER.start, capacity // _AGED_AFTER_PART), _AGED_AFTER.stop)
-        self._joined_within = capacity // _JOINED_WITHIN_PART
+        self._joined_within = max(_JOINED_WITHIN, capacity // _JOINED_WITHIN_PART)
         # By their first key, the chunks for which room was made last: they come in next.
         self._met: dict[bytes, _Met] = {}
 
@@ -153,8 +154,13 @@ class ReuseIndexPolicy(RunsPolicy):
             self._go_on(parent)
         at, now = 0, self._now
         for kind, num_chunks in stretches(kinds[: len(slots)]):
-            self.runs.add(slots[at : at + num_chunks], self._cell(kind, 0), now, kind)
-            at += num_chunks
+            part = slots[at : at + num_chunks]
+            stem = self._stem(parent, kind)
+            if stem is None:
+                self.runs.add(part, self._cell(kind, 0), now, kind)
+            else:
+                self.runs.extend(stem, part)
+            at, parent = at + num_chunks, part[-1]
         known = self._tags
         for slot, tag in zip(slots, tags, strict=False):
             known[slot] = tag
@@ -242,18 +248,19 @@ class ReuseIndexPolicy(RunsPolicy):
         run = runs.run_of[parent]
         if run is None or not is_last(run.kind):
             return
-        kind, before = run.kind - LAST, self.table.parents[parent]
-        stem = None if before == NO_SLOT else runs.run_of[before]
-        if (
-            stem is not None
-            and stem.kind == kind
-            and stem.entries[-1] == before
-            and not runs.are_apart(run, stem)
-            and run.time - stem.time <= self._joined_within
-        ):
+        kind = run.kind - LAST
+        stem = self._stem(self.table.parents[parent], kind)
+        if stem is not None and not runs.are_apart(run, stem):
             runs.join(run, stem)
         else:
             runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
+
+    def _stem(self, parent: int, kind: int) -> Run[int] | None:
+        """Return the run that chunks of ``kind`` behind ``parent`` join, if there is one: their request goes on."""
+        run = None if parent == NO_SLOT else self.runs.run_of[parent]
+        if run is None or run.kind != kind or run.entries[-1] != parent or run.order is None or run.order.is_aside:
+            return None
+        return run if self._now - run.time <= self._joined_within else None
 
     # --- victims ------------------------------------------------------------------------------------------------------
 

@@ -192,8 +192,7 @@ class ReuseModel:
 
     def note_end(self, tags: Sequence[int], turn_end: int) -> None:
         """Note how the turn ended that used these chunks last. Mutates the records."""
-        end = self.sample_end
-        records = [record for tag in tags if tag < end and (record := self._open.get(tag)) is not None]
+        records = list(map(self._open.__getitem__, self._open.keys() & tags))
         self._turn_ends[records] = turn_end
         self._num_turns += bool(records)
         self._num_noted += len(records)
