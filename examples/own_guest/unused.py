@@ -3,7 +3,7 @@
 import logging
 
 from cargohold.blocks import READY
-from cargohold.connector.kernel.guest import Admission, Guest, GuestView
+from cargohold.connector.kernel.guest import AdmissionReport, Guest, GuestView
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.protocol import BlockIds, TransferOutcome
@@ -26,7 +26,7 @@ class EvictedUnused(Guest):
         if outcome is TransferOutcome.DONE and len(self._unused) < 10_000:
             self._unused.update(dict.fromkeys(store.handle.keys))
 
-    def request_admitted(self, state: RequestState, admission: Admission) -> None:
+    def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         for key in self._unused.keys() & {key for keys in state.keys for key in keys.keys}:
             del self._unused[key]
 
