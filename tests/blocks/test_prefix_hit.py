@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, PrefixHit, longest_hit
-from cargohold.connector.kernel.loads import blocks_to_store
+from cargohold.connector.kernel.offers import blocks_to_store
 from cargohold.protocol import AttentionKind, KVCacheGroup
 
 FULL = (AttentionKind.FULL, None)
@@ -118,7 +118,7 @@ def test_a_hit_ends_where_the_engine_goes_on(kind: tuple[AttentionKind, int | No
         for num_tokens, num_computed in ((16, 0), (17, 0), (16, 4), (17, 10)):
             expected = naive([(group, 2)], [states], num_tokens, num_computed)
             assert find([(group, 2)], [states], num_tokens, num_computed) == PrefixHit(expected, False)
-    kept = blocks_to_store(group, range(1, 9), 1, 0, 8).chunks
+    kept = blocks_to_store(group, range(1, 9), 1, 0, 8)[0]
     states = tuple(READY if at in kept else ABSENT for at in range(8))
     assert find([(group, 2)], [states], 17, 0) == PrefixHit(16 // hit_tokens * hit_tokens, False)
 

@@ -10,7 +10,7 @@ import pytest
 
 from cargohold.blocks import READY
 from cargohold.cache import StoreOffer, TierManager, make_manager
-from cargohold.cache.manager import LoadHandle, OffloadKey, StoreHandle, offload_key
+from cargohold.cache.manager import ChunkPins, OffloadKey, SlotReservation, offload_key
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.rows import plan_rows
 from cargohold.cache.shares import Limits
@@ -56,8 +56,8 @@ class Stream:
     def __init__(self, manager: TierManager, dice: Random) -> None:
         self.manager, self.dice = manager, dice
         self.in_row: dict[int, OffloadKey] = {}
-        self.writing: list[StoreHandle] = []
-        self.reading: list[LoadHandle] = []
+        self.writing: list[SlotReservation] = []
+        self.reading: list[ChunkPins] = []
 
     def prefix(self) -> list[OffloadKey]:
         group, chain = self.dice.randrange(3), self.dice.randrange(12)

@@ -9,7 +9,7 @@ import pytest
 
 from cargohold import ConfigError, OffloadConfig
 from cargohold.blocks import READY
-from cargohold.cache import ForwardingManager, LoadHandle, OffloadManager, StoreHandle, StoreOffer, make_manager
+from cargohold.cache import ChunkPins, ForwardingManager, OffloadManager, SlotReservation, StoreOffer, make_manager
 from cargohold.cache.policies import POLICIES
 from cargohold.lab.conformance import ManagerConformance
 from examples.own_manager.least_recent import LeastRecent
@@ -49,21 +49,21 @@ class TestLeastRecent(ManagerConformance):
 
 
 class FindsWhatIsBeingWritten(ForwardingManager):
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         handle = super().prepare_stores(offers)
         handle.commit()
-        again: StoreHandle = super().prepare_stores(())
-        again.keys, again.slots = handle.keys, handle.slots  # type: ignore[misc]  # that is the fault
+        again: SlotReservation = super().prepare_stores(())
+        again.keys, again.slots = handle.keys, handle.slots
         return again
 
 
 class GivesSlotsAwayTwice(ForwardingManager):
-    def prepare_load(self, keys: Sequence[bytes]) -> LoadHandle:
+    def prepare_load(self, keys: Sequence[bytes]) -> ChunkPins:
         handle = super().prepare_load(keys)
         slots = tuple(handle.slots)
         handle.release()
-        unpinned: LoadHandle = super().prepare_load(())
-        unpinned.keys, unpinned.slots = keys, slots  # type: ignore[misc]  # that is the fault
+        unpinned: ChunkPins = super().prepare_load(())
+        unpinned.keys, unpinned.slots = keys, slots
         return unpinned
 
 

@@ -1,4 +1,4 @@
-"""Guests hear what the kernel does, in their order; one that raises is turned off alone, and the connector goes on."""
+"""Guests are called in their order; one that options name and that raises is turned off alone, and the connector goes on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.kernel.guest import FACTS, Guest, Guests
+from cargohold.connector.kernel.guest import PORT, ContainedGuest, Guest, Guests, GuestView, Worth
 from cargohold.errors import RequestError
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from tests.connector.common import alone, prompt
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "request_new": ("state",),
@@ -16,67 +18,71 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "request_asked": ("state", True),
     "request_admitted": ("state", "admission"),
     "request_ended": ("state", ()),
-    "chunks_used": ("state",),
     "load_ended": ("load", 1.0, "done"),
-    "chunks_offered": ((),),
     "store_begins": ("store", ()),
     "store_ended": ("store", 1.0, "done"),
-    "stores_abandoned": ("state",),
     "step_begins": ("step",),
-    "step_ends": (),
     "reset": (),
-    "worker_reported": ("output",),
     "shutdown": (),
+    "worth": ("state",),
+    "may_store": (b"key", 1),
+    "is_busy": (),
 }
+ANSWERS = {"worth": Worth(80), "may_store": True, "is_busy": False}
 
 
-def listener(name: str, log: list[tuple[str, str, tuple[Any, ...]]], *facts: str, fails: str = "") -> Guest:
-    """A guest that overrides some facts, notes them, and raises in one."""
+def listener(name: str, log: list[tuple[str, str, tuple[Any, ...]]], *methods: str, fails: str = "") -> Guest:
+    """A guest that overrides some methods, notes their calls, and raises in one."""
 
-    def hearing(fact: str) -> Any:
-        def hear(_: Guest, *args: Any) -> None:
-            log.append((name, fact, args))
-            if fact == fails:
+    def hearing(method: str) -> Any:
+        def hear(_: Guest, *args: Any) -> Any:
+            log.append((name, method, args))
+            if method == fails:
                 raise RuntimeError("made for this test")
+            return ANSWERS.get(method)
 
-        hear.__name__ = fact
         return hear
 
-    kind = type("Listener", (Guest,), {"name": name, **{fact: hearing(fact) for fact in facts}})
-    guest = kind()
+    guest = type("Listener", (Guest,), {"name": name, **{method: hearing(method) for method in methods}})()
     assert isinstance(guest, Guest)
     return guest
 
 
-def test_every_fact_is_in_this_test() -> None:
-    assert list(ARGUMENTS) == list(FACTS)
+def test_the_whole_port_is_in_this_test() -> None:
+    assert tuple(ARGUMENTS) == PORT
 
 
-@pytest.mark.parametrize("fact", FACTS)
-def test_a_fact_reaches_the_guests_that_want_it_in_their_order(fact: str) -> None:
+@pytest.mark.parametrize("method", PORT)
+def test_a_call_reaches_the_guests_that_override_the_method_in_their_order(method: str) -> None:
     log: list[tuple[str, str, tuple[Any, ...]]] = []
-    others = [other for other in FACTS if other != fact]
-    guests = Guests([listener("a", log, fact), listener("deaf", log, *others), listener("b", log, *FACTS)])
-    getattr(guests, fact)(*ARGUMENTS[fact])
-    assert log == [("a", fact, ARGUMENTS[fact]), ("b", fact, ARGUMENTS[fact])]
+    others = [other for other in PORT if other != method]
+    guests = Guests([listener("a", log, method), listener("deaf", log, *others), listener("b", log, *PORT)])
+    assert getattr(guests, method)(*ARGUMENTS[method]) == ANSWERS.get(method)
+    assert log == [("a", method, ARGUMENTS[method]), ("b", method, ARGUMENTS[method])]
 
 
-@pytest.mark.parametrize("fact", [fact for fact in FACTS if fact != "shutdown"])
-def test_one_that_raises_is_turned_off_alone_and_releases_what_it_held(
-    fact: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("method", PORT)
+def test_without_guests_nothing_is_called(method: str) -> None:
+    assert getattr(Guests(), method)(*ARGUMENTS[method]) == getattr(Guest(), method)(*ARGUMENTS[method])
+
+
+@pytest.mark.parametrize("method", [method for method in PORT if method != "shutdown"])
+def test_a_stranger_that_raises_is_turned_off_alone_and_releases_what_it_held(
+    method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     log: list[tuple[str, str, tuple[Any, ...]]] = []
-    guests = Guests([listener("bad", log, *FACTS, fails=fact), listener("good", log, *FACTS)])
-    getattr(guests, fact)(*ARGUMENTS[fact])
-    assert [(name, heard) for name, heard, _ in log] == [("bad", fact), ("bad", "shutdown"), ("good", fact)]
+    bad = ContainedGuest(listener("bad", log, *PORT, fails=method))
+    guests = Guests([bad, listener("good", log, *PORT)])
+    getattr(guests, method)(*ARGUMENTS[method])
+    assert [(name, heard) for name, heard, _ in log] == [("bad", method), ("bad", "shutdown"), ("good", method)]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert f"guest bad is turned off: it raised in {fact}" in caplog.text
+    assert f"guest bad is turned off: it raised in {method}" in caplog.text
     log.clear()
-    getattr(guests, fact)(*ARGUMENTS[fact])
-    assert [name for name, _, _ in log] == ["good"], "it hears nothing any more"
+    getattr(guests, method)(*ARGUMENTS[method])
+    assert [name for name, _, _ in log] == ["good"], "it is called no more"
 
 
-def test_one_that_also_raises_while_it_is_released_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stranger_that_also_raises_while_it_is_released_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Bad(Guest):
         name = "bad"
 
@@ -86,7 +92,7 @@ def test_one_that_also_raises_while_it_is_released_stops_nobody(caplog: pytest.L
         shutdown = reset
 
     log: list[tuple[str, str, tuple[Any, ...]]] = []
-    guests = Guests([Bad(), listener("good", log, "reset")])
+    guests = Guests([ContainedGuest(Bad()), listener("good", log, "reset")])
     guests.reset()
     assert [name for name, _, _ in log] == ["good"]
     assert "raised again while it released what it held" in caplog.text
@@ -100,7 +106,7 @@ def test_a_request_may_be_refused_when_it_is_new_and_only_then(caplog: pytest.Lo
         def request_ended(self, state: Any, block_ids: Any) -> None:
             raise RequestError("too late", "r")
 
-    guests, state = Guests([Strict()]), Any
+    guests, state = Guests([ContainedGuest(Strict())]), Any
     with pytest.raises(RequestError, match="no such parameter"):
         guests.request_new(state)  # type: ignore[arg-type]  # never looked at
     assert not caplog.records, "it is the request's fault"
@@ -110,11 +116,11 @@ def test_a_request_may_be_refused_when_it_is_new_and_only_then(caplog: pytest.Lo
 
 def test_what_ends_the_program_is_passed_on() -> None:
     class Interrupted(Guest):
-        def step_ends(self) -> None:
+        def reset(self) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Guests([Interrupted()]).step_ends()
+        Guests([ContainedGuest(Interrupted())]).reset()
 
 
 @pytest.mark.parametrize(("answers", "expected"), [([], True), ([True, True], True), ([True, False, True], False)])
@@ -127,11 +133,48 @@ def test_all_must_agree_before_a_block_is_stored_that_no_request_holds(answers: 
     assert Guests([saying(answer) for answer in answers]).may_store(b"key", 1) is expected
 
 
-def test_one_that_raises_has_no_say(caplog: pytest.LogCaptureFixture) -> None:
-    class Bad(Guest):
-        def may_store(self, key: bytes, block_id: int) -> bool:
-            raise RuntimeError("made for this test")
+def test_of_several_worths_the_highest_level_counts_and_every_must_be_kept() -> None:
+    def saying(worth: Worth) -> Guest:
+        guest = type("Saying", (Guest,), {"worth": lambda *_: worth})()
+        assert isinstance(guest, Guest)
+        return guest
 
-    guests = Guests([Bad()])
-    assert guests.may_store(b"key", 1)
-    assert "turned off" in caplog.text
+    guests = Guests([saying(Worth(60)), saying(Worth(40, must_keep=True))])
+    assert guests.worth("state") == Worth(60, must_keep=True)  # type: ignore[arg-type]  # never looked at
+
+
+class Failing(Guest):
+    """Raises in the method ``fails``, as options name it."""
+
+    name = "failing"
+    fails = ""
+
+    def __init__(self, view: GuestView) -> None:
+        del view
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == type(self).fails and name in PORT:
+            return _Failure()
+        return super().__getattribute__(name)
+
+
+class _Failure:
+    def __call__(self, *_: object) -> None:
+        raise RuntimeError("made for this test")
+
+
+@pytest.mark.parametrize("method", [method for method in PORT if method != "may_store"])
+def test_requests_are_served_on_whatever_raises(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Failing, "fails", method)
+    tier = SimulatedOffloading(100, guests=[f"{__name__}:Failing"])
+    engine = SimulatedEngine(simulated_layout(60), tier)
+    for name in ("first", "again"):
+        engine.add(name, prompt(0, 41), 3)
+        engine.run()
+        engine.scheduler.kv.pool.reset_cache()
+        assert engine.tokens(name) == alone(prompt(0, 41), 3)
+    assert engine.scheduler.reset_cache()
+    engine.shutdown()
+    assert f"guest failing is turned off: it raised in {method}" in caplog.text

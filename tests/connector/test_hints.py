@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
-from cargohold.connector.guests.hints import Hints
 from cargohold.connector.offloading import HintConfig, TenantQuota
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
@@ -453,27 +452,6 @@ def test_a_lease_lets_go_of_a_chunk_that_comes_back_for_another_tenant() -> None
     assert not engine.scheduler.connector.get_kv_connector_stats().get(metrics.PINNED_CHUNKS), (
         "nobody holds what nobody may"
     )
-
-
-def test_hints_that_fail_are_turned_off_alone_and_their_pins_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, offloading = make()
-    tokens = prompt(1, 24)
-    serve(engine, "first", tokens, hints=[Hint.pin(ttl_s=1000)])
-    flood(engine)
-    assert present(offloading, tokens) == [READY] * 6
-
-    def fail(_: object) -> None:
-        raise RuntimeError("made for this test")
-
-    monkeypatch.setattr(Hints, "expire", fail)
-    flood(engine, first=2000)
-    assert engine.scheduler.connector.broken is None, "the connector goes on"
-    assert present(offloading, tokens)[-1] == ABSENT, "nothing is pinned any more"
-    outcome = hint(engine, Hint.pin(ttl_s=1000), prefix(tokens))
-    assert outcome.status is REJECTED and "turned off" in outcome.reason
-    again = prompt(7, 24)
-    serve(engine, "again", again, hints=[Hint.pin(ttl_s=1000)])
-    assert present(offloading, again) == [READY] * 6, "chunks are stored and found as before"
 
 
 def test_a_priority_under_a_name_is_replaced_and_released_by_it() -> None:

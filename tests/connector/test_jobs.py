@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.manager import ChunkKeys
-from cargohold.connector.kernel.jobs import JobTable, Load, Origins, Store
+from cargohold.connector.kernel.jobs import JobTable, Load, Store
 from cargohold.lab.simulation import VirtualClock
 from cargohold.protocol import AttentionKind, Clock, KVCacheGroup
 
@@ -33,7 +35,7 @@ class Jobs:
         blocks = tuple(range(1, 1 + 2 * len(keys)))  # two of each chunk
         block_keys = [key for key in keys for _ in range(2)]
         job_id = self.table.new_id()
-        origins = Origins(("host",), bytes(8 * len(keys)))
+        origins = bytes(8 * len(keys))
         load = Load(job_id, "r", handle, 8, blocks, block_keys, range(len(blocks)), origins, is_first=True)
         self.table.add_load(load)
         self.loads[job_id] = load
@@ -63,8 +65,8 @@ def test_the_table_knows_what_is_in_flight(data: st.DataObject) -> None:
         else:
             job_id = data.draw(st.sampled_from([0, *jobs.loads, *jobs.stores]))
             ended = jobs.loads.pop(job_id, None) or jobs.stores.pop(job_id, None)
-            assert table.end(job_id) is ended
-            assert table.end(job_id) is None, "it ends once"
+            assert table.end(job_id)[0] is ended
+            assert table.end(job_id) == (None, None), "it ends once"
         assert len(ids) == num_begun + (move != "end"), "an id is used once"
         for keys in ([], KEYS, *([key] for key in KEYS)):
             loads = {at for at, load in jobs.loads.items() if not set(keys).isdisjoint(load.handle.keys)}
@@ -117,7 +119,7 @@ def test_a_job_that_does_not_end_in_time_is_overdue_once_while_others_begin_and_
     assert table.load_up_to([OF_REQUEST], 0, 40) is None
     clock.advance(100)
     assert not table.take_overdue(10.0)
-    assert table.end(lost) is overdue[0]
+    assert table.end(lost) == (overdue[0], None)
     assert counts_of(table) == (0, 0, 0, 0)
 
 
@@ -143,8 +145,9 @@ def test_what_may_have_ended_while_nobody_looked_is_not_overdue_at_once() -> Non
 
 
 def test_tokens_are_counted_by_the_tier_that_they_came_from() -> None:
-    origins = Origins(("host", "disk", "store"), bytes([0, 0, 1, 1, 1, 0]))
-    assert origins.count(6) == {"host": 3, "disk": 3}
-    assert origins.count(3) == {"host": 2, "disk": 1}
-    assert dict(origins.count(2)) == {"host": 2}, "of the others nothing is said"
-    assert dict(origins.count(0)) == {}
+    jobs, tiers = Jobs(VirtualClock()), ("host", "disk", "store")
+    load = replace(jobs.loads[jobs.load(KEYS[:1])], origins=bytes([0, 0, 1, 1, 1, 0]))
+    assert load.count(tiers, 6) == {"host": 3, "disk": 3}
+    assert load.count(tiers, 3) == {"host": 2, "disk": 1}
+    assert dict(load.count(tiers, 2)) == {"host": 2}, "of the others nothing is said"
+    assert dict(load.count(tiers, 0)) == {}

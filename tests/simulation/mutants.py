@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import pytest
 
@@ -24,7 +24,7 @@ from cargohold.blocks.prefix import _Windowed
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.grants import Grant, Grants
-from cargohold.cache.manager import ChunkKeys
+from cargohold.cache.manager import ChunkKeys, ChunkPins
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
 from cargohold.cache.retention import HELD, NO_RETENTION, Budget, Budgets
@@ -34,14 +34,8 @@ from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.guests.hints import Hints
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
-from cargohold.connector.kernel.loads import (
-    BlocksToLoad,
-    BlocksToStore,
-    Loads,
-    TierLookup,
-    blocks_to_load,
-    blocks_to_store,
-)
+from cargohold.connector.kernel.loads import Loads, TierLookup, blocks_to_load
+from cargohold.connector.kernel.offers import blocks_to_store
 from cargohold.connector.kernel.requests import RequestState, TransferParams
 from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores
@@ -85,6 +79,7 @@ from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker
 from cargohold.transfer.port import GroupedTransfers, SharedStores
 from tests.simulation.mutation import Mutant, Patch, registrar
 
+Blocks: TypeAlias = tuple[Sequence[int], Sequence[int]]
 MUTANTS: Final[list[Mutant]] = []
 mutant = registrar(MUTANTS, Recipe)
 
@@ -129,7 +124,7 @@ def waits_for_ever_for_a_load_that_has_ended(patch: Patch) -> None:
 def computes_before_a_load_of_the_same_step_has_arrived(patch: Patch) -> None:
     def start_only(self: OffloadingWorker, loads: Sequence[LoadJob]) -> None:
         for load in loads:
-            self._start(load, Direction.LOAD)
+            self._start(load)
 
     patch.setattr(OffloadingWorker, "_load_in_step", start_only)
 
@@ -138,7 +133,7 @@ def computes_before_a_load_of_the_same_step_has_arrived(patch: Patch) -> None:
 def takes_a_load_that_fails_within_a_step_for_a_good_one(patch: Patch) -> None:
     def wait_for_all(self: OffloadingWorker, loads: Sequence[LoadJob]) -> None:
         for load in loads:
-            self._start(load, Direction.LOAD)
+            self._start(load)
         if loads:
             self._running.finish_loads()
 
@@ -178,17 +173,17 @@ def makes_failed_stores_visible(patch: Patch) -> None:
 def stores_chunks_with_null_blocks(patch: Patch) -> None:
     def all_chunks(
         group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
-    ) -> BlocksToStore:
+    ) -> Blocks:
         del group
         block_ids = table[first_chunk * blocks_per_chunk : end_chunk * blocks_per_chunk]
-        return BlocksToStore(range(first_chunk, end_chunk), block_ids)
+        return range(first_chunk, end_chunk), block_ids
 
     patch.setattr(offers_module, "blocks_to_store", all_chunks)
 
 
 @mutant(workload="shared-beginnings")
 def keeps_of_windows_and_states_only_the_last_block(patch: Patch) -> None:
-    def last(group: KVCacheGroup, table: Sequence[int], per_chunk: int, first: int, end: int) -> BlocksToStore:
+    def last(group: KVCacheGroup, table: Sequence[int], per_chunk: int, first: int, end: int) -> Blocks:
         is_full = group.kind is AttentionKind.FULL
         return blocks_to_store(group, table, per_chunk, first if is_full else max(first, end - 1), end)
 
@@ -207,15 +202,18 @@ def stores_nothing_behind_a_hit(patch: Patch) -> None:
 
 @mutant(workload="chunks")
 def confuses_rows_inside_a_chunk(patch: Patch) -> None:
-    def packed(numbers: Sequence[int], chunks: Sequence[int], slots: Sequence[int], blocks_per_chunk: int) -> list[int]:
-        slot_of = dict(zip(chunks, slots, strict=True))
-        counts: Counter[int] = Counter()
+    def packed(
+        pins: ChunkPins, wanted: Sequence[tuple[ChunkKeys, Sequence[int]]], blocks_per_chunk: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        slot_of = dict(zip(pins.keys, pins.slots, strict=True))
+        counts: Counter[bytes] = Counter()
         rows = []
-        for number in numbers:
-            chunk = number // blocks_per_chunk
-            rows.append(slot_of[chunk] * blocks_per_chunk + counts[chunk])
-            counts[chunk] += 1  # counted from the first that takes part, not from the chunk's start
-        return rows
+        for keys, numbers in wanted:
+            for number in numbers:
+                key = keys.keys[number // blocks_per_chunk]
+                rows.append(slot_of[key] * blocks_per_chunk + counts[key])
+                counts[key] += 1  # counted from the first that takes part, not from the chunk's start
+        return tuple(rows), ()
 
     patch.setattr(loads_module, "rows_to_load", packed)
 
@@ -224,27 +222,23 @@ def confuses_rows_inside_a_chunk(patch: Patch) -> None:
 def stores_a_state_that_was_advanced_past_its_boundary(patch: Patch) -> None:
     def with_the_latest_state(
         group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
-    ) -> BlocksToStore:
-        blocks = blocks_to_store(group, table, blocks_per_chunk, first_chunk, end_chunk)
+    ) -> Blocks:
+        chunks, block_ids = blocks_to_store(group, table, blocks_per_chunk, first_chunk, end_chunk)
         if group.kind is not AttentionKind.RECURRENT:
-            return blocks
-        is_last = [at % blocks_per_chunk == blocks_per_chunk - 1 for at in range(len(blocks.block_ids))]
-        latest = [table[-1] if last else own for last, own in zip(is_last, blocks.block_ids, strict=True)]
-        return blocks._replace(block_ids=latest)
+            return chunks, block_ids
+        is_last = [at % blocks_per_chunk == blocks_per_chunk - 1 for at in range(len(block_ids))]
+        return chunks, [table[-1] if last else own for last, own in zip(is_last, block_ids, strict=True)]
 
     patch.setattr(offers_module, "blocks_to_store", with_the_latest_state)
 
 
 @mutant(workload="recurrent")
 def loads_the_state_of_one_block_too_early(patch: Patch) -> None:
-    def early(table: Sequence[int], block_tokens: int, blocks_per_chunk: int, *tokens: int) -> BlocksToLoad:
-        blocks = blocks_to_load(table, block_tokens, blocks_per_chunk, *tokens)
-        if blocks.numbers and blocks.numbers[0] and table[blocks.numbers[0] - 1] == NULL_BLOCK_ID:
-            numbers = [number - 1 for number in blocks.numbers]
-            return replace(
-                blocks, numbers=numbers, chunks=list(dict.fromkeys(at // blocks_per_chunk for at in numbers))
-            )
-        return blocks
+    def early(table: Sequence[int], block_tokens: int, *tokens: int) -> Blocks:
+        numbers, block_ids = blocks_to_load(table, block_tokens, *tokens)
+        if numbers and numbers[0] and table[numbers[0] - 1] == NULL_BLOCK_ID:
+            numbers = [number - 1 for number in numbers]
+        return numbers, block_ids
 
     patch.setattr(loads_module, "blocks_to_load", early)
 

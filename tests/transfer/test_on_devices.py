@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cargohold.cache.rows import plan_rows
-from cargohold.connector.kernel.jobs import OffloadingMetadata, StoreJob
+from cargohold.connector.kernel.jobs import OffloadingMetadata
 from cargohold.connector.kernel.worker import KernelWorker
 from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, TransferOutcome
@@ -160,7 +160,7 @@ def test_copies_end_before_the_device_sleeps_and_none_touches_its_memory_until_i
 
     def store(job_id: int) -> None:
         worker.bind_connector_metadata(
-            OffloadingMetadata(stores=(StoreJob(job_id, everything, everything, PATIENCE_S),))
+            OffloadingMetadata(stores=(CopyJob(job_id, Direction.STORE, everything, everything, PATIENCE_S),))
         )
         worker.wait_for_save()
 

@@ -47,7 +47,7 @@ import cargohold.integrations.vllm.layout as layout_module
 from cargohold.cache.rows import plan_rows
 from cargohold.connector.config import OffloadConfig
 from cargohold.connector.held import held_levels, held_per_gib, tokens_per_gib
-from cargohold.connector.kernel.loads import blocks_to_store
+from cargohold.connector.kernel.offers import blocks_to_store
 from cargohold.integrations.vllm.groups import Groups, groups_of, layer_specs
 from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.integrations.vllm.start import remarks
@@ -265,9 +265,8 @@ def test_of_several_block_sizes_only_what_a_hit_can_reach_is_stored() -> None:
     stored = {}
     for group in served("DeepSeek V4 Flash").served:
         num_blocks = 1024 // group.block_tokens
-        stored[group.block_tokens, group.window_tokens] = blocks_to_store(
-            group, range(1, num_blocks + 1), 1, 0, num_blocks
-        ).chunks
+        chunks, _ = blocks_to_store(group, range(1, num_blocks + 1), 1, 0, num_blocks)
+        stored[group.block_tokens, group.window_tokens] = chunks
     assert list(stored[256, None]) == [0, 1, 2, 3]
     assert list(stored[64, 128]) == [at for end in (4, 8, 12, 16) for at in (end - 2, end - 1)]
     assert list(stored[4, 8]) == [at for end in (64, 128, 192, 256) for at in (end - 2, end - 1)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, ClassVar, Final, TypeAlias, final
 
 from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
@@ -61,7 +61,8 @@ class ChunksRemoved:
 ManagerEvent: TypeAlias = ChunksStored | ChunksRemoved
 
 
-class StoreOffer(NamedTuple):
+@dataclass(slots=True)
+class StoreOffer:
     """Chunks that could be stored.
 
     Attributes:
@@ -77,57 +78,73 @@ class StoreOffer(NamedTuple):
     level: int = 50
 
 
-class StoreHandle(Protocol):
-    """Slots reserved for chunks on their way into the tier.
+class _Handle:
+    """Chunks in slots, and the moves of the handle so far, for errors."""
 
-    Attributes:
+    __slots__ = ("_end", "_history", "keys", "places", "slots")
+    _begun_with: ClassVar[str]
+
+    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[..., None]) -> None:
+        self.keys = keys
+        self.places: Sequence[int] = slots  # in its manager's own table
+        self.slots: Sequence[Slot] = slots
+        self._end = end
+        self._history: tuple[str, ...] = (self._begun_with,)
+
+    def _move(self, move: str) -> None:
+        """Note a move that ends this handle's life. Raises ``LifecycleError`` if it has ended already."""
+        if len(self._history) > 1:
+            subject = f"handle of {len(self.keys)} chunk(s)" + (f" from {self.keys[0].hex()} on" if self.keys else "")
+            raise LifecycleError(subject, "given back", move, self._history)
+        self._history = (*self._history, move)
+
+
+class SlotReservation(_Handle):
+    """Slots reserved for chunks on their way into the tier. It is given back exactly once.
+
+    Args:
         keys: the chunks to store, in order within each prefix: those on offer that were absent and are worth a slot.
         slots: the slot of each, parallel to ``keys``.
+        end: called once, when the handle is given back, with the handle and whether the chunks were written.
         deferred: chunks without a slot, only because other slots are being written or read. Offer them again later. Chunks
             in neither list are there already, or not worth a slot.
     """
 
-    @property
-    def keys(self) -> Sequence[OffloadKey]:
-        """The chunks to store."""
-        ...
+    __slots__ = ("deferred",)
+    _begun_with = "prepare_stores"
 
-    @property
-    def deferred(self) -> Sequence[OffloadKey]:
-        """The chunks to offer again."""
-        ...
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """The slot of each chunk, parallel to ``keys``."""
-        ...
+    def __init__(
+        self,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        end: Callable[[SlotReservation, bool], None],
+        deferred: Sequence[OffloadKey] = (),
+    ) -> None:
+        super().__init__(keys, slots, end)
+        self.deferred = deferred
 
     def commit(self) -> None:
         """Give the handle back after the bytes were written: the chunks are ready from now on."""
-        ...
+        self._move("commit")
+        self._end(self, True)
 
     def forfeit(self) -> None:
         """Give the handle back without the bytes written: the slots are free again."""
-        ...
+        self._move("forfeit")
+        self._end(self, False)
 
 
-class LoadHandle(Protocol):
-    """Chunks pinned while they are read.
+class ChunkPins(_Handle):
+    """Chunks pinned while they are read. It is given back exactly once.
 
-    Attributes:
+    Args:
         keys: the chunks, in the order asked for.
         slots: the slot of each, parallel to ``keys``.
+        end: called once, when the handle is given back, with the handle and the corrupt chunks.
     """
 
-    @property
-    def keys(self) -> Sequence[OffloadKey]:
-        """The chunks."""
-        ...
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """The slot of each chunk, parallel to ``keys``."""
-        ...
+    __slots__ = ()
+    _begun_with = "prepare_load"
 
     def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
         """Give the handle back after the read.
@@ -135,7 +152,13 @@ class LoadHandle(Protocol):
         Chunks in ``bad_keys`` turned out to be corrupt: they are not found from now on, and their slots are free as soon as no
         other load reads them.
         """
-        ...
+        bad = list(dict.fromkeys(bad_keys))
+        known = set(self.keys) if bad else ()
+        for key in bad:
+            if key not in known:
+                raise LifecycleError(f"chunk {key.hex()}", "not pinned by this handle", "report as bad", self._history)
+        self._move("release")
+        self._end(self, bad)
 
 
 class OffloadManager(ABC):
@@ -229,11 +252,11 @@ class OffloadManager(ABC):
         return 0
 
     @abstractmethod
-    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> ChunkPins:
         """Pin ready chunks. Raises ``MissingChunkError`` for the first that is not ready, and then pins none."""
 
     @abstractmethod
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         """Reserve slots for those chunks on offer that are absent and worth one, evicting other chunks if need be.
 
         Takes many offers, because while many requests generate, most steps complete a chunk of several of them: one call costs
@@ -256,7 +279,7 @@ class OffloadManager(ABC):
         """
 
     @final
-    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> StoreHandle:
+    def prepare_store(self, keys: Sequence[OffloadKey], parent: OffloadKey | None = None) -> SlotReservation:
         """Call ``prepare_stores`` with one offer."""
         return self.prepare_stores((StoreOffer(keys, parent),))
 
@@ -324,87 +347,6 @@ class OffloadManager(ABC):
     @abstractmethod
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``. Walks everything: for tests and idle moments."""
-
-
-# --- the handles that a manager hands out -----------------------------------------------------------------------------
-
-
-class _Handle:
-    """Chunks in slots, and the moves of the handle so far, for errors."""
-
-    __slots__ = ("_end", "_history", "keys", "places", "slots")
-    _begun_with: ClassVar[str]
-
-    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], end: Callable[..., None]) -> None:
-        self.keys = keys
-        self.places: Sequence[int] = slots  # in its manager's own table
-        self.slots: Sequence[Slot] = slots
-        self._end = end
-        self._history: tuple[str, ...] = (self._begun_with,)
-
-    def _move(self, move: str) -> None:
-        """Note a move that ends this handle's life. Raises ``LifecycleError`` if it has ended already."""
-        if len(self._history) > 1:
-            subject = f"handle of {len(self.keys)} chunk(s)" + (f" from {self.keys[0].hex()} on" if self.keys else "")
-            raise LifecycleError(subject, "given back", move, self._history)
-        self._history = (*self._history, move)
-
-
-class SlotReservation(_Handle):
-    """Slots reserved for chunks on their way into the tier. Satisfies ``StoreHandle``.
-
-    Args:
-        keys: the chunks.
-        slots: their slots, parallel to ``keys``.
-        end: called once, when the handle is given back, with the handle and whether the chunks were written.
-        deferred: chunks to be offered again.
-    """
-
-    __slots__ = ("deferred",)
-    _begun_with = "prepare_stores"
-
-    def __init__(
-        self,
-        keys: Sequence[OffloadKey],
-        slots: Sequence[int],
-        end: Callable[[SlotReservation, bool], None],
-        deferred: Sequence[OffloadKey] = (),
-    ) -> None:
-        super().__init__(keys, slots, end)
-        self.deferred = deferred
-
-    def commit(self) -> None:
-        """See ``StoreHandle.commit``."""
-        self._move("commit")
-        self._end(self, True)
-
-    def forfeit(self) -> None:
-        """See ``StoreHandle.forfeit``."""
-        self._move("forfeit")
-        self._end(self, False)
-
-
-class ChunkPins(_Handle):
-    """Chunks pinned while they are read. Satisfies ``LoadHandle``.
-
-    Args:
-        keys: the chunks.
-        slots: their slots, parallel to ``keys``.
-        end: called once, when the handle is given back, with the handle and the corrupt chunks.
-    """
-
-    __slots__ = ()
-    _begun_with = "prepare_load"
-
-    def release(self, bad_keys: Iterable[OffloadKey] = ()) -> None:
-        """See ``LoadHandle.release``."""
-        bad = list(dict.fromkeys(bad_keys))
-        known = set(self.keys) if bad else ()
-        for key in bad:
-            if key not in known:
-                raise LifecycleError(f"chunk {key.hex()}", "not pinned by this handle", "report as bad", self._history)
-        self._move("release")
-        self._end(self, bad)
 
 
 # --- a manager that forwards every call to another --------------------------------------------------------------------

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import gcd
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from cargohold.cache.chunk_table import READY, ChunkTable
-from cargohold.cache.manager import OffloadKey, Slot, split_key
+from cargohold.cache.manager import ChunkKeys, ChunkPins, OffloadKey, Slot, split_key
 from cargohold.protocol import NULL_BLOCK_ID, KVCacheLayout
 
 _MAX_PADDING: Final = 0.02
@@ -99,18 +99,9 @@ def _padding(plan: RowPlan, sizes: Sequence[int]) -> float:
 # --- which rows a copy reads or writes --------------------------------------------------------------------------------
 
 
-class Places(NamedTuple):
-    """Device blocks, and where they lie in host memory.
-
-    Attributes:
-        block_ids: ids of device blocks.
-        rows: the rows of each block, one after the other.
-        groups: the group of each block; empty where a block is a row, whatever its group.
-    """
-
-    block_ids: tuple[int, ...]
-    rows: tuple[int, ...]
-    groups: tuple[int, ...] = ()
+Places: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Ids of device blocks; the rows of each in host memory, one after the other; and the group of each, or nothing where a block
+is a row, whatever its group."""
 
 
 def lie_in_rows(slots: Sequence[Slot]) -> bool:
@@ -119,24 +110,27 @@ def lie_in_rows(slots: Sequence[Slot]) -> bool:
 
 
 def rows_to_load(
-    numbers: Sequence[int], chunks: Sequence[int], slots: Sequence[Slot], blocks_per_chunk: int
-) -> Sequence[int]:
-    """Return the rows of blocks of one group, those of each block in order.
+    pins: ChunkPins, wanted: Sequence[tuple[ChunkKeys, Sequence[int]]], blocks_per_chunk: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the rows of blocks, those of each block in order, and their groups, as in ``Places``.
 
     Args:
-        numbers: the blocks, by their numbers in the request.
-        chunks: the numbers of the chunks that contain them, each once.
-        slots: the chunks' slots.
+        pins: the chunks that contain them, and no others, in this order.
+        wanted: per group, its keys, and the blocks by their numbers in the request.
         blocks_per_chunk: blocks per chunk.
     """
-    if lie_in_rows(slots):
-        rows_of = dict(zip(chunks, slots, strict=True))
-        places = [divmod(number, blocks_per_chunk) for number in numbers]
-        return [row for chunk, at in places for row in _rows_of_block(rows_of[chunk], at, blocks_per_chunk)]
-    if blocks_per_chunk == 1:
-        return slots
-    slot_of = dict(zip(chunks, slots, strict=True))
-    return [slot_of[number // blocks_per_chunk] * blocks_per_chunk + number % blocks_per_chunk for number in numbers]
+    if not lie_in_rows(pins.slots) and (blocks_per_chunk == 1 or not pins.slots):
+        return tuple(pins.slots), ()
+    slot_of = dict(zip(pins.keys, pins.slots, strict=True))
+    places = [
+        (keys.group.index, slot_of[keys.keys[number // blocks_per_chunk]], number % blocks_per_chunk)
+        for keys, numbers in wanted
+        for number in numbers
+    ]
+    if not lie_in_rows(pins.slots):
+        return tuple([slot * blocks_per_chunk + at for _, slot, at in places]), ()
+    rows = [row for _, slot, at in places for row in _rows_of_block(slot, at, blocks_per_chunk)]
+    return tuple(rows), tuple([group for group, _, _ in places])
 
 
 def rows_to_store(
@@ -159,16 +153,16 @@ def rows_to_store(
             if block_id != NULL_BLOCK_ID
         ]
         blocks, rows, groups = zip(*copies, strict=True) if copies else ((), (), ())
-        return Places(tuple(blocks), tuple(chain.from_iterable(rows)), tuple(groups))
+        return tuple(blocks), tuple(chain.from_iterable(rows)), tuple(groups)
     if per_chunk == 1:
-        return Places(tuple([block_ids[start] for start in starts]), tuple(slots))
+        return tuple([block_ids[start] for start in starts]), tuple(slots), ()
     pairs = [
         (block_id, slot * per_chunk + at)
         for start, slot in zip(starts, slots, strict=True)
         for at, block_id in enumerate(block_ids[start : start + per_chunk])
         if block_id != NULL_BLOCK_ID
     ]
-    return Places(tuple([block_id for block_id, _ in pairs]), tuple([row for _, row in pairs]))
+    return tuple([block_id for block_id, _ in pairs]), tuple([row for _, row in pairs]), ()
 
 
 def _rows_of_block(rows: tuple[int, ...], at: int, blocks_per_chunk: int) -> tuple[int, ...]:

@@ -13,12 +13,10 @@ from cargohold.cache.manager import (
     ChunkPins,
     ChunksRemoved,
     ChunksStored,
-    LoadHandle,
     ManagerEvent,
     OffloadKey,
     OffloadManager,
     SlotReservation,
-    StoreHandle,
     StoreOffer,
 )
 from cargohold.cache.policies import Newcomers, ReplacementPolicy, RunsPolicy, find_policy
@@ -246,7 +244,7 @@ class TierManager(OffloadManager):
         slots = self._table.find_each(keys)
         return [key for key, slot in zip(keys, slots, strict=True) if slot is not None and owners[slot] != own]
 
-    def prepare_load(self, keys: Sequence[OffloadKey]) -> LoadHandle:
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> ChunkPins:
         keys = list(keys)
         slots = self._table.find_run(keys)
         if len(slots) < len(keys):
@@ -259,7 +257,7 @@ class TierManager(OffloadManager):
         self._num_pins += len(keys)
         return handle
 
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         are_apart = _are_apart(offers)
         is_limited = self._shares is not None and self._shares.has_hard_limits
         handle = self._fill_free(offers) if are_apart and not is_limited else None
@@ -369,7 +367,7 @@ class TierManager(OffloadManager):
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
         """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
         find, find_each = self._table.find, self._table.find_each
-        left = [offer._replace(keys=list(dict.fromkeys(offer.keys))) for offer in offers]
+        left = [StoreOffer(list(dict.fromkeys(of.keys)), of.parent, of.tenant, of.level) for of in offers]
         while left:
             pending = {
                 key for offer in left for key in offer.keys if find(key) == NO_SLOT and key not in placement.missed

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from cargohold.connector.config import OffloadConfig
 from cargohold.connector.factory import Offload, own_configs
-from cargohold.connector.kernel.loads import blocks_to_store
+from cargohold.connector.kernel.offers import blocks_to_store
 from cargohold.connector.offloading.factory import chunk_sizes, details_bytes
 from cargohold.protocol import KVCacheLayout, Stats, metrics
 from cargohold.tiers import tier_names
@@ -20,7 +20,7 @@ def kept_blocks(layout: KVCacheLayout) -> list[float]:
     for group in layout.groups:
         num_blocks = max(1, group.hit_tokens // group.block_tokens)
         table = range(1, 2 * num_blocks + 1)
-        num_kept = len(blocks_to_store(group, table, 1, num_blocks, 2 * num_blocks).chunks)
+        num_kept = len(blocks_to_store(group, table, 1, num_blocks, 2 * num_blocks)[0])
         kept.append(num_kept / (num_blocks * group.block_tokens))
     return kept
 

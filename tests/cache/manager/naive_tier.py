@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.cache import LoadHandle, OffloadManager, StoreHandle, StoreOffer
+from cargohold.cache import ChunkPins, OffloadManager, SlotReservation, StoreOffer
 from tests.cache.common import EVERY_KEY
 
 
@@ -22,8 +22,8 @@ class NaiveTier:
     def __init__(self, manager: OffloadManager) -> None:
         self.manager = manager
         self.ready: dict[bytes, int] = {}  # slot by key
-        self.stores: list[StoreHandle] = []
-        self.loads: list[LoadHandle] = []
+        self.stores: list[SlotReservation] = []
+        self.loads: list[ChunkPins] = []
         self.leaving: set[int] = set()  # slots of removed chunks that are still being read
         # Key of a chunk to key of the chunk in front of it, if that was there at the store and has been there since.
         self.behind: dict[bytes, bytes] = {}
@@ -42,7 +42,7 @@ class NaiveTier:
 
     # --- operations: each does the same to both -------------------------------------------------------------------
 
-    def store(self, keys: Sequence[bytes], parent: bytes | None) -> StoreHandle:
+    def store(self, keys: Sequence[bytes], parent: bytes | None) -> SlotReservation:
         """Offer chunks of one prefix."""
         writing, num_waiting = self.writing, len(self.writing) + len(self.read_slots)
         absent = [key for key in dict.fromkeys(keys) if key not in self.ready and key not in writing]
@@ -53,18 +53,20 @@ class NaiveTier:
         assert len(deferred) <= num_waiting, "nobody will let go of so many slots"
         return store
 
-    def store_each(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+    def store_each(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         """Offer chunks of several prefixes at once."""
         before, num_free, writing = dict(self.ready), self.num_free, self.writing
         offered = {
-            key: parent for keys, parent, *_ in offers for parent, key in zip([parent, *keys], keys, strict=False)
+            key: parent
+            for offer in offers
+            for parent, key in zip([offer.parent, *offer.keys], offer.keys, strict=False)
         }
         absent = {key for key in offered if key not in before and key not in writing}
         pinned = set(self.read_slots)
         num_waiting = len(writing) + len(pinned)
         stays = set[bytes | None](offered)
-        for _, parent, *_ in offers:
-            stays |= self._in_front(parent)
+        for offer in offers:
+            stays |= self._in_front(offer.parent)
         store = self.manager.prepare_stores(offers)
         evicted = self._note_evictions()
         self._forget(evicted)
@@ -77,10 +79,10 @@ class NaiveTier:
         assert absent - set(store.keys) >= set(store.deferred)
         assert len(evicted) == max(0, len(store.keys) - num_free), "more evicted than needed"
         assert not store.deferred or num_waiting + len(store.keys), "deferred although nobody is using anything"
-        num_offers = Counter(key for keys, *_ in offers for key in keys)
-        for keys, *_ in offers:
+        num_offers = Counter(key for offer in offers for key in offer.keys)
+        for offer in offers:
             # A chunk of several offers may be a leading one in another offer.
-            placed = [key in store.keys for key in keys if key in absent and num_offers[key] == 1]
+            placed = [key in store.keys for key in offer.keys if key in absent and num_offers[key] == 1]
             assert placed == sorted(placed, reverse=True), "slots go to the leading chunks"
         behind_holes = [key for key in store.keys if offered[key] in absent and offered[key] not in store.keys]
         assert not behind_holes, "a chunk is placed behind one of the same call that is not"
@@ -91,24 +93,24 @@ class NaiveTier:
         self.stores.append(store)
         return store
 
-    def commit(self, store: StoreHandle) -> None:
+    def commit(self, store: SlotReservation) -> None:
         self.stores.remove(store)
         store.commit()
         self.ready.update(zip(store.keys, store.slots, strict=True))
 
-    def forfeit(self, store: StoreHandle) -> None:
+    def forfeit(self, store: SlotReservation) -> None:
         self.stores.remove(store)
         store.forfeit()
         self._forget(store.keys)
 
-    def load(self, keys: Sequence[bytes]) -> LoadHandle:
+    def load(self, keys: Sequence[bytes]) -> ChunkPins:
         load = self.manager.prepare_load(keys)
         assert list(load.keys) == list(keys)
         assert list(load.slots) == [self.ready[key] for key in keys]
         self.loads.append(load)
         return load
 
-    def release(self, load: LoadHandle, bad_keys: Sequence[bytes] = ()) -> None:
+    def release(self, load: ChunkPins, bad_keys: Sequence[bytes] = ()) -> None:
         self.loads.remove(load)
         slot_of = dict(zip(load.keys, load.slots, strict=True))
         load.release(bad_keys)

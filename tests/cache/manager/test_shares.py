@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from cargohold.cache import StoreHandle, StoreOffer, TierManager
+from cargohold.cache import SlotReservation, StoreOffer, TierManager
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.policies import POLICIES, ReplacementPolicy, find_policy
 from cargohold.cache.retention import HELD, NORMAL
@@ -49,7 +49,7 @@ class SharesMachine(RuleBasedStateMachine):
         self.manager = TierManager(capacity, find_policy(type(self).policy), quotas=self.quotas)
         self.levels: dict[bytes, int] = {}
         self.owners: dict[bytes, str | None] = {}
-        self.writing: list[tuple[StoreHandle, str | None]] = []
+        self.writing: list[tuple[SlotReservation, str | None]] = []
 
     def share(self, tenant: str | None) -> str | None:
         return tenant if tenant in self.quotas else None

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cargohold.cache import ChunksRemoved, LoadHandle, StoreHandle, TierManager, make_manager
+from cargohold.cache import ChunkPins, ChunksRemoved, SlotReservation, TierManager, make_manager
 from cargohold.cache.chunk_table import ChunkTable
 from cargohold.cache.policies import ReplacementPolicy
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
@@ -34,8 +34,8 @@ class Twins:
 
     def __init__(self, capacity: int, policies: tuple[MakePolicy, MakePolicy]) -> None:
         self.managers = [TierManager(capacity, make, record_events=True) for make in policies]
-        self.stores: list[list[StoreHandle]] = []
-        self.loads: list[list[LoadHandle]] = []
+        self.stores: list[list[SlotReservation]] = []
+        self.loads: list[list[ChunkPins]] = []
 
     def store(self, keys: list[bytes], parent: bytes | None) -> None:
         real, naive = (manager.prepare_store(keys, parent) for manager in self.managers)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.cache import StoreHandle, StoreOffer
+from cargohold.cache import SlotReservation, StoreOffer
 from cargohold.protocol import TransferOutcome, metrics
 from cargohold.tiers import JobKind
 from cargohold.tiers.scheduler_side import UNKNOWN, Chain, Fetch
@@ -65,7 +65,7 @@ def test_a_long_chain_is_fetched_in_several_jobs_as_far_as_there_are_slots(monke
     prepare_stores = world.host.prepare_stores
     parents: list[bytes | None] = []
 
-    def noted(offers: Sequence[StoreOffer]) -> StoreHandle:
+    def noted(offers: Sequence[StoreOffer]) -> SlotReservation:
         parents.extend(offer.parent for offer in offers)
         return prepare_stores(offers)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.blocks import READY
-from cargohold.cache import LoadHandle, StoreHandle
+from cargohold.cache import ChunkPins, SlotReservation
 from cargohold.protocol import TransferOutcome
 from cargohold.tiers.scheduler_side import Chain, Fetch
 from tests.effort import examples
@@ -21,8 +21,8 @@ class Traffic:
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
         self.random = random.Random(seed)
-        self.stores: list[StoreHandle] = []
-        self.loads: list[LoadHandle] = []
+        self.stores: list[SlotReservation] = []
+        self.loads: list[ChunkPins] = []
         self.fetches: list[Fetch] = []
 
     def chain(self) -> list[bytes]:

@@ -9,7 +9,6 @@ from cargohold.cache.manager import (
     OffloadKey,
     OffloadManager,
     SlotReservation,
-    StoreHandle,
     StoreOffer,
 )
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
@@ -45,7 +44,7 @@ class TieringManager(ForwardingManager):
         self.lower.note_used(keys)
         return num_ready
 
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         """Reserve slots in host memory; chunks that are committed there will be written down."""
         return self._watched(self.host.prepare_stores(offers), offers)
 
@@ -59,7 +58,7 @@ class TieringManager(ForwardingManager):
         self.lower.reset()
         return True
 
-    def _watched(self, handle: StoreHandle, offers: Sequence[StoreOffer]) -> StoreHandle:
+    def _watched(self, handle: SlotReservation, offers: Sequence[StoreOffer]) -> SlotReservation:
         """Wrap a handle so that lower tiers are told when it is committed."""
         if not handle.keys:
             return handle

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from cargohold.cache.manager import ChunkKeys, LoadHandle, OffloadManager
+from cargohold.cache.manager import ChunkKeys, ChunkPins, OffloadManager
 from cargohold.connector.kernel.guest import AdmissionReport, Guest
 from cargohold.connector.kernel.requests import Lookup, RequestState
 from cargohold.errors import MissingChunkError
@@ -30,7 +30,7 @@ class _Kept(NamedTuple):
         step: the last step in which it was told so.
     """
 
-    handle: LoadHandle
+    handle: ChunkPins
     of: tuple[tuple[ChunkKeys, ...], int, int]
     step: int
 

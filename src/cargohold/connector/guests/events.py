@@ -28,9 +28,9 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, namespace_of_key, split_key
-from cargohold.connector.kernel.guest import Guest, Part
+from cargohold.connector.kernel.guest import Guest
 from cargohold.connector.kernel.jobs import Store
-from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.protocol import (
     MEDIUM_HOST,
     MEDIUM_STORAGE,
@@ -324,7 +324,7 @@ class TierEvents(Guest):
         if self._blocks is not None:
             self._blocks.note_ended(state, block_ids)
 
-    def store_begins(self, store: Store, parts: Sequence[Part]) -> None:
+    def store_begins(self, store: Store, parts: Sequence[Offer]) -> None:
         """Remember the contents of chunks whose store begins."""
         for part in parts:
             if self.is_published(part.state.request):
@@ -357,8 +357,8 @@ class TierEvents(Guest):
 
     # --- contents that others bring -----------------------------------------------------------------------------------
 
-    def _note_store(self, part: Part) -> None:
-        keys, at = part.state.keys[part.group], part.first_chunk
+    def _note_store(self, part: Offer) -> None:
+        keys, at = part.state.keys[part.group], part.first
         self._make_room(len(part.keys))
         for key in part.keys:
             while keys.keys[at] != key:

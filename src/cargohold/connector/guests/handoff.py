@@ -25,9 +25,9 @@ from typing import Any, Final, Self
 
 from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, longest_hit
 from cargohold.cache.manager import ChunkKeys, OffloadKey
-from cargohold.connector.kernel.guest import Guest, Part
+from cargohold.connector.kernel.guest import Consumer
 from cargohold.connector.kernel.jobs import Store
-from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.errors import RequestError
 from cargohold.protocol import BlockIds, TransferOutcome
 from cargohold.tiers.scheduler_side import LowerTiers, Promises
@@ -127,7 +127,7 @@ class _SharedStates:
         return self._states[first:end]
 
 
-class HandingOff(Guest):
+class HandingOff(Consumer):
     """Promises prompts to the engines that decode them, announces them, and reads such announcements.
 
     Args:
@@ -175,11 +175,11 @@ class HandingOff(Guest):
             if self._lower is not None and self._lower.promises.is_possible:
                 self._promised.add(request_id)
 
-    def chunks_offered(self, parts: Sequence[Part]) -> None:
+    def chunks_offered(self, offers: Sequence[Offer]) -> None:
         """Promise them: those that are there are not evicted from now on."""
-        for part in parts:
-            if self._lower is not None and part.state.request.request_id in self._promised:
-                self._lower.promises.make(part.keys, part.parents())
+        for offer in offers:
+            if self._lower is not None and offer.state.request.request_id in self._promised:
+                self._lower.promises.make(offer.keys, offer.parents())
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """Break the promise of what could not be stored."""
@@ -208,12 +208,12 @@ class HandingOff(Guest):
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    def offer_again(self, part: Part) -> AbstractSet[OffloadKey]:
+    def offer_again(self, state: RequestState, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return the promised chunks that found no slot, and make room for them."""
-        if self._lower is None or part.state.request.request_id not in self._promised:
+        if self._lower is None or state.request.request_id not in self._promised:
             return frozenset()
         promises = self._lower.promises
-        without = {key for key in part.keys if key in promises}
+        without = {key for key in keys if key in promises}
         promises.make_room(len(without))
         return without
 

@@ -1,7 +1,7 @@
-"""Tiers below host memory, as a guest: requests wait for what they have, and what host memory gets is written down to them.
+"""Tiers below host memory: requests wait for what they have, and what host memory gets is written down to them.
 
 ``LowerTiers`` knows what is in the tiers and what is on its way from and to them; ``Prefetcher`` knows who waits, and for what.
-This guest tells both of what the kernel does, and carries their messages.
+``LowerTierGuest`` calls both when the kernel does something, and carries their messages.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cargohold.cache.manager import ChunkKeys, OffloadKey
-from cargohold.connector.kernel.guest import AdmissionReport, Guest, Part
-from cargohold.connector.kernel.jobs import Origins, Store
-from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.guest import AdmissionReport, Below
+from cargohold.connector.kernel.jobs import Store
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.protocol import (
     BlockIds,
     Episode,
@@ -27,7 +27,7 @@ from cargohold.tiers.messages import TierMessage, TierReport
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Waiting, Wanted, sources_per_token
 
 
-class LowerTierGuest(Guest):
+class LowerTierGuest(Below):
     """Lets requests wait for chunks of lower tiers, and tells these what host memory gets and gives back.
 
     Args:
@@ -51,12 +51,12 @@ class LowerTierGuest(Guest):
         self._prefetcher = prefetcher
         self._new_id = new_id
         self._clock, self._observe = environment.clock, environment.observe
-        self._tiers = ("host", *(tier.name for tier in lower.tiers))
+        self.tiers = [tier.name for tier in lower.tiers]
         self.num_announced: Callable[[RequestState], int] = lambda _: 0
         self.on_ask: Callable[[RequestView, Sequence[ChunkKeys]], None] | None = None
         # By request, its wait from the first look-up until it is admitted; by store, the chunks that it brings.
         self._waiting: dict[str, Waiting] = {}
-        self._storing: dict[int, Sequence[Part]] = {}
+        self._storing: dict[int, Sequence[Offer]] = {}
 
     def waiting_of(self, request_id: str) -> Waiting | None:
         """Return a request's wait: for inspection."""
@@ -95,13 +95,11 @@ class LowerTierGuest(Guest):
         self._waiting[state.request.request_id] = waiting
         return waiting.must_wait
 
-    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> Origins | None:
+    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bytes:
         """Return the tier that each token was fetched from for this request."""
         waiting = self._waiting.get(state.request.request_id)
-        if waiting is None or not (sources := waiting.sources):
-            return None
         wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, num_hit_tokens)
-        return Origins(self._tiers, sources_per_token(wanted, sources, num_hit_tokens))
+        return sources_per_token(wanted, {} if waiting is None else waiting.sources, num_hit_tokens)
 
     def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """Release the chunks that were held for it: its load holds them now."""
@@ -139,18 +137,18 @@ class LowerTierGuest(Guest):
         for keys in state.keys:
             self._lower.note_used(keys.keys)
 
-    def store_begins(self, store: Store, parts: Sequence[Part]) -> None:
+    def store_begins(self, store: Store, offers: Sequence[Offer]) -> None:
         """Remember which chunks come before those that are stored."""
-        self._storing[store.job_id] = parts
+        self._storing[store.job_id] = offers
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """Let chunks be written down that have come into host memory."""
-        parts = self._storing.pop(store.job_id, ())
+        offers = self._storing.pop(store.job_id, ())
         if outcome is not TransferOutcome.DONE or store.is_spoiled:
             return
-        parents: dict[OffloadKey, OffloadKey | None] = {} if parts else dict.fromkeys(store.handle.keys)
-        for part in parts:
-            parents.update(part.parents())
+        parents: dict[OffloadKey, OffloadKey | None] = {} if offers else dict.fromkeys(store.handle.keys)
+        for offer in offers:
+            parents.update(offer.parents())
         self._lower.note_new_in_host(store.handle.keys, parents)
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -206,27 +204,8 @@ class LowerTierGuest(Guest):
             waiting.end()
         self._waiting.clear()
 
-    def shutdown(self) -> Guest | None:
+    def shutdown(self) -> None:
         """End all waits, and use the tiers no more."""
         self._end_waits()
         self._storing.clear()
         self._lower.retire()
-        return _LastJobs(self._lower) if self._lower.is_busy else None
-
-
-class _LastJobs(Guest):
-    """What is left of lower tiers that are turned off: jobs whose slots in host memory workers still read or write."""
-
-    name = "lower tiers' last jobs"
-
-    def __init__(self, lower: LowerTiers) -> None:
-        self._lower = lower
-
-    def worker_reported(self, output: KVConnectorOutput) -> None:
-        """Give back the slots of jobs that have ended."""
-        for job_id, outcome in output.jobs.items():
-            self._lower.end(job_id, outcome)
-
-    def is_busy(self) -> bool:
-        """Whether jobs are still to end: without steps, nobody would hear of it."""
-        return self._lower.is_settling

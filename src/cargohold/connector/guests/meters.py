@@ -126,7 +126,7 @@ class Meters(Guest):
         """Note how long it took. What failed or was not awaited says nothing of the speed."""
         if since is None:
             return
-        num_tokens = len(load.origins.tiers)
+        num_tokens = len(load.origins)
         facts: dict[str, int | str] = {"tokens": num_tokens, "outcome": outcome.name.lower()}
         self._tell("load", (load.request_id,), since, self._clock(), facts)
         if outcome is TransferOutcome.DONE:

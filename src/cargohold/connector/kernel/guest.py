@@ -1,17 +1,16 @@
-"""The port through which features hear of what the kernel does, and answer its questions.
+"""The port of features: the kernel moves chunks between the device and host memory, and knows no feature by name.
 
-The kernel moves chunks between the device and host memory and knows no feature by name. A *guest* is one feature: it overrides
-the facts that it wants to hear, keeps its own record of requests, and can be left out; then it costs nothing.
+A *guest* is a feature: it overrides the facts and questions that it needs, keeps its own record of requests, and can be left
+out; then it costs nothing. Guests are called in the order of the list that the kernel is given.
 
 ::
 
-    facts       request_new | request_placed | request_asked | request_admitted | request_ended     chunks_used
-                load_ended     chunks_offered | store_begins | store_ended | stores_abandoned
-                step_begins | step_ends     reset     worker_reported
-    questions   must_wait | origins | where_is | worth | may_store | may_reset | offer_again | response_params | worker_message
-                is_busy
+    facts       request_new | request_placed | request_asked | request_admitted | request_ended
+                load_ended     store_begins | store_ended     step_begins     reset     shutdown
+    questions   worth | may_store | is_busy
 
-Guests are told in the order of the list that the kernel is given: each finds done what those before it do for the same fact.
+Two collaborators of the kernel are more than guests, and there is one of each: ``Below``, where chunks come from that host
+memory lacks, and ``Consumer``, who waits for all chunks of a request. By default they are nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.cache.retention import NORMAL
-from cargohold.connector.kernel.jobs import Load, Origins, Store
-from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.jobs import Load, Store
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.errors import RequestError
 from cargohold.protocol import (
     NOT_CONTAINED,
@@ -39,8 +38,6 @@ from cargohold.protocol import (
 )
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +75,6 @@ class AdmissionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Chunks of one request in one group that are offered to host memory, or that a store copies.
-
-    Attributes:
-        state: the request.
-        group: index of the group.
-        keys: the chunks, in prefix order.
-        first_chunk: number of a chunk in the group that is at or before the first of them.
-    """
-
-    state: RequestState
-    group: int
-    keys: Sequence[OffloadKey]
-    first_chunk: int
-
-    def parents(self) -> dict[OffloadKey, OffloadKey | None]:
-        """Return the chunk before each of them in its prefix, or ``None``; also of those between the first and the last."""
-        if not self.keys:
-            return {}
-        of_group = self.state.keys[self.group].keys
-        first = of_group.index(self.keys[0], self.first_chunk)
-        span = of_group[first : of_group.index(self.keys[-1], first) + 1]
-        return dict(zip(span, [of_group[first - 1] if first else None, *span], strict=False))
-
-
-@dataclass(frozen=True, slots=True)
 class Worth:
     """What a request's chunks are worth.
 
@@ -122,10 +93,11 @@ ORDINARY: Final = Worth()
 
 
 class Guest:
-    """Hears what the kernel does. Every method does nothing by default, and then is not called.
+    """A feature of the connector. Every method does nothing by default, and then is not called.
 
-    One of your own is a class that is called with a ``GuestView``, and that options name as ``MODULE:CLASS``. Its methods are
-    called in the scheduler's thread, so they must be quick; ``GuestConformance`` tests it.
+    A guest of your own is a class that is called with a ``GuestView``, and that options name as ``MODULE:CLASS``. Its methods
+    are called in the scheduler's thread, so they must be quick. If one raises, the guest is turned off, and the connector goes
+    on without it. ``GuestConformance`` tests it.
 
     Attributes:
         name: its name in log lines.
@@ -136,59 +108,65 @@ class Guest:
     # --- facts --------------------------------------------------------------------------------------------------------
 
     def request_new(self, state: RequestState) -> None:
-        """Learn of a request; ``state.is_awaited`` may be set now. Raise ``RequestError`` to refuse it for its parameters."""
+        """Note a new request; ``state.is_awaited`` may be set now. Raise ``RequestError`` to refuse it for its parameters."""
 
     def request_placed(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Learn which blocks a request has got, before it is in a step. Another connector may fill them."""
+        """Note which blocks a request has got, before it is in a step. Another connector may fill them."""
 
     def request_asked(self, state: RequestState, is_known: bool) -> None:  # the answer itself
-        """Learn that the engine has asked for a waiting request, and whether the answer was other than "not yet"."""
+        """Note that the engine has asked for a waiting request, and whether the answer was other than "not yet"."""
 
     def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
-        """Learn that the engine has admitted a request, whose load is planned now."""
+        """Note that the engine has admitted a request, whose load is planned now."""
 
     def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Learn that a request has ended; its blocks may be free from now on."""
-
-    def chunks_used(self, state: RequestState) -> None:
-        """Learn that a request uses its chunks; those in host memory are marked as used."""
+        """Note that a request has ended; its blocks may be free from now on."""
 
     def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
-        """Learn that a load has ended that began at ``since``; ``None`` if nobody waited for it any more."""
+        """Note that a load has ended that began at ``since``; ``None`` if no request waited for it any more."""
 
-    def chunks_offered(self, parts: Sequence[Part]) -> None:
-        """Learn that chunks which somebody waits for are offered to host memory next; some may be there."""
-
-    def store_begins(self, store: Store, parts: Sequence[Part]) -> None:
-        """Learn that a store begins, and of which requests its chunks are; of none if it saves what is about to be evicted."""
+    def store_begins(self, store: Store, offers: Sequence[Offer]) -> None:
+        """Note that a store begins, and of which requests its chunks are; of none if it saves what is about to be evicted."""
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
-        """Learn that a store has ended that began at ``since``; ``None`` if nobody waited for it any more."""
-
-    def stores_abandoned(self, state: RequestState) -> None:
-        """Learn that nothing is held any more for those chunks of an ended request that were not stored."""
+        """Note that a store has ended that began at ``since``; ``None`` if it was given up before."""
 
     def step_begins(self, step: StepView) -> None:
-        """Learn of a step, before its stores are planned."""
-
-    def step_ends(self) -> None:
-        """Learn that a step is over."""
+        """Note a step, before its stores are planned."""
 
     def reset(self) -> None:
-        """Learn that every chunk is forgotten."""
+        """Note that every chunk is forgotten."""
 
-    def worker_reported(self, output: KVConnectorOutput) -> None:
-        """Learn what all workers have reported, before the kernel does."""
-
-    def shutdown(self) -> Guest | None:
-        """Release everything. Called once, also when it is turned off.
-
-        Slots of host memory that workers still read or write cannot be released now. Return a guest that does it when they have
-        reported their end: it takes this one's place.
-        """
-        return None
+    def shutdown(self) -> None:
+        """Release everything. Called once, also when it is turned off."""
 
     # --- questions ----------------------------------------------------------------------------------------------------
+
+    def worth(self, state: RequestState) -> Worth:
+        """What a request's chunks are worth. Of several answers, the highest level counts, and every "must be kept"."""
+        return ORDINARY
+
+    def may_store(self, key: OffloadKey, block_id: int) -> bool:
+        """Whether a device block may be stored that holds this chunk, and that no request holds any more. All must say yes."""
+        return True
+
+    def is_busy(self) -> bool:
+        """Whether the engine is to step on for you although it has nothing to compute."""
+        return False
+
+
+PORT: Final = tuple(name for name, value in vars(Guest).items() if callable(value))
+"""The names of all methods, in the order above."""
+
+
+class Below(Guest):
+    """What lies below host memory, as the kernel sees it. This one is nothing.
+
+    Attributes:
+        tiers: names of the tiers, in order.
+    """
+
+    tiers: Sequence[str] = ()
 
     def must_wait(
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_found_tokens: int | None
@@ -204,210 +182,137 @@ class Guest:
         """
         return False
 
-    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> Origins | None:
-        """Where the tokens of a load came from before they were in host memory; ``None`` if from nowhere else."""
-        return None
+    def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bytes:
+        """Return which tier each token of a load was brought up from: a byte each, the tier's number from 1; 0 if from none."""
+        return bytes(num_hit_tokens - num_computed_tokens)
 
     def where_is(self, key: OffloadKey) -> str:
-        """Where a chunk is that host memory lacks, as the end of a sentence, such as "is on its way"; empty if not known."""
+        """Return where a chunk is that host memory lacks, as the end of a sentence, such as "is on its way"; or nothing."""
         return ""
 
-    def worth(self, state: RequestState) -> Worth:
-        """What a request's chunks are worth. Of several answers, the highest level counts, and every "must be kept"."""
-        return ORDINARY
-
-    def may_store(self, key: OffloadKey, block_id: int) -> bool:
-        """Whether a device block may be stored that holds this chunk, and that no request holds any more. All must say yes."""
-        return True
-
-    def may_reset(self) -> bool:
-        """Whether every chunk may be forgotten now. All must say yes."""
-        return True
+    def chunks_used(self, state: RequestState) -> None:
+        """Note that a request uses its chunks; those in host memory are marked as used."""
 
     def worker_message(self) -> object:
-        """What your part on the workers is told with this step; ``None`` if nothing. See ``worker.WorkerPart``."""
+        """Return what your part on the workers is to do in this step; ``None`` if nothing. See ``worker.WorkerPart``."""
         return None
 
-    def is_busy(self) -> bool:
-        """Whether the engine is to step on for you although it has nothing to compute."""
-        return False
+    def worker_reported(self, output: KVConnectorOutput) -> None:
+        """Note what all workers have reported, before the kernel does."""
 
-    def offer_again(self, part: Part) -> AbstractSet[OffloadKey]:
-        """Which of these chunks are to be offered again: somebody waits for them, and they have found no place."""
+    def step_ends(self) -> None:
+        """Note that a step is over."""
+
+    def may_reset(self) -> bool:
+        """Whether every chunk may be forgotten now."""
+        return True
+
+
+class Consumer(Guest):
+    """Whoever waits for all chunks of a request (see ``RequestState.is_awaited``). This one waits for none."""
+
+    def chunks_offered(self, offers: Sequence[Offer]) -> None:
+        """Note that awaited chunks are offered to host memory next; some may be there."""
+
+    def offer_again(self, state: RequestState, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return those of a request's chunks that are to be offered again, although they have found no slot."""
         return frozenset()
 
+    def stores_abandoned(self, state: RequestState) -> None:
+        """Note that nothing is held any more for those chunks of an ended request that were not stored."""
+
     def response_params(self, state: RequestState) -> Mapping[str, Any] | None:
-        """What the client of a request that has ended is told, as ``kv_transfer_params``. Told to all guests before."""
+        """Return what the client of a request that has ended gets as ``kv_transfer_params``; ``None`` if nothing."""
         return None
 
 
-def _told(fact: str) -> Callable[..., None]:
-    """Return a method that tells the guests which override it."""
-
-    def tell(self: Guests, *args: Any) -> None:
-        for guest, hear in self.hearers[fact]:
-            try:
-                hear(*args)
-            except NOT_CONTAINED:
-                raise
-            except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
-                successor = self.note_raised(guest, fact, error)
-                if successor is not None:
-                    self.call(successor, getattr(successor, fact), args)
-
-    return tell
+# --- several guests ---------------------------------------------------------------------------------------------------
 
 
-def _any_of(question: str, nobody: object) -> Callable[..., Any]:
-    """Return a method that asks the guests which override it, until one says something; else the answer is ``nobody``."""
-
-    def ask_all(self: Guests, *args: Any) -> Any:
-        for guest, ask in self.hearers[question]:
-            try:  # as ``call``, in a call less: nearly every look-up comes here
-                answer = ask(*args)
-            except NOT_CONTAINED:
-                raise
-            except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
-                self.note_raised(guest, question, error)
-            else:
-                if answer:
-                    return answer
-        return nobody
-
-    return ask_all
+def _own(guest: Guest, name: str) -> Callable[..., Any] | None:
+    """Return the guest's own method; ``None`` if it is the port's, which does nothing."""
+    method: Callable[..., Any] = getattr(guest, name)
+    return None if getattr(method, "__func__", None) is getattr(Guest, name) else method
 
 
-def _all_of(question: str) -> Callable[..., bool]:
-    """Return a method that asks the guests which override it, until one says no. One that raises has no say."""
-
-    def ask_all(self: Guests, *args: Any) -> bool:
-        return all(self.call(guest, ask, args) is not False for guest, ask in self.hearers[question])
-
-    return ask_all
+def _all_worth(answers: Sequence[Worth]) -> Worth:
+    return Worth(max([of.level for of in answers]), any(of.must_keep for of in answers))
 
 
-_ANY: Final[Mapping[str, object]] = {
-    "must_wait": False,
-    "origins": None,
-    "where_is": "",
-    "worker_message": None,
-    "is_busy": False,
-}
-"""Questions of which the first answer counts that says something; and the answer if nobody does."""
-_ALL: Final = ("may_store", "may_reset")
-"""Questions to which all must say yes."""
-QUESTIONS: Final = (*_ANY, *_ALL, "worth", "offer_again", "response_params")
-"""The names of all questions."""
-FACTS: Final = tuple(name for name, value in vars(Guest).items() if callable(value) and name not in QUESTIONS)
-"""The names of all facts."""
+_MERGES: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {"worth": _all_worth, "may_store": all, "is_busy": any}
 
 
 class Guests(Guest):
-    """Tells all guests. One that raises is turned off alone: it hears nothing any more, and releases what it held.
-
-    Args:
-        guests: in the order in which they are told.
-
-    Attributes:
-        hearers: by fact, the guests that want to hear it, each with its method.
-    """
+    """Calls all guests, in their order. What one guest alone overrides is that guest's method, so it costs no call more."""
 
     name = "guests"
 
     def __init__(self, guests: Sequence[Guest] = ()) -> None:
-        self._guests = tuple(guests)
-        self.hearers: dict[str, tuple[tuple[Guest, Callable[..., Any]], ...]] = {}
-        self._note_hearers()
-
-    def _note_hearers(self) -> None:
-        self.hearers = {
-            fact: tuple(
-                (guest, getattr(guest, fact))
-                for guest in self._guests
-                if getattr(type(guest), fact) is not getattr(Guest, fact)
-            )
-            for fact in (*FACTS, *QUESTIONS)
-        }
-
-    def worth(self, state: RequestState) -> Worth:
-        """Ask all guests. One that raises has no say."""
-        worth = ORDINARY
-        for guest, ask in self.hearers["worth"]:
-            answer = self.call(guest, ask, (state,))
-            if answer is not None and answer is not ORDINARY:
-                worth = Worth(max(worth.level, answer.level), worth.must_keep or answer.must_keep)
-        return worth
-
-    def offer_again(self, part: Part) -> AbstractSet[OffloadKey]:
-        """Ask all guests. What one of them wants offered again is."""
-        answers = [self.call(guest, ask, (part,)) for guest, ask in self.hearers["offer_again"]]
-        return frozenset[OffloadKey]().union(*filter(None, answers))
-
-    def response_params(self, state: RequestState) -> Mapping[str, Any] | None:
-        """Ask all guests; put their answers together."""
-        answers = [self.call(guest, ask, (state,)) for guest, ask in self.hearers["response_params"]]
-        told = {key: value for answer in answers if answer for key, value in answer.items()}
-        return told or None
+        self._guests: tuple[Guest, ...] = ()
+        self.add(guests)
 
     def add(self, guests: Sequence[Guest]) -> None:
         """Add guests behind those that are there."""
         self._guests += tuple(guests)
-        self._note_hearers()
+        for name in PORT:
+            methods = [method for guest in self._guests if (method := _own(guest, name)) is not None]
+            if len(methods) > 1:
+                setattr(self, name, _of_several(methods, _MERGES.get(name)))
+            elif methods:
+                setattr(self, name, methods[0])
 
-    def through(self, guest: Guest, method: Callable[..., Answer], otherwise: Answer) -> Callable[..., Answer]:
-        """Return a call of one guest's method for others: ``otherwise`` is the answer if it raises, or is turned off."""
 
-        def call(*args: Any) -> Answer:
-            answer: Answer | None = self.call(guest, method, args) if guest in self._guests else None
-            return otherwise if answer is None else answer
+def _of_several(
+    methods: Sequence[Callable[..., Any]], merge: Callable[[Sequence[Any]], Any] | None
+) -> Callable[..., Any]:
+    def ask(*args: Any) -> Any:
+        answers = [method(*args) for method in methods]
+        return None if merge is None else merge(answers)
+
+    def call(*args: Any) -> None:
+        for method in methods:
+            method(*args)
+
+    return call if merge is None else ask
+
+
+class ContainedGuest(Guest):
+    """A guest that options name: one that raises is turned off with one loud line, and releases what it held."""
+
+    def __init__(self, inner: Guest) -> None:
+        self._inner: Guest | None = inner
+        self.name = inner.name
+        for name in PORT:
+            if (method := _own(inner, name)) is not None:
+                setattr(self, name, self._contained(name, method))
+
+    def _contained(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        otherwise = getattr(super(), name)
+
+        def call(*args: Any) -> Any:
+            if self._inner is None:
+                return otherwise(*args)
+            try:
+                return method(*args)
+            except NOT_CONTAINED:
+                raise
+            except BaseException as error:  # a stranger's: whatever it raises must not stop the connector
+                if isinstance(error, RequestError) and name == "request_new":
+                    raise  # the request's fault
+                self._turn_off(name, error)
+                return otherwise(*args)
 
         return call
 
-    def call(self, guest: Guest, ask: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Ask one guest; return what it answers, or ``None`` if it raises."""
+    def _turn_off(self, name: str, error: BaseException) -> None:
+        line = "guest %s is turned off: it raised in %s; the connector goes on without it"
+        logger.error(line, self.name, name, exc_info=error)
+        inner, self._inner = self._inner, None
+        if inner is None or name == "shutdown":
+            return
         try:
-            return ask(*args)
+            inner.shutdown()
         except NOT_CONTAINED:
             raise
-        except BaseException as error:  # noqa: BLE001  # somebody's feature: whatever it raises must not stop the kernel
-            self.note_raised(guest, ask.__name__, error)
-            return None
-
-    def note_raised(self, guest: Guest, fact: str, error: BaseException) -> Guest | None:
-        """Turn a guest off: tell it nothing any more, with one loud line, and let it release what it held.
-
-        A ``RequestError`` of ``request_new`` is raised instead: it is the request's fault.
-
-        Returns:
-            The guest that has taken its place, if there is one; see ``Guest.shutdown``.
-        """
-        if isinstance(error, RequestError) and fact == "request_new":
-            raise error
-        if guest not in self._guests:
-            return None  # it has raised again on its way out
-        logger.error(
-            "guest %s is turned off: it raised in %s; the connector goes on without it",
-            guest.name,
-            fact,
-            exc_info=error,
-        )
-        self._guests = tuple(other for other in self._guests if other is not guest)
-        successor = None
-        try:
-            successor = guest.shutdown()
-        except NOT_CONTAINED:
-            raise
-        except BaseException:  # somebody's feature: whatever it raises must not stop the kernel
-            logger.exception("guest %s raised again while it released what it held", guest.name)
-        if successor is not None:
-            self._guests += (successor,)
-        self._note_hearers()
-        return successor
-
-
-for _fact in FACTS:
-    setattr(Guests, _fact, _told(_fact))
-for _question, _nobody in _ANY.items():
-    setattr(Guests, _question, _any_of(_question, _nobody))
-for _question in _ALL:
-    setattr(Guests, _question, _all_of(_question))
+        except BaseException:  # as above
+            logger.exception("guest %s raised again while it released what it held", self.name)

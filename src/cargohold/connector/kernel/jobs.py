@@ -12,36 +12,27 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from cargohold.cache.manager import ChunkKeys, LoadHandle, OffloadKey, StoreHandle
+from cargohold.cache.manager import ChunkKeys, ChunkPins, OffloadKey, SlotReservation
 from cargohold.deadlines import Patience
 from cargohold.protocol import (
     Clock,
     KVConnectorSchedulerOutput,
     SchedulerContext,
 )
+from cargohold.transfer import CopyJob
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob:
+class LoadJob(CopyJob):
     """A job that fills blocks of a request from the tier.
 
     Attributes:
-        job_id: id of the job.
         request_id: the request that waits for it.
-        block_ids: destinations.
-        rows: the tier's rows, parallel to ``block_ids``; with ``groups``, as many for each block as its group's take.
-        timeout_s: the job is given up if it has not started after this time.
         is_in_step: whether this very step computes the request: it waits for the load, and the load has no end of its own.
-        groups: the group of each block; empty where a block is a row, whatever its group.
     """
 
-    job_id: int
-    request_id: str
-    block_ids: tuple[int, ...]
-    rows: tuple[int, ...]
-    timeout_s: float
+    request_id: str = ""
     is_in_step: bool = False
-    groups: tuple[int, ...] = ()
 
     @property
     def is_lost(self) -> bool:
@@ -50,29 +41,12 @@ class LoadJob:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreJob:
-    """A job that copies blocks to the tier, once the step's forward pass is over.
-
-    Attributes:
-        job_id: id of the job.
-        block_ids: sources; held until the job has ended on all workers.
-        rows, timeout_s, groups: as of a load.
-    """
-
-    job_id: int
-    block_ids: tuple[int, ...]
-    rows: tuple[int, ...]
-    timeout_s: float
-    groups: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadingMetadata:
     """One step's jobs.
 
     Attributes:
         loads: jobs to start at once.
-        stores: jobs to start after the forward pass.
+        stores: jobs to start after the forward pass. Their blocks are held until all workers have ended them.
         finish_stores: whether all stores must have read their sources before this step overwrites blocks, because these
             sources are not held.
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
@@ -82,7 +56,7 @@ class OffloadingMetadata:
     """
 
     loads: tuple[LoadJob, ...] = ()
-    stores: tuple[StoreJob, ...] = ()
+    stores: tuple[CopyJob, ...] = ()
     finish_stores: bool = False
     release: tuple[str, ...] = ()
     given_up_loads: tuple[int, ...] = ()
@@ -90,26 +64,6 @@ class OffloadingMetadata:
 
 
 NOTHING_TO_DO = OffloadingMetadata()
-
-
-@dataclass(frozen=True, slots=True)
-class Origins:
-    """The tier that each token of a load came from.
-
-    Attributes:
-        names: names of the tiers, host memory's first.
-        tiers: one byte per token, an index into ``names``.
-    """
-
-    names: Sequence[str]
-    tiers: bytes
-
-    def count(self, num_tokens: int, known: range = range(0)) -> Counter[str]:
-        """Count the first ``num_tokens`` tokens by tier, but for those that are ``known``; tiers without any are left out."""
-        first, end = (min(max(at, 0), num_tokens) for at in (known.start, known.stop))
-        counted = self.tiers[:first] + self.tiers[end:num_tokens]
-        counts = {name: counted.count(at) for at, name in enumerate(self.names)}
-        return Counter({name: count for name, count in counts.items() if count})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +78,7 @@ class Load:
         block_ids: destinations, held until the load has ended on all workers.
         block_keys: the chunk that fills each destination, parallel to ``block_ids``.
         block_starts: position of each destination's first token in the request, parallel to ``block_ids``.
-        origins: the tiers that its tokens came from.
+        origins: one byte per token, the number of the tier that it came from: 0 is host memory.
         is_first: whether the request had not been admitted before; only then its tokens are counted in the stats.
         is_in_step: whether the step in which it began waits for it.
         is_end_shared: whether the engine keeps windows and states at its end for others, and not at a later place.
@@ -132,12 +86,12 @@ class Load:
 
     job_id: int
     request_id: str
-    handle: LoadHandle
+    handle: ChunkPins
     num_computed_tokens: int
     block_ids: tuple[int, ...]
     block_keys: Sequence[OffloadKey]
     block_starts: Sequence[int]
-    origins: Origins
+    origins: bytes
     is_first: bool
     is_in_step: bool = False
     is_end_shared: bool = True
@@ -145,7 +99,14 @@ class Load:
     @property
     def num_tokens(self) -> int:
         """Number of leading tokens that are on the device after it."""
-        return self.num_computed_tokens + len(self.origins.tiers)
+        return self.num_computed_tokens + len(self.origins)
+
+    def count(self, tiers: Sequence[str], num_tokens: int, known: range = range(0)) -> Counter[str]:
+        """Count its first ``num_tokens`` tokens by tier, without those that are ``known``; tiers without any are left out."""
+        first, end = (min(max(at, 0), num_tokens) for at in (known.start, known.stop))
+        counted = self.origins[:first] + self.origins[end:num_tokens]
+        counts = {name: counted.count(at) for at, name in enumerate(tiers)}
+        return Counter({name: count for name, count in counts.items() if count})
 
 
 @dataclass(slots=True)
@@ -164,7 +125,7 @@ class Store:
 
     job_id: int
     request_ids: AbstractSet[str]
-    handle: StoreHandle
+    handle: SlotReservation
     block_ids: tuple[int, ...]
     is_spoiled: bool = False
     keys: AbstractSet[OffloadKey] = field(init=False)
@@ -240,25 +201,24 @@ class JobTable:
         self._since[store.job_id] = self._clock()
         self.num_store_blocks += len(store.block_ids)
 
-    def since(self, job_id: int) -> float | None:
-        """Return when a job in flight began; ``None`` if nobody waits for it any more, or it is not in flight."""
-        return None if job_id in self._given_up else self._since.get(job_id)
+    def end(self, job_id: int) -> tuple[Load | Store | None, float | None]:
+        """Remove a job that has ended.
 
-    def end(self, job_id: int) -> Load | Store | None:
-        """Remove a job that has ended, and return it; ``None`` if it is not in flight."""
-        is_stuck = self._since.pop(job_id, None) is None
-        if (load := self._loads.get(job_id)) is not None:
-            if is_stuck:
-                self.num_stuck_blocks -= len(load.block_ids)
-            self._give_up(load)
+        Returns:
+            The job, ``None`` if it is not in flight; and when it began, ``None`` if it was given up before.
+        """
+        since = self._since.pop(job_id, None)
+        job: Load | Store | None = self._loads.pop(job_id, None) or self._stores.pop(job_id, None)
+        if job is None:
+            return None, None
+        if since is None:
+            self.num_stuck_blocks -= len(job.block_ids)
+        if isinstance(job, Store):
+            self.num_store_blocks -= len(job.block_ids)
+        else:
+            since = since if self._give_up(job) else None
             self._given_up.discard(job_id)
-            return self._loads.pop(job_id)
-        if (store := self._stores.pop(job_id, None)) is not None:
-            self.num_store_blocks -= len(store.block_ids)
-            if is_stuck:
-                self.num_stuck_blocks -= len(store.block_ids)
-            return store
-        return None
+        return job, since
 
     def take_overdue(self, after_s: float) -> list[Load | Store]:
         """Return the jobs that have not ended ``after_s`` seconds after they began. Call it once in every step.
@@ -296,10 +256,6 @@ class JobTable:
             self._given_up.add(load.job_id)
             self._forget_loading(load.handle.keys)
         return was_awaited
-
-    def is_given_up(self, job_id: int) -> bool:
-        """Whether a load in flight is stuck, or was given up."""
-        return job_id in self._given_up
 
     def is_loading(self, job_id: int | None) -> bool:
         """Whether this job is a load in flight that its request waits for."""

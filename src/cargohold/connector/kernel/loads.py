@@ -16,16 +16,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from itertools import chain, islice
 from math import lcm
-from typing import Final, NamedTuple
+from typing import Final
 
 from cargohold.blocks import READY, GroupUnits, PrefixHit, longest_hit
-from cargohold.cache.manager import ChunkKeys, ChunkStates, LoadHandle, OffloadKey, OffloadManager
-from cargohold.cache.rows import lie_in_rows, rows_to_load
-from cargohold.connector.kernel.guest import Guests
-from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, Origins
+from cargohold.cache.manager import ChunkKeys, ChunkStates, OffloadKey
+from cargohold.cache.rows import rows_to_load
+from cargohold.connector.kernel.jobs import Load, LoadJob
 from cargohold.connector.kernel.requests import Lookup, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.deadlines import START
@@ -34,21 +31,22 @@ from cargohold.protocol import (
     NULL_BLOCK_ID,
     AttentionKind,
     BlockIds,
-    KVCacheGroup,
     KVConnectorOutput,
     Stats,
     TransferOutcome,
     metrics,
 )
+from cargohold.transfer import Direction
+
+_PLANNED, _PLANNED_BLOCKS = metrics.PLANNED.of("load"), metrics.PLANNED_BLOCKS.of("load")
+_COPIES: Final = {what: (metrics.COPIED_BLOCKS.of(what), metrics.COPY_SECONDS.of(what)) for what in ("load", "store")}
 
 
 class TierLookup:
     """Looks requests up in a tier.
 
     Args:
-        manager: the manager of the tier.
-        jobs: transfers in flight.
-        guests: may let a request wait.
+        shared: what the scheduler side shares.
         shares_loads: whether blocks loaded for one request can be found by another, so that waiting for them pays.
         shares_load_ends: whether at least those are found with which another request can continue where the load ends.
         full_hits: whether a hit may cover all tokens of a request; see ``SchedulerEnvironment``.
@@ -56,17 +54,15 @@ class TierLookup:
 
     def __init__(
         self,
-        manager: OffloadManager,
-        jobs: JobTable,
-        guests: Guests,
+        shared: Shared,
         *,
         shares_loads: bool,
         shares_load_ends: bool,
         full_hits: bool,
     ) -> None:
-        self._manager = manager
-        self._guests = guests
-        self._jobs = jobs
+        self._shared = shared
+        self._manager = shared.manager
+        self._jobs = shared.jobs
         self._shares_loads = shares_loads
         self._shares_load_ends = shares_load_ends
         self._full_hits = full_hits
@@ -80,7 +76,7 @@ class TierLookup:
         limit = num_tokens if self._full_hits else num_tokens - 1
         if state.params.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
-        if self._guests.must_wait(state, num_computed_tokens, limit, None):
+        if self._shared.below.must_wait(state, num_computed_tokens, limit, None):
             return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
@@ -90,7 +86,7 @@ class TierLookup:
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
-        if self._guests.must_wait(state, num_computed_tokens, limit, lookup.num_tokens):
+        if self._shared.below.must_wait(state, num_computed_tokens, limit, lookup.num_tokens):
             return None
         return None if lookup.undecided else lookup.num_tokens
 
@@ -155,7 +151,7 @@ class TierLookup:
         """Return where a chunk is that host memory does not have, as the end of a sentence; empty if it is nowhere."""
         if any(key in store.keys for store in self._jobs.stores()):
             return "is still being stored"
-        return self._guests.where_is(key)
+        return self._shared.below.where_is(key)
 
     def _find(self, state: RequestState, num_computed_tokens: int, limit_tokens: int, basis: tuple[int, int]) -> Lookup:
         """Return what host memory has of a request."""
@@ -217,42 +213,14 @@ def _shared_end(groups: Sequence[GroupUnits], hit: PrefixHit, num_tokens: int, n
     return end if end > hit.num_tokens else 0
 
 
-class BlocksToStore(NamedTuple):
-    """Chunks of one group of a request, and the blocks to copy. Columns, not one object per chunk: a prompt has hundreds.
-
-    Attributes:
-        chunks: numbers of the chunks in the group, ascending.
-        block_ids: ids of the device blocks, ``blocks_per_chunk`` for each chunk; null where nothing is copied.
-    """
-
-    chunks: Sequence[int]
-    block_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksToLoad:
-    """The blocks of one group that a load fills. Columns, not one object per block: a long prompt has thousands.
-
-    Attributes:
-        numbers: numbers of the blocks in the request's block table of the group, from 0.
-        block_ids: ids of the device blocks, parallel to ``numbers``.
-        chunks: numbers of the chunks that contain these blocks, each once.
-    """
-
-    numbers: Sequence[int]
-    block_ids: Sequence[int]
-    chunks: Sequence[int]
-
-
 def blocks_to_load(
-    table: Sequence[int], block_tokens: int, blocks_per_chunk: int, num_computed_tokens: int, num_hit_tokens: int
-) -> BlocksToLoad:
-    """Return a group's blocks between the computed tokens and the end of the hit. Null blocks are left out.
+    table: Sequence[int], block_tokens: int, num_computed_tokens: int, num_hit_tokens: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return a group's blocks between the computed tokens and the end of the hit, without null blocks: numbers and ids.
 
     Args:
         table: block ids of the request in the group.
         block_tokens: tokens per block of the group.
-        blocks_per_chunk: blocks per chunk.
         num_computed_tokens: number of leading tokens that are on the device.
         num_hit_tokens: number of leading tokens that will be on the device after the load.
     """
@@ -261,38 +229,7 @@ def blocks_to_load(
     if NULL_BLOCK_ID in block_ids:
         numbers = [number for number in numbers if table[number] != NULL_BLOCK_ID]
         block_ids = [table[number] for number in numbers]
-    if blocks_per_chunk == 1:
-        return BlocksToLoad(numbers, block_ids, numbers)
-    return BlocksToLoad(numbers, block_ids, list(dict.fromkeys(number // blocks_per_chunk for number in numbers)))
-
-
-def blocks_to_store(
-    group: KVCacheGroup, table: Sequence[int], blocks_per_chunk: int, first_chunk: int, end_chunk: int
-) -> BlocksToStore:
-    """Return the chunks in ``[first_chunk, end_chunk)`` that can be stored.
-
-    A chunk is left out if one of its blocks that a later request could need is null: its KV is gone. In a window group, blocks
-    before the window of the chunk's last token are never needed, so they may be null; null blocks are not copied. A chunk is
-    left out, too, if no window reaches it from a place where the engine goes on.
-    """
-    block_ids = table[first_chunk * blocks_per_chunk : end_chunk * blocks_per_chunk]
-    chunk_tokens = group.block_tokens * blocks_per_chunk
-    is_reached = group.kind is AttentionKind.FULL or chunk_tokens % group.hit_tokens == 0
-    if is_reached and NULL_BLOCK_ID not in block_ids:
-        return BlocksToStore(range(first_chunk, end_chunk), block_ids)
-    chunks: list[int] = []
-    kept: list[int] = []
-    for chunk in range(first_chunk, end_chunk):
-        start, end = chunk * blocks_per_chunk, (chunk + 1) * blocks_per_chunk
-        needed_from = group.num_skipped_tokens(end * group.block_tokens - 1) // group.block_tokens
-        last_token = (chunk + 1) * chunk_tokens
-        place = -(-last_token // group.hit_tokens) * group.hit_tokens
-        if not is_reached and last_token <= min(group.num_skipped_tokens(place), place - 1):
-            continue  # the last chunk before such a place says that something is kept there, even if no query reads it
-        if NULL_BLOCK_ID not in table[max(start, needed_from) : end]:
-            chunks.append(chunk)
-            kept += table[start:end]
-    return BlocksToStore(chunks, kept)
+    return numbers, block_ids
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------
@@ -329,60 +266,49 @@ class Loads:
             The number of tokens to be loaded, by the tier they came from.
         """
         shared, per_chunk = self._shared, self._shared.config.blocks_per_chunk
-        parts = [self._part(keys, blocks[keys.group.index], lookup, num_hit_tokens) for keys in state.keys]
+        num_computed_tokens = lookup.num_computed_tokens
+        block_ids: list[int] = []
+        keys_of_blocks: list[OffloadKey] = []
+        starts: list[int] = []
+        places: list[tuple[ChunkKeys, Sequence[int]]] = []
+        for keys in state.keys:
+            block_tokens, table = keys.group.block_tokens, blocks[keys.group.index]
+            numbers, of_group = blocks_to_load(table, block_tokens, num_computed_tokens, num_hit_tokens)
+            block_ids += of_group
+            keys_of_blocks += [keys.keys[number // per_chunk] for number in numbers]
+            starts += [number * block_tokens for number in numbers]
+            places.append((keys, numbers))
         try:
-            handle = shared.manager.prepare_load([keys.keys[at] for keys, part in parts for at in part.chunks])
+            handle = shared.manager.prepare_load(list(dict.fromkeys(keys_of_blocks)))
         except MissingChunkError:  # the engine has taken its time since the look-up, and it could not be kept
             handle = shared.manager.prepare_load(())
-        slots = iter(handle.slots)
-        rows_of = [
-            rows_to_load(part.numbers, part.chunks, list(islice(slots, len(part.chunks))), per_chunk)
-            for _, part in parts
-            if handle.keys
-        ]
-        rows, timeout_s = tuple(chain.from_iterable(rows_of)), START.seconds(shared.config.transfer_timeout_s)
-        groups = [keys.group.index for keys, part in parts for _ in part.numbers] if lie_in_rows(handle.slots) else ()
-        load = self._load(state, lookup, num_hit_tokens, handle, parts)
-        shared.holder.hold(load.block_ids)
-        shared.jobs.add_load(load)
-        job = LoadJob(load.job_id, load.request_id, load.block_ids, rows, timeout_s, load.is_in_step, tuple(groups))
-        self._planned.append(job)
-        shared.stats[metrics.PLANNED.of("load")] += 1
-        shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step
-        shared.stats[metrics.PLANNED_BLOCKS.of("load")] += len(load.block_ids)
-        return load.origins.count(len(load.origins.tiers))
-
-    def _part(
-        self, keys: ChunkKeys, table: Sequence[int], lookup: Lookup, num_hit_tokens: int
-    ) -> tuple[ChunkKeys, BlocksToLoad]:
-        per_chunk, block_tokens = self._shared.config.blocks_per_chunk, keys.group.block_tokens
-        return keys, blocks_to_load(table, block_tokens, per_chunk, lookup.num_computed_tokens, num_hit_tokens)
-
-    def _load(
-        self,
-        state: RequestState,
-        lookup: Lookup,
-        num_hit_tokens: int,
-        handle: LoadHandle,
-        parts: Sequence[tuple[ChunkKeys, BlocksToLoad]],
-    ) -> Load:
-        shared, per_chunk = self._shared, self._shared.config.blocks_per_chunk
-        origins = shared.guests.origins(state, lookup.num_computed_tokens, num_hit_tokens)
-        if origins is None:
-            origins = Origins((shared.tier,), bytes(num_hit_tokens - lookup.num_computed_tokens))
-        return Load(
+        rows, groups = rows_to_load(handle, places, per_chunk)
+        load = Load(
             shared.jobs.new_id(),
             state.request.request_id,
             handle,
-            lookup.num_computed_tokens,
-            tuple(chain.from_iterable(part.block_ids for _, part in parts)),
-            [keys.keys[number // per_chunk] for keys, part in parts for number in part.numbers],
-            [number * keys.group.block_tokens for keys, part in parts for number in part.numbers],
-            origins,
+            num_computed_tokens,
+            tuple(block_ids),
+            keys_of_blocks,
+            starts,
+            shared.below.origins(state, num_computed_tokens, num_hit_tokens),
             is_first=not state.was_admitted,
             is_in_step=state.loads_in_step,
             is_end_shared=not lookup.shared_end,
         )
+        self._begin(load, rows, groups)
+        return load.count(shared.tiers, len(load.origins))
+
+    def _begin(self, load: Load, rows: tuple[int, ...], groups: tuple[int, ...]) -> None:
+        shared = self._shared
+        shared.holder.hold(load.block_ids)
+        shared.jobs.add_load(load)
+        timeout_s = START.seconds(shared.config.transfer_timeout_s)
+        job = (load.job_id, Direction.LOAD, load.block_ids, rows, timeout_s, groups, load.request_id, load.is_in_step)
+        self._planned.append(LoadJob(*job))
+        shared.stats[_PLANNED] += 1
+        shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step
+        shared.stats[_PLANNED_BLOCKS] += len(load.block_ids)
 
     def fits_in_step(self, num_blocks: int, step_s: float | None) -> bool:
         """Whether a step may wait for a load of so many blocks, because that hardly makes it longer.
@@ -402,9 +328,9 @@ class Loads:
 
     def note_copied(self, stats: Stats) -> None:
         """Learn from workers' counters how long their copies took."""
-        for what in ("load", "store"):
-            if num_blocks := stats.get(metrics.COPIED_BLOCKS.of(what)):
-                block_s = stats[metrics.COPY_SECONDS.of(what)] / num_blocks
+        for what, (blocks, seconds) in _COPIES.items():
+            if num_blocks := stats.get(blocks):
+                block_s = stats[seconds] / num_blocks
                 before = self._block_s.get(what, block_s)
                 self._block_s[what] = before + 0.2 * (block_s - before)
 
@@ -436,7 +362,7 @@ class Loads:
         bad_keys = _keys_of(load, bad_blocks)
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
-        num_restored = len(load.origins.tiers)
+        num_restored = len(load.origins)
         if outcome is not TransferOutcome.DONE or bad_blocks or load.request_id in output.failed_recving:
             num_restored = self._num_usable_tokens(load, bad_blocks, output)
             self._note_failure(load, outcome, bad_keys, num_restored)
@@ -458,13 +384,14 @@ class Loads:
         return max(0, first_bad - load.num_computed_tokens)
 
     def _note_restored(self, load: Load, num_tokens: int) -> None:
-        counts = load.origins.count(num_tokens)
+        tiers = self._shared.tiers
+        counts = load.count(tiers, num_tokens)
         if load.is_first:
             self._shared.stats.add({metrics.PROMPT.of(tier): count for tier, count in counts.items()})
         state = self._requests.get(load.request_id)
         if state is not None and num_tokens:
             first, known = load.num_computed_tokens, state.restored
-            new = load.origins.count(num_tokens, range(known.start - first, known.stop - first))
+            new = load.count(tiers, num_tokens, range(known.start - first, known.stop - first))
             state.restored_tokens.update(new)
             end = first + num_tokens
             state.restored = range(min(first, known.start), max(end, known.stop)) if known else range(first, end)
@@ -479,7 +406,7 @@ class Loads:
         self._shared.failures.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
         state = self._requests.get(load.request_id)
         if state is not None:
-            num_lost = len(load.origins.tiers) - num_kept
+            num_lost = len(load.origins) - num_kept
             state.notes.append(f"the load from {tier} {reason}; {num_lost} tokens are computed instead")
             state.offer_again_from(load.num_computed_tokens)
 

@@ -19,12 +19,12 @@ from itertools import chain
 from typing import Final, Self, TypeAlias
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.connector.kernel.jobs import StoreJob
-from cargohold.connector.kernel.offers import Offer, Offering, Unstored
-from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.offers import Offering
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.deadlines import HOLD, Deadline, HoldTime
 from cargohold.protocol import NULL_BLOCK_ID, BlockIds, SchedulerContext
+from cargohold.transfer import CopyJob
 
 _FEW_PART: Final = 2
 """Part of what stores may hold that blocks of ended requests may be which wait for a slot."""
@@ -74,7 +74,7 @@ class PendingStore:
         blocks = chain.from_iterable(table[start : start + len(contents)] for table, start, contents in known)
         return tuple(block_id for block_id in blocks if block_id != NULL_BLOCK_ID)
 
-    def unstored(self, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> list[Unstored]:
+    def unstored(self, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> list[Offer]:
         """Return the chunks of each group not offered yet whose blocks still hold the same KV.
 
         Where the engine keeps all blocks, these are the chunks before the first that does not, and ``limit`` at most.
@@ -82,17 +82,17 @@ class PendingStore:
         found = []
         for group, (table, contents, start) in enumerate(zip(self.tables, self.contents, self.starts, strict=True)):
             first = self.state.next_chunk[group]
-            each = Unstored(self.state, group, table, first, max(first, (start + len(contents)) // blocks_per_chunk))
+            each = Offer(self.state, group, table, first, max(first, (start + len(contents)) // blocks_per_chunk))
             if first * blocks_per_chunk < start:
-                each = each._replace(end=first)  # to be offered again; ``contents`` has nothing about their blocks
+                each.end = first  # to be offered again; ``contents`` has nothing about their blocks
             elif each.keeps_blocks:
-                each = each._replace(end=self._num_kept(each, blocks_per_chunk, context, limit))
+                each.end = self._num_kept(each, blocks_per_chunk, context, limit)
             else:
                 kept = [
                     block_id if _content_of(block_id, context) == content else NULL_BLOCK_ID
                     for block_id, content in zip(table[start:], contents, strict=False)
                 ]
-                each = each._replace(table=(*table[:start], *kept))
+                each.table = (*table[:start], *kept)
             found.append(each)
         return found
 
@@ -102,11 +102,11 @@ class PendingStore:
         A tier with room for few of them would evict some for others, and lack those from then on.
         """
         for offer in offered:
-            if not offer.of.keeps_blocks and deferred.isdisjoint(offer.keys):
-                first_block = offer.first * offer.of.keys.chunk_tokens // offer.of.keys.group.block_tokens
+            if not offer.keeps_blocks and deferred.isdisjoint(offer.keys):
+                first_block = offer.first * offer.of_group.chunk_tokens // offer.of_group.group.block_tokens
                 del self.contents[offer.group][max(0, first_block - self.starts[offer.group]) :]
 
-    def _num_kept(self, each: Unstored, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
+    def _num_kept(self, each: Offer, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
         contents, start = self.contents[each.group], self.starts[each.group]
         number, end = each.first * blocks_per_chunk, min(each.end, each.first + limit) * blocks_per_chunk
         while number < end and _content_of(each.table[number], context) == contents[number - start]:
@@ -153,7 +153,7 @@ class PendingStores:
         if self._shared.context is not None and any(tables) and num_tokens >= state.due_tokens:
             pending = PendingStore.of(state, tables, num_tokens, self._shared.context)
         if pending is None:
-            self._shared.guests.stores_abandoned(state)
+            self._shared.consumer.stores_abandoned(state)
             return
         self._pending.append(pending)
         if self._must_keep(state) or self._are_few(pending):
@@ -180,7 +180,7 @@ class PendingStores:
                 pending.state.notes.append(
                     "its last chunks may be lost: max_inflight_fraction allows stores no more device blocks"
                 )
-            shared.guests.stores_abandoned(pending.state)
+            shared.consumer.stores_abandoned(pending.state)
             return
         shared.holder.hold(blocks)
         pending.held, pending.held_until = blocks, self._hold_time.deadline()
@@ -189,14 +189,14 @@ class PendingStores:
         """Release what is held for a request that has ended."""
         held, pending.held, pending.held_until = pending.held, (), None
         self._shared.holder.release(held)
-        self._shared.guests.stores_abandoned(pending.state)
+        self._shared.consumer.stores_abandoned(pending.state)
 
     def give_up(self) -> None:
         """Let go of all of them."""
         while self._pending:
             self._let_go(self._pending.popleft())
 
-    def plan(self) -> Iterator[StoreJob]:
+    def plan(self) -> Iterator[CopyJob]:
         """Yield pending stores, as far as stores may hold their blocks. To be called once in every step."""
         self._hold_time.note_step()
         if not self._pending:

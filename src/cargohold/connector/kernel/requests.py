@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from reprlib import repr as shown  # a client may send values of any size, and what is refused is logged
 from typing import Any, Final, NamedTuple
 
-from cargohold.cache.manager import ChunkKeys
+from cargohold.cache.manager import ChunkKeys, OffloadKey, StoreOffer
+from cargohold.cache.retention import NORMAL
 from cargohold.errors import RequestError
-from cargohold.protocol import RequestView
+from cargohold.protocol import AttentionKind, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +181,79 @@ class RequestState:
     def _note_due(self) -> None:
         due = min([keys.chunk_tokens * (first + 1) for keys, first in zip(self.keys, self.next_chunk, strict=True)])
         self.due_tokens = due if due <= self.store_limit else NEVER
+
+
+# --- its chunks on their way to host memory ---------------------------------------------------------------------------
+
+
+class Offer(StoreOffer):
+    """Complete chunks of one request in one group that host memory may take; then those of them that it takes.
+
+    Attributes:
+        keys: the offload keys of those that can be stored, in prefix order; once host memory has answered, of those that it
+            takes.
+        state: the request.
+        group: index of the group.
+        table: block ids of the request in the group; null where the KV is gone.
+        first: number of the first of them.
+        end: number of the chunk to stop before.
+        is_urgent: whether they are offered whatever stores may hold.
+        rest: number of the chunk to go on with: all before it are offered now, or were before.
+        chunks: numbers of those that can be stored.
+        block_ids: their device blocks.
+    """
+
+    __slots__ = ("block_ids", "chunks", "end", "first", "group", "is_urgent", "rest", "state", "table")
+
+    def __init__(
+        self, state: RequestState, group: int, table: Sequence[int], first: int, end: int, *, is_urgent: bool = False
+    ) -> None:
+        self.state, self.group, self.table, self.is_urgent = state, group, table, is_urgent
+        self.first, self.end, self.rest = first, end, end
+        self.tenant, self.level = state.tenant, NORMAL
+        self.keys: Sequence[OffloadKey] = ()
+        self.chunks: Sequence[int] = ()
+        self.block_ids: Sequence[int] = ()
+        self.parent = None
+
+    @property
+    def of_group(self) -> ChunkKeys:
+        """All of the request's chunks in the group."""
+        return self.state.keys[self.group]
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether the engine keeps their blocks as long as the request runs."""
+        return self.of_group.group.kind is AttentionKind.FULL
+
+    def take(self, first: int, rest: int, chunks: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Offer these chunks, of which ``first`` is at or before the first, and then go on with ``rest``."""
+        whole = self.of_group.keys
+        self.first, self.rest, self.chunks, self.block_ids = first, rest, chunks, block_ids
+        if chunks:
+            at = chunks[0]
+            self.keys = (
+                whole[at : at + len(chunks)] if isinstance(chunks, range) else [whole[chunk] for chunk in chunks]
+            )
+            self.parent = whole[at - 1] if at else None
+
+    def num_again(self, taken: AbstractSet[OffloadKey]) -> int:
+        """Return how many of these chunks were not computed for the request, because they were on the device."""
+        num_hit = self.state.hit_tokens // self.of_group.chunk_tokens
+        if self.first >= num_hit:
+            return 0
+        return sum(key in taken for chunk, key in zip(self.chunks, self.keys, strict=True) if chunk < num_hit)
+
+    def next_chunk(self, deferred: AbstractSet[OffloadKey]) -> int:
+        """Return the number of the chunk to offer next: ``rest``, or the first that is in ``deferred`` before it."""
+        waiting = (chunk for chunk, key in zip(self.chunks, self.keys, strict=True) if key in deferred)
+        return min(next(waiting, self.rest), self.rest)
+
+    def parents(self) -> dict[OffloadKey, OffloadKey | None]:
+        """Return the chunk before each of them in its prefix, or ``None``; also of those between the first and the last."""
+        if not self.keys:
+            return {}
+        whole = self.of_group.keys
+        first = whole.index(self.keys[0], self.first)
+        span = whole[first : whole.index(self.keys[-1], first) + 1]
+        return dict(zip(span, [whole[first - 1] if first else None, *span], strict=False))

@@ -84,9 +84,7 @@ class KernelScheduler(KVConnectorScheduler):
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._requests: dict[str, RequestState] = {}
         self._lookup = TierLookup(
-            manager,
-            self._shared.jobs,
-            self._guests,
+            self._shared,
             shares_loads=environment.prefix_caching and environment.shares_loads,
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
@@ -133,7 +131,7 @@ class KernelScheduler(KVConnectorScheduler):
         for keys in state.keys:
             self._shared.manager.end_turn(keys.keys, request.turn_end)
         self._guests.request_ended(state, block_ids)
-        return keeps_blocks, self._guests.response_params(state)
+        return keeps_blocks, self._shared.consumer.response_params(state)
 
     def explain(self, request_id: str) -> CacheReport:
         """Return what was decided for the request, and why; forget the request."""
@@ -202,23 +200,22 @@ class KernelScheduler(KVConnectorScheduler):
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
         loads, release = self._loads.take_planned(), self._take_released()
-        worker_message = self._guests.worker_message()
+        worker_message = self._shared.below.worker_message()
         if not (loads or stores or finish_stores or release or given_up or worker_message):
             return NOTHING_TO_DO  # most steps
         return OffloadingMetadata(loads, stores, finish_stores, release, given_up, worker_message)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
-        self._guests.worker_reported(connector_output)
+        self._shared.below.worker_reported(connector_output)
         self._loads.note_copied(connector_output.kv_connector_stats)
         self._loads.note_invalid(connector_output.invalid_block_ids)
         if connector_output.step_failed or connector_output.invalid_block_ids:
             self._spoil_stores(connector_output.spoiled_requests)
         for job_id, outcome in connector_output.jobs.items():
-            is_given_up, since = self._shared.jobs.is_given_up(job_id), self._shared.jobs.since(job_id)
-            job = self._shared.jobs.end(job_id)
+            job, since = self._shared.jobs.end(job_id)
             if isinstance(job, Load):
-                if is_given_up:
+                if since is None:
                     self._loads.end_given_up(job, outcome)
                 else:
                     self._loads.end(job, outcome, connector_output)
@@ -230,7 +227,7 @@ class KernelScheduler(KVConnectorScheduler):
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return locks and unlocks, if blocks are held by locks."""
         self._pace.end(self._shared.stats)
-        self._guests.step_ends()
+        self._shared.below.step_ends()
         return self._shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
@@ -263,7 +260,7 @@ class KernelScheduler(KVConnectorScheduler):
         # Engines may not show a connector their requests until it is reset: how far these have come is to be asked then.
         for state in self._requests.values():
             state.max_computed_tokens = NEVER
-        is_reset = not self._shared.jobs and self._guests.may_reset() and self._shared.manager.reset()
+        is_reset = not self._shared.jobs and self._shared.below.may_reset() and self._shared.manager.reset()
         if is_reset:
             self._guests.reset()
         return is_reset
@@ -293,7 +290,7 @@ class KernelScheduler(KVConnectorScheduler):
         if state.is_marked:
             return [len(manager.lookup_run(keys.keys)) for keys in state.keys]
         num_ready = [manager.touch(keys.keys) for keys in state.keys]
-        self._guests.chunks_used(state)
+        self._shared.below.chunks_used(state)
         return num_ready
 
     @property
@@ -329,7 +326,7 @@ class KernelScheduler(KVConnectorScheduler):
             shared.tier,
         )
         if isinstance(job, Load) and (state := self._requests.get(job.request_id)) is not None:
-            num_tokens = len(job.origins.tiers)
+            num_tokens = len(job.origins)
             state.notes.append(
                 f"the load from {shared.tier} did not end within {limit_s:g} s; {num_tokens} tokens are computed instead"
             )

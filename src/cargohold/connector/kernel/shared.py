@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cargohold.cache.manager import ChunkKeys, OffloadManager, chunk_keys
 from cargohold.connector.kernel.config import KernelConfig
-from cargohold.connector.kernel.guest import Guests
+from cargohold.connector.kernel.guest import Below, Consumer, Guests
 from cargohold.connector.kernel.jobs import BlockHolder, JobTable
 from cargohold.errors import SparingLog
 from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext, Series, Tally
@@ -27,7 +28,9 @@ class Shared:
         holder: keeps blocks from being reused while they are copied.
         jobs: transfers in flight.
         clock: monotonic time in seconds.
-        guests: those who hear what happens.
+        guests: the features.
+        below: where chunks come from that host memory lacks.
+        consumer: who waits for all chunks of a request.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
         context: the engine's block pool; ``None`` if the engine gives none.
@@ -52,10 +55,17 @@ class Shared:
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     max_store_blocks: int = field(init=False)
     guests: Guests = field(default_factory=Guests)
+    below: Below = field(default_factory=Below)
+    consumer: Consumer = field(default_factory=Consumer)
 
     def __post_init__(self) -> None:
         fraction = self.config.max_inflight_fraction
         self.max_store_blocks = max(self.config.blocks_per_chunk, int(self.layout.num_blocks * fraction))
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        """Names of the tiers: that of host memory, and of what lies below."""
+        return (self.tier, *self.below.tiers)
 
     @property
     def keeps_ended(self) -> bool:

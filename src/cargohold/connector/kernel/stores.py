@@ -11,12 +11,13 @@ from collections.abc import Set as AbstractSet
 from typing import ClassVar, Final, TypeAlias
 
 from cargohold.cache.manager import ChunkKeys, OffloadKey
-from cargohold.connector.kernel.jobs import Store, StoreJob
-from cargohold.connector.kernel.offers import Offering, Unstored, end_store
+from cargohold.connector.kernel.jobs import Store
+from cargohold.connector.kernel.offers import Offering, end_store
 from cargohold.connector.kernel.pending_stores import PendingStores
-from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.protocol import BlockIds, ScheduledRequest, StepView, TransferOutcome
+from cargohold.transfer import CopyJob
 
 _SEVERAL: Final = 4
 _MANY: Final = 16
@@ -57,7 +58,7 @@ class StorePlanner:
             num_hit_tokens: number of its leading tokens that are on the device, or are loaded now.
         """
 
-    def plan(self, step: StepView) -> Iterator[StoreJob]:
+    def plan(self, step: StepView) -> Iterator[CopyJob]:
         """Yield the stores to start after this step's forward pass."""
         return iter(())
 
@@ -128,7 +129,7 @@ class EagerStores(StorePlanner):
             firsts.append(num_hit_tokens // keys.chunk_tokens if first is None else first)
         state.offer_from(firsts)
 
-    def plan(self, step: StepView) -> Iterator[StoreJob]:
+    def plan(self, step: StepView) -> Iterator[CopyJob]:
         """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
         requests = self._requests
         due, is_urgent = [], False
@@ -155,10 +156,10 @@ class EagerStores(StorePlanner):
         is_worth_it = num_to_come >= _SEVERAL and num_due < _MANY
         return is_worth_it and self._num_waited < self._max_wait and self._shared.keeps_ended
 
-    def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[StoreJob]:
+    def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[CopyJob]:
         """Yield the stores of ``plan`` for some requests' parts of a step. To be called once in every step."""
         yield from self._pending.plan()
-        unstored: list[Unstored] = []
+        unstored: list[Offer] = []
         requests = self._requests
         for share in shares:
             state = requests[share.request_id]
@@ -175,7 +176,7 @@ class EagerStores(StorePlanner):
                     first, end = state.next_chunk[group], min(num_tokens // keys.chunk_tokens, len(keys.keys))
                     if first < end:
                         # What somebody waits for may end with this step.
-                        unstored.append(Unstored(state, group, tables[group], first, end, state.is_awaited))
+                        unstored.append(Offer(state, group, tables[group], first, end, is_urgent=state.is_awaited))
         if unstored:
             yield from self._offering.store(unstored, self._shared.num_storable_chunks())
 

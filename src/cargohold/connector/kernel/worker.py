@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any, Protocol
 
-from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata, StoreJob
+from cargohold.connector.kernel.jobs import NOTHING_TO_DO, LoadJob, OffloadingMetadata
 from cargohold.deadlines import SLEEP
 from cargohold.protocol import (
     NOTHING_ENDED,
@@ -20,7 +20,7 @@ from cargohold.protocol import (
     TransferOutcome,
     metrics,
 )
-from cargohold.transfer import CopyJob, CopyResult, Direction, TransferWorker, UnmappedTransfers
+from cargohold.transfer import CopyResult, TransferWorker, UnmappedTransfers
 
 
 class WorkerPart(Protocol):
@@ -108,14 +108,14 @@ class KernelWorker(KVConnectorWorker):
         for load in self._metadata.loads:
             if not load.is_in_step:
                 self._waiting[load.job_id] = load.request_id
-                self._start(load, Direction.LOAD)
+                self._start(load)
         if self._part is not None and self._metadata.worker_message is not None:
             self._part.carry_out(self._metadata.worker_message)
 
     def wait_for_save(self) -> None:
         """Start the stores, now that the forward pass has written the blocks that they read."""
         for store in self._metadata.stores:
-            self._start(store, Direction.STORE)
+            self._running.submit(store)
 
     def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
         """Return the jobs that ended since the last call, and the requests whose loads they were."""
@@ -176,16 +176,15 @@ class KernelWorker(KVConnectorWorker):
     def _load_in_step(self, loads: Sequence[LoadJob]) -> None:
         """Start loads whose requests this step computes, and make it wait for them."""
         for load in loads:
-            self._start(load, Direction.LOAD)
+            self._start(load)
         if loads and (not self._running.finish_loads() or any(load.is_lost for load in loads)):
             self._invalid_block_ids.update(chain.from_iterable(load.block_ids for load in loads))
 
-    def _start(self, job: LoadJob | StoreJob, direction: Direction) -> None:
-        copy = CopyJob(job.job_id, direction, job.block_ids, job.rows, job.timeout_s, job.groups)
-        if isinstance(job, LoadJob) and job.is_lost:
-            self._lost.append(CopyResult(copy, TransferOutcome.FAILED, frozenset(), 0.0))
+    def _start(self, load: LoadJob) -> None:
+        if load.is_lost:
+            self._lost.append(CopyResult(load, TransferOutcome.FAILED, frozenset(), 0.0))
         else:
-            self._running.submit(copy)
+            self._running.submit(load)
 
     def _count(self, result: CopyResult) -> None:
         if result.outcome is not TransferOutcome.DONE:

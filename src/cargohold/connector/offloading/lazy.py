@@ -14,7 +14,7 @@ from cargohold.blocks import READY
 from cargohold.cache.manager import OffloadKey, StoreOffer, offload_key
 from cargohold.cache.rows import rows_to_store
 from cargohold.connector.config import LAZY, OffloadConfig
-from cargohold.connector.kernel.jobs import Store, StoreJob
+from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.offers import end_store, start_store
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.shared import Shared
@@ -33,6 +33,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
     metrics,
 )
+from cargohold.transfer import CopyJob
 
 # --- walks the free queue ahead of eviction ---------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class LazyStores(StorePlanner):
         """Return those of the chunks that are being stored, or that somebody waits for."""
         return self._awaited.coming(keys)
 
-    def plan(self, step: StepView) -> Iterator[StoreJob]:
+    def plan(self, step: StepView) -> Iterator[CopyJob]:
         """Yield the stores of chunks that somebody waits for, and that of the blocks that would be evicted next.
 
         Blocks are not free while they are copied. So many stay free as running requests need in the next step. If they found
@@ -175,7 +176,7 @@ class LazyStores(StorePlanner):
         """Blocks of ended requests that are held because somebody waits for their KV."""
         return self._awaited.held_blocks
 
-    def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[StoreJob]:
+    def _store(self, unsafe: Sequence[KVCacheBlockView], context: SchedulerContext) -> Iterator[CopyJob]:
         """Yield the store of ``unsafe`` blocks, which are in eviction order.
 
         Ends of prefixes are evicted before their beginnings, on the device and in host memory: what is stored first counts as
@@ -193,8 +194,8 @@ class LazyStores(StorePlanner):
         # No request holds these blocks, so the store has no request ids.
         store = Store(self._shared.jobs.new_id(), frozenset(), handle, block_ids)
         self._shared.guests.store_begins(store, ())
-        places = rows_to_store(block_ids, range(len(block_ids)), handle.keys, handle.slots, 1)
-        yield start_store(self._shared, store, places)
+        _, rows, groups = rows_to_store(block_ids, range(len(block_ids)), handle.keys, handle.slots, 1)
+        yield start_store(self._shared, store, rows, groups)
 
     def _num_needed_next(self, step: StepView) -> int:
         """Return how many blocks the requests of this step may need in the next one: for a next token, or more of a prompt."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from cargohold.cache.manager import NUM_NAMESPACES, OffloadKey, OffloadManager
-from cargohold.cache.retention import NO_RETENTION, Budget
+from cargohold.cache.retention import Budget
 from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.guests.events import tier_events
@@ -16,7 +16,7 @@ from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.lower_tiers import LowerTierGuest
 from cargohold.connector.guests.meters import Meters
-from cargohold.connector.kernel.guest import Guest, GuestView
+from cargohold.connector.kernel.guest import ContainedGuest, Guest, GuestView
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.scheduler import KernelScheduler
@@ -33,7 +33,6 @@ from cargohold.protocol import (
     Stats,
     TenantUse,
     TierContents,
-    answers_to,
 )
 from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.messages import TierReport
@@ -110,12 +109,14 @@ class OffloadingScheduler(KernelScheduler):
         self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
         self._answers = KeptAnswers(manager, self._mark_used)
         self._meters = Meters(self._shared, environment, lower)
-        self._handoff = HandingOff(lower)
+        self._handoff = self._shared.consumer = HandingOff(lower)
         self._hints = Hints(config, manager, self._shared.new_keys, environment.clock, self._requests)
         self._hints.grants.coming = self._stores.coming
-        self._below = None if lower is None else self._make_below(lower, config, environment)
+        self._below = None
+        if lower is not None:
+            self._below = self._shared.below = self._make_below(lower, config, environment)
         view = GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
-        own = [made_by("guests", guest, Guest, view) for guest in config.guests]
+        own = [ContainedGuest(made_by("guests", guest, Guest, view)) for guest in config.guests]
         guests = (self._events, self._answers, self._meters, self._handoff, self._hints, self._below, *own)
         self._weights = NamedWeights()
         self._keeps_weights = environment.keeps_weights
@@ -124,21 +125,17 @@ class OffloadingScheduler(KernelScheduler):
     def _make_below(
         self, lower: LowerTiers, config: OffloadConfig, environment: SchedulerEnvironment
     ) -> LowerTierGuest:
-        """Make the guest that lower tiers are, and let the others and it hear of each other."""
+        """Make what lower tiers are for the kernel, and connect the guests with it."""
         only_if_faster = config.restore == RESTORE_IF_FASTER
         prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
-        below, hints, through = (
-            LowerTierGuest(lower, prefetcher, self._shared.jobs.new_id, environment),
-            self._hints,
-            self._guests.through,
-        )
+        below, hints = LowerTierGuest(lower, prefetcher, self._shared.jobs.new_id, environment), self._hints
         lower.describe_by(self._notes_of)
-        below.num_announced = through(self._handoff, self._handoff.num_announced, 0)
-        lower.on_arrived = through(hints, hints.note_stored, None)
-        hints.grants.on_retained = through(below, lower.rank, None)
+        below.num_announced = self._handoff.num_announced
+        lower.on_arrived = hints.note_stored
+        hints.grants.on_retained = lower.rank
         hints.ahead = Prefetches(prefetcher, lower.host, environment.clock, hints.end_ahead)
         if self._events is not None:
-            below.on_ask = hints.on_ask = through(self._events, self._events.note_wanted, None)
+            below.on_ask = hints.on_ask = self._events.note_wanted
         return below
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -146,7 +143,7 @@ class OffloadingScheduler(KernelScheduler):
     def use_weights(self, name: str) -> bool:
         """Give chunks keys of other weights' namespace, unless a load is in flight. What is kept stays, and ages."""
         shared = self._shared
-        if any(not shared.jobs.is_given_up(load.job_id) for load in shared.jobs.loads()):
+        if any(shared.jobs.is_loading(load.job_id) for load in shared.jobs.loads()):
             return False
         namespace = self._weights.number_of(name)
         if namespace is None:
@@ -157,12 +154,11 @@ class OffloadingScheduler(KernelScheduler):
         for state in self._requests.values():
             state.move_to(shared.new_keys())
         self._meters.reset()
-        through = self._guests.through
-        through(self._hints, self._hints.void_all, None)()
+        self._hints.void_all()
         if self._below is not None:
-            through(self._below, self._below.use_namespace, None)(namespace, name if self._keeps_weights else "")
+            self._below.use_namespace(namespace, name if self._keeps_weights else "")
         if self._events is not None:
-            through(self._events, self._events.use_namespace, None)(namespace)
+            self._events.use_namespace(namespace)
         return True
 
     def reset_cache(self) -> bool:
@@ -224,47 +220,39 @@ class OffloadingScheduler(KernelScheduler):
 
     def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
         """Carry out hints about a request that it knows, or about a prefix without one."""
-        refused = list(answers_to(hints, reason="hints are turned off, because they have failed"))
-        return self._guests.through(self._hints, self._hints.on_hints, refused)(request, hints)
+        return self._hints.on_hints(request, hints)
 
     def take_events(self) -> Iterable[KVEvent]:
         """Return the events of chunks that became available in the tiers or were removed, if anyone listens."""
-        return () if self._events is None else self._guests.through(self._events, self._events.take, list[KVEvent]())()
+        return () if self._events is None else self._events.take()
 
     def take_hint_events(self) -> Iterable[HintEvent]:
         """Return how hints have ended since the last call."""
-        return self._guests.call(self._hints, self._hints.take_events, ()) or ()
+        return self._hints.take_events()
 
     def get_contents(self) -> Sequence[TierContents]:
         """Return what is in host memory; of a tier below, nobody keeps a list by tenant or prefix."""
-        shared, call = self._shared, self._guests.call
-        hints = self._hints
+        shared, hints, meters = self._shared, self._hints, self._meters
         return [
             TierContents(
                 tier=shared.tier,
-                pins=call(hints, hints.pins, ()) or [],
+                pins=hints.pins(),
                 max_pinned_chunks=hints.grants.budgets.limit_of(None, Budget.PINNED),
                 max_pinned_chunks_each=hints.grants.budgets.limit_of("any", Budget.PINNED),
                 tenants=[
-                    TenantUse(tenant, num_chunks, self._meters.num_bytes(num_chunks))
+                    TenantUse(tenant, num_chunks, meters.num_bytes(num_chunks))
                     for tenant, num_chunks in shared.manager.usage().items()
                 ],
-                prefixes=call(self._meters, self._meters.prefixes.kept, ()) or [],
+                prefixes=meters.prefixes.kept(),
             )
         ]
 
     def get_kv_connector_stats(self) -> Stats:
         """Return counters since the last call."""
-        asked: list[tuple[Guest, Callable[..., Stats], tuple[Any, ...]]] = [
-            (self._meters, self._meters.take_stats, ()),
-            (self._hints, self._hints.take_stats, (self._shared.tier, self._meters.num_bytes(1))),
-        ]
-        if self._below is not None:
-            asked.append((self._below, self._below.take_stats, ()))
-        stats = dict(super().get_kv_connector_stats())
-        for guest, take, args in asked:
-            stats.update(self._guests.call(guest, take, args) or {})
-        return stats
+        meters = self._meters
+        of_hints = self._hints.take_stats(self._shared.tier, meters.num_bytes(1))
+        below = {} if self._below is None else self._below.take_stats()
+        return {**super().get_kv_connector_stats(), **meters.take_stats(), **of_hints, **below}
 
     def get_outages(self) -> Sequence[Outage]:
         """Return which tiers are out of use, as a whole or in part."""
@@ -272,14 +260,8 @@ class OffloadingScheduler(KernelScheduler):
 
     def _notes_of(self, keys: Sequence[OffloadKey]) -> Sequence[Note]:
         """Return what lower tiers are to keep with chunks that are written down now; nothing if that is nothing for all."""
-        notes: list[Note] = []
-        if self._events is not None:
-            notes = self._guests.through(self._events, self._events.notes_of, list[Note]())(keys)
-        if self._hints:
-            retained = self._guests.through(self._hints, self._hints.grants.retentions_of, [NO_RETENTION] * len(keys))(
-                keys
-            )
-            notes = [
-                replace(note, retention=of) for note, of in zip(notes or [NO_NOTE] * len(keys), retained, strict=True)
-            ]
-        return notes
+        notes = [] if self._events is None else self._events.notes_of(keys)
+        if not self._hints:
+            return notes
+        retained = self._hints.grants.retentions_of(keys)
+        return [replace(note, retention=of) for note, of in zip(notes or [NO_NOTE] * len(keys), retained, strict=True)]

@@ -8,7 +8,7 @@ from abc import abstractmethod
 import pytest
 
 from cargohold.connector.config import find_guest
-from cargohold.connector.kernel.guest import FACTS, Guest
+from cargohold.connector.kernel.guest import PORT, Guest
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
 from cargohold.lab.conformance.connector import BLOCK_TOKENS, NUM_BLOCKS, ConnectorConformance
 from cargohold.lab.simulation.connectors import SimulatedOffloading
@@ -35,7 +35,7 @@ class GuestConformance(ConnectorConformance):
     def test_it_hears_something(self) -> None:
         """At least one fact is overridden, under its right name."""
         kind = find_guest(self.guest())
-        assert [fact for fact in FACTS if getattr(kind, fact) is not getattr(Guest, fact)], f"{kind} overrides no fact"
+        assert [fact for fact in PORT if getattr(kind, fact) is not getattr(Guest, fact)], f"{kind} overrides no fact"
 
     def test_it_is_never_turned_off(self, caplog: pytest.LogCaptureFixture) -> None:
         """It raises in no fact, whatever comes: requests that share prefixes, answers that end, a reset."""

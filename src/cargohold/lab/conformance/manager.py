@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.cache import ChunksRemoved, ChunksStored, LoadHandle, OffloadManager, StoreHandle, StoreOffer
+from cargohold.cache import ChunkPins, ChunksRemoved, ChunksStored, OffloadManager, SlotReservation, StoreOffer
 from cargohold.errors import LifecycleError, MissingChunkError
 from cargohold.protocol import TurnEnd
 
@@ -38,8 +38,8 @@ class _Traffic:
         self.dice = dice
         self.prefixes = _prefixes()
         self.contents: dict[int, bytes] = {}
-        self.stores: list[StoreHandle] = []
-        self.loads: list[LoadHandle] = []
+        self.stores: list[SlotReservation] = []
+        self.loads: list[ChunkPins] = []
         self.announced: set[bytes] = set()
 
     def step(self) -> None:
@@ -89,7 +89,7 @@ class _Traffic:
             self._verify_load(handle)
             self.loads.append(handle)
 
-    def _verify_load(self, handle: LoadHandle) -> None:
+    def _verify_load(self, handle: ChunkPins) -> None:
         held = [self.contents[slot] for slot in handle.slots]
         assert held == list(handle.keys), "a slot holds another chunk than the one that it is said to hold"
 

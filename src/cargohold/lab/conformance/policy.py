@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from cargohold.blocks import READY
-from cargohold.cache import LoadHandle, OffloadKey, StoreHandle, StoreOffer, TierManager
+from cargohold.cache import ChunkPins, OffloadKey, SlotReservation, StoreOffer, TierManager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import Newcomers, ReplacementPolicy
@@ -241,8 +241,8 @@ class _Traffic:
         self.tree = Tree(Random(seed))  # noqa: S311  # repeatable, on purpose
         self.manager = TierManager(capacity, policy, record_events=True)
         self._all_goes_well = all_goes_well
-        self._stores: list[StoreHandle] = []
-        self._loads: list[LoadHandle] = []
+        self._stores: list[SlotReservation] = []
+        self._loads: list[ChunkPins] = []
 
     def move(self) -> None:
         """Carry out one random operation."""
@@ -298,13 +298,13 @@ class _Traffic:
         if there:
             self._loads.append(self.manager.prepare_load(path[: len(there)]))
 
-    def _end_store(self, handle: StoreHandle) -> None:
+    def _end_store(self, handle: SlotReservation) -> None:
         if self._all_goes_well or self.random.random() < 0.8:
             handle.commit()
         else:
             handle.forfeit()
 
-    def _end_load(self, handle: LoadHandle) -> None:
+    def _end_load(self, handle: ChunkPins) -> None:
         is_bad = not self._all_goes_well and self.random.random() < 0.1
         handle.release([handle.keys[-1]] if is_bad else [])
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 from zlib import crc32
 
 from cargohold.blocks import ABSENT, NOT_YET
-from cargohold.cache import ForwardingManager, OffloadKey, OffloadManager, StoreHandle, StoreOffer
+from cargohold.cache import ForwardingManager, OffloadKey, OffloadManager, SlotReservation, StoreOffer
 from cargohold.lab.simulation.faults import Fault, FaultSource
 from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows
@@ -360,13 +360,16 @@ class FaultyManager(ForwardingManager):
         absent_at = states.find(_ABSENT)
         return states if absent_at < 0 else states[:absent_at]
 
-    def prepare_stores(self, offers: Sequence[StoreOffer]) -> StoreHandle:
+    def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         """Pass on some of the offers, and defer the others."""
         struck = [bool(offer.keys) and (self._is_gone() or self._source.strikes(Fault.FULL)) for offer in offers]
         taken = [offer for offer, is_busy in zip(offers, struck, strict=True) if not is_busy]
         handle = self.inner.prepare_stores(taken)
         busy = [key for offer, is_busy in zip(offers, struck, strict=True) if is_busy for key in offer.keys]
-        return _BusyForSome(handle, busy) if busy else handle
+        if busy:
+            again = [key for key in busy if key not in handle.keys]
+            handle.deferred = list(dict.fromkeys([*handle.deferred, *again]))
+        return handle
 
     def _undecided(self, keys: Sequence[OffloadKey], states: bytes) -> bytes:
         """The states, with "not yet" for keys whose answer is not known yet. For a new key, draw when it will be."""
@@ -391,17 +394,3 @@ class FaultyManager(ForwardingManager):
             self._was_gone = is_gone
             self._next_known = min((at for at in self._known_at.values() if at > now), default=float("inf"))
             self._num_changes += 1
-
-
-class _BusyForSome:
-    """A reservation of slots, with further chunks that were deferred. Satisfies ``StoreHandle``.
-
-    Args:
-        handle: the reservation.
-        busy: chunks to be offered again, except those for which ``handle`` has a slot because of another offer.
-    """
-
-    def __init__(self, handle: StoreHandle, busy: Sequence[OffloadKey]) -> None:
-        self.keys, self.slots = handle.keys, handle.slots
-        self.deferred = list(dict.fromkeys([*handle.deferred, *(key for key in busy if key not in handle.keys)]))
-        self.commit, self.forfeit = handle.commit, handle.forfeit

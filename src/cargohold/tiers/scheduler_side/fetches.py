@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, StoreHandle, StoreOffer
+from cargohold.cache.manager import ChunkPins, OffloadKey, OffloadManager, SlotReservation, StoreOffer
 from cargohold.deadlines import FETCHED
 from cargohold.protocol import Clock, metrics
 from cargohold.tiers.port import JobKind
@@ -61,7 +61,7 @@ class Fetch:
     sources: dict[OffloadKey, int] = field(default_factory=dict)
     took_s: dict[int, float] = field(default_factory=dict)
     num_reserved: int = 0
-    pins: list[LoadHandle] = field(default_factory=list)
+    pins: list[ChunkPins] = field(default_factory=list)
     is_released: bool = False
     is_given_up: bool = False
 
@@ -191,13 +191,13 @@ class Fetches:
             num_running = sum(task.owner is fetch for task in loads)
             assert fetch.num_running == num_running, "waits for a job that does not exist"
 
-    def _reserve(self, chains: Sequence[Chain], tenant: str | None) -> tuple[list[tuple[Chain, StoreHandle]], bool]:
+    def _reserve(self, chains: Sequence[Chain], tenant: str | None) -> tuple[list[tuple[Chain, SlotReservation]], bool]:
         """Reserve slots for chains' leading chunks, a batch at a time. Mutates host memory.
 
         Returns:
             The chain and slots of each batch; and whether slots for further chunks become free when others give back theirs.
         """
-        parts: list[tuple[Chain, StoreHandle]] = []
+        parts: list[tuple[Chain, SlotReservation]] = []
         has_to_wait = False
         for chain in chains:
             parent = chain.parent
@@ -214,7 +214,7 @@ class Fetches:
                 parent = keys[-1]
         return parts, has_to_wait
 
-    def _load(self, chain: Chain, handle: StoreHandle, fetch: Fetch) -> None:
+    def _load(self, chain: Chain, handle: SlotReservation, fetch: Fetch) -> None:
         """Add the job that fills reserved slots."""
         self.arriving.update(handle.keys)
         fetch.running[chain.tier] += 1
@@ -225,7 +225,7 @@ class Fetches:
         self._tasks.want(TierTask(JobKind.LOAD, chain.tier, handle.keys, on_end, parents, handle.slots, fetch))
 
     def _end_load(
-        self, handle: StoreHandle, fetch: Fetch, task: TierTask, succeeded: Sequence[bool], is_done: bool
+        self, handle: SlotReservation, fetch: Fetch, task: TierTask, succeeded: Sequence[bool], is_done: bool
     ) -> None:
         """End a load job: chunks that arrived on all workers become ready and are pinned, the others are removed.
 

@@ -23,7 +23,7 @@ from itertools import compress
 from typing import Final
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
-from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager
+from cargohold.cache.manager import ChunkPins, OffloadKey, OffloadManager
 from cargohold.deadlines import Deadline, HoldTime
 from cargohold.protocol import Clock
 from cargohold.tiers.scheduler_side.writing import Writes
@@ -43,7 +43,7 @@ class _Promise:
 
     parent: OffloadKey | None
     until: Deadline
-    pin: LoadHandle | None = None
+    pin: ChunkPins | None = None
 
 
 class Promises:

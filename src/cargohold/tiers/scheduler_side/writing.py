@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Final
 
 from cargohold.blocks import READY
-from cargohold.cache.manager import LoadHandle, OffloadKey, OffloadManager, split_key
+from cargohold.cache.manager import ChunkPins, OffloadKey, OffloadManager, split_key
 from cargohold.protocol import Clock, metrics
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import BreakerState
@@ -217,7 +217,7 @@ class Writes:
 
     def _end_write(
         self,
-        pins: LoadHandle,
+        pins: ChunkPins,
         writing: set[OffloadKey],
         task: TierTask,
         succeeded: Sequence[bool],

@@ -160,7 +160,7 @@ class TierOracle(Oracle):
 
     def _check_loads(self, watched: _WatchedSide) -> None:
         jobs, lengths = watched.jobs, watched.lengths
-        loads = [load for load in jobs.loads() if not jobs.is_given_up(load.job_id)]
+        loads = [load for load in jobs.loads() if jobs.is_loading(load.job_id)]
         if self._engine.shares_loads:
             loading = Counter(
                 key for load in loads for key in set(load.handle.keys) - self._own_keys(load, lengths[load.job_id])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cargohold.blocks import READY
 from cargohold.cache import OffloadKey, OffloadManager
-from cargohold.cache.manager import StoreHandle, StoreOffer, offload_key
+from cargohold.cache.manager import SlotReservation, StoreOffer, offload_key
 from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.request import Request, SchedulerStep, StepOutput
@@ -105,7 +105,7 @@ class WishOracle(Oracle):
             self._check_store(watched, job)
             add_store(job)
 
-        def place(offers: Sequence[StoreOffer]) -> StoreHandle:
+        def place(offers: Sequence[StoreOffer]) -> SlotReservation:
             handle = prepare_stores(offers)
             for stored in watched.stored.values():
                 stored.update(handle.keys)
@@ -126,7 +126,7 @@ class WishOracle(Oracle):
         vars(watched.side).update(update_connector_output=note_failed)
 
     def _check_load(self, load: Load) -> None:
-        num_tokens = len(load.origins.tiers)
+        num_tokens = len(load.origins)
         limit = _limit(self._engine.requests[load.request_id], "max_load_tokens")
         if limit is not None and num_tokens > limit:
             self._violations.append(
