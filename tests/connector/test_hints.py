@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from cargohold.blocks import ABSENT, READY, extend_hashes, root_hash
+from cargohold.cache.grants import Grant
 from cargohold.connector.offloading import HintConfig, TenantQuota
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation.connectors import live_sides
 from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.protocol import Hint, HintEnd, HintKind, HintOutcome, HintStatus, Prefix, metrics
 from tests.connector.common import alone, evict_everything, finish, prompt
@@ -474,3 +476,76 @@ def test_a_part_of_a_prompt_is_rounded_down_to_chunks() -> None:
     parts = (0.01, 0.34, 0.7, 1.0)
     serve(engine, "first", tokens, hints=[Hint.retain(ttl_s=30, part=part, action_id=str(part)) for part in parts])
     assert [outcome.num_tokens for outcome in engine.requests["first"].hint_outcomes] == [0, 8, 16, 24]
+
+
+def grants_of(engine: SimulatedEngine) -> list[Grant]:
+    (side,) = live_sides(engine.scheduler.connector)
+    return list(side.hints.grants)
+
+
+def retained(num_tokens: int, **options: Any) -> Hint:
+    return Hint.retain(ttl_s=1000, end=num_tokens, **options)
+
+
+def test_among_equals_new_hints_displace_the_oldest() -> None:
+    engine, offloading = make(40, policy="lru")
+    old, new = prompt(1, 64), prompt(2, 64)
+    serve(engine, "old", old, hints=[retained(64)])
+    serve(engine, "new", new, hints=[retained(64)])
+    (outcome,) = engine.requests["new"].hint_outcomes
+    assert (outcome.status, outcome.num_tokens) == (ACCEPTED, 64)
+    flood(engine, 8)
+    assert present(offloading, new) == [READY] * 16
+    assert present(offloading, old) == [READY] * 4 + [ABSENT] * 12, "of 20 chunks, four are left for the old hint"
+    serve(engine, "newest", prompt(3, 80), hints=[retained(80)])
+    assert ends(engine) == [HintEnd.RELEASED] * 2
+
+
+def test_hints_displace_none_that_ask_for_more_and_no_lease() -> None:
+    engine, offloading = make(40, policy="lru")
+    raised, pinned = prompt(1, 80), prompt(2, 40)
+    serve(engine, "raised", raised, hints=[retained(80, priority=90)])
+    serve(engine, "pinned", pinned, hints=[Hint.pin(ttl_s=1000, end=40)])
+    serve(engine, "new", prompt(3, 16), hints=[retained(16, priority=80)])
+    assert [one.status for one in engine.requests["new"].hint_outcomes] == [CLIPPED]
+    assert hint(engine, Hint.pin(ttl_s=1000), prefix(prompt(3, 16))).status is CLIPPED
+    flood(engine)
+    assert present(offloading, pinned) == [READY] * 10 and present(offloading, raised) == [READY] * 20
+
+
+def test_a_tenant_displaces_its_own_once_it_has_its_part_and_before_the_largest_other_s() -> None:
+    engine, _ = make(80, policy="lru")
+    for at in range(4):
+        serve(engine, f"ann {at}", prompt(at, 40), salt="ann", hints=[retained(40, priority=90)])
+        serve(engine, f"bob {at}", prompt(10 + at, 20), salt="bob", hints=[retained(20)])
+    for at in range(3):
+        serve(engine, f"eve {at}", prompt(20 + at, 40), salt="eve", hints=[retained(40)])
+        assert engine.requests[f"eve {at}"].hint_outcomes[0].status is ACCEPTED
+    grants = grants_of(engine)
+    own = {name: sum(len(one.keys) for one in grants if one.tenant == name) for name in ("ann", "bob", "eve")}
+    assert own == {"ann": 13, "bob": 14, "eve": 13}, "an equal part of the 40 chunks"
+
+
+def test_a_conversation_that_is_marked_in_each_turn_takes_its_chunks_once() -> None:
+    engine, _ = make(80)
+    tokens = prompt(1, 16)
+    for at in range(6):
+        serve(engine, f"turn {at}", tokens, hints=[Hint.retain(ttl_s=1000)])
+        tokens = [*tokens, *engine.tokens(f"turn {at}"), *prompt(2 + at, 4)]
+    (last,) = grants_of(engine)
+    assert len(last.keys) == (len(tokens) - 4) // 4
+    assert ends(engine) == [HintEnd.RELEASED] * 5
+
+
+def test_when_there_are_too_many_hints_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cargohold.cache.grants.MAX_GRANTS", 4)
+    engine, _ = make(80)
+    serve(engine, "pinned", prompt(0, 16), hints=[Hint.pin(ttl_s=1000)])
+    for at in range(1, 5):
+        serve(engine, f"{at}", prompt(at, 16), hints=[Hint.retain(ttl_s=1000)])
+        assert engine.requests[f"{at}"].hint_outcomes[0].status is ACCEPTED
+    assert ends(engine) == [HintEnd.RELEASED] * 3
+    assert [one.is_lease for one in grants_of(engine)] == [True, False]
+    serve(engine, "second pin", prompt(6, 16), hints=[Hint.pin(ttl_s=1000)])
+    serve(engine, "too many", prompt(5, 16), hints=[Hint.retain(ttl_s=1000)])
+    assert "too many hints" in engine.requests["too many"].hint_outcomes[0].reason

@@ -872,7 +872,7 @@ def gives_leases_beyond_their_budget(patch: Patch) -> None:
 def lets_all_tenants_together_pin_more_than_the_budget(patch: Patch) -> None:
     room = Budgets.room
 
-    def of_its_own(self: Budgets, tenant: str | None, budget: Budget) -> int:
+    def of_its_own(self: Budgets[Any], tenant: str | None, budget: Budget) -> int:
         used, self._used = self._used, Counter()
         own = room(self, tenant, budget)
         self._used = used

@@ -1,8 +1,9 @@
 """Grants: what hints have led to in one tier: the chunks that each covers, their budgets and their ends.
 
 A grant gives chunks a level (see ``cargohold.cache.retention``) until its time is over. Chunks that are not there yet get it
-when they come. Where grants meet on a chunk, a lease counts most, then the newest. The ends are in a heap, so a step looks at
-the first one only, and at nothing without hints.
+when they come. Where grants meet on a chunk, a lease counts most, then the newest. A grant that finds its budget used up takes
+chunks from older ones, except from leases. The ends are in a heap, so a step looks at the first one only, and at nothing
+without hints.
 """
 
 from __future__ import annotations
@@ -87,11 +88,12 @@ class Grants:
 
     Attributes:
         budgets: how many chunks grants may cover.
-        on_retained: told of chunks for which hints ask something else now, for lower tiers.
+        on_retained: called with chunks for which hints ask something else now, for lower tiers.
+        on_displaced: called with a grant that newer ones have left no chunk; it must end the grant.
         coming: tells which chunks are on their way into the tier.
     """
 
-    def __init__(self, manager: OffloadManager, budgets: Budgets, clock: Clock) -> None:
+    def __init__(self, manager: OffloadManager, budgets: Budgets[str | None], clock: Clock) -> None:
         self._manager = manager
         self.budgets = budgets
         self._clock = clock
@@ -103,6 +105,7 @@ class Grants:
         # By chunk: the grants that cover it, the oldest first.
         self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
         self.on_retained: Callable[[Iterable[OffloadKey]], None] = lambda _: None
+        self.on_displaced: Callable[[Grant], None] = lambda _: None
         self.coming: Callable[[Sequence[OffloadKey]], AbstractSet[OffloadKey]] = lambda _: frozenset()
 
     def __len__(self) -> int:
@@ -147,8 +150,15 @@ class Grants:
     # --- a grant's life -----------------------------------------------------------------------------------------------
 
     def has_room_for(self, tenant: str | None) -> bool:
-        """Whether another grant of a tenant may begin."""
-        return len(self._in_force) < MAX_GRANTS and self._num_of[tenant] < MAX_GRANTS // 2
+        """Whether another grant of a tenant may begin. If there are too many, an older one ends, unless all are leases."""
+        is_full = len(self._in_force) >= MAX_GRANTS and self._num_of[tenant] < MAX_GRANTS // 2
+        if not is_full and self._num_of[tenant] < MAX_GRANTS // 2:
+            return True
+        whose = max(self._num_of, key=self._num_of.__getitem__) if is_full else tenant
+        oldest = next((one for one in self if one.tenant == whose and not one.is_lease), None)
+        if oldest is not None:
+            self.on_displaced(oldest)
+        return oldest is not None
 
     def make(self, hint: Hint, tenant: str | None, level: int, now_s: float, ttl_s: float) -> Grant:
         """Return a grant that covers nothing and has not begun."""
@@ -196,7 +206,7 @@ class Grants:
         """Let a grant cover chunks, as far as its budget goes; return how many it cannot cover.
 
         Chunks that are not there get the level when they come. With ``only_present``, those are left out that are not on their
-        way. Chunks that count for another tenant are not covered.
+        way. Chunks that count for another tenant are not covered. Older grants make room; see ``_replace`` and ``_make_room``.
         """
         others = set(self._manager.others(keys, grant.tenant))
         new = [key for key in keys if key not in grant.keys and key not in others]
@@ -204,6 +214,8 @@ class Grants:
             states = self._manager.lookup(new)
             coming = frozenset() if states.count(READY) == len(new) else self.coming(new)
             new = [key for key, state in zip(new, states, strict=True) if state == READY or key in coming]
+        self._replace(grant, new)
+        self._make_room(grant, len(new))
         covered = new[: self.budgets.room(grant.tenant, grant.budget)]
         self.budgets.take(grant.tenant, grant.budget, len(covered))
         grant.keys.update(dict.fromkeys(covered))
@@ -213,6 +225,41 @@ class Grants:
         self.rank(covered)
         self.on_retained(covered)
         return len(new) - len(covered)
+
+    def _replace(self, grant: Grant, keys: Iterable[OffloadKey]) -> None:
+        """Let a grant's chunks count once: older grants that ask the same for them, and end sooner, let go of them."""
+        for key in keys:
+            for older in self.of(key):
+                if (older.tenant, older.level) == (grant.tenant, grant.level) and older.ends_at <= grant.ends_at:
+                    self._displace(older, [key])
+
+    def _make_room(self, grant: Grant, num_chunks: int) -> None:
+        """Take chunks from older grants until there is room for so many, or nothing that may be taken.
+
+        A tenant that has less than an equal part of the budget takes them from whichever has most, and otherwise from its own
+        grants that ask for no more. Leases keep theirs until they end.
+        """
+        budget = grant.budget
+        while budget is not Budget.PINNED and (lacking := num_chunks - self.budgets.room(grant.tenant, budget)) > 0:
+            whose, most = self.budgets.next_to_yield(grant.tenant, budget)
+            oldest = next((one for one in self if self._may_take(grant, one, whose)), None)
+            if oldest is None or most < 1:
+                return
+            self._displace(oldest, list(oldest.keys)[-min(lacking, most) :])
+
+    def _may_take(self, grant: Grant, older: Grant, whose: str | None) -> bool:
+        if older is grant or not older.keys or older.budget is not grant.budget or older.tenant != whose:
+            return False
+        return whose != grant.tenant or abs(older.level - NORMAL) <= abs(grant.level - NORMAL)
+
+    def _displace(self, older: Grant, keys: Sequence[OffloadKey]) -> None:
+        """Take chunks from a grant in favour of a newer one."""
+        for key in keys:
+            self.uncover(older, key)
+        self.rank(keys)
+        self.on_retained(keys)
+        if not older.keys:
+            self.on_displaced(older)
 
     def uncover(self, grant: Grant, key: OffloadKey) -> None:
         """Let a grant cover a chunk no more; the caller ranks the chunk."""

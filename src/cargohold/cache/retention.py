@@ -15,6 +15,7 @@ from math import inf
 from typing import Final, Generic, Self, TypeVar
 
 Thing = TypeVar("Thing")
+Tenant = TypeVar("Tenant")
 
 NORMAL: Final = 50
 """The level of chunks without hints."""
@@ -69,7 +70,7 @@ class Budget(Enum):
         return cls.RAISED if level > NORMAL else cls.LOWERED
 
 
-class Budgets:
+class Budgets(Generic[Tenant]):
     """How many chunks of one tier may have levels that are not normal, over all tenants and for one tenant.
 
     Args:
@@ -79,19 +80,33 @@ class Budgets:
     def __init__(self, limits: Mapping[Budget, int]) -> None:
         self._limits = dict(limits)
         self._used: Counter[Budget] = Counter()
-        self._used_by: Counter[tuple[Budget, object]] = Counter()
+        self._used_by: Counter[tuple[Budget, Tenant]] = Counter()
 
-    def limit_of(self, tenant: object, budget: Budget) -> int:
+    def limit_of(self, tenant: Tenant, budget: Budget) -> int:
         """Return how many chunks a tenant may have: without a name all of the budget, with one half of it."""
         limit = self._limits[budget]
         return limit if tenant is None else limit - limit // 2
 
-    def room(self, tenant: object, budget: Budget) -> int:
+    def room(self, tenant: Tenant, budget: Budget) -> int:
         """Return how many more chunks a tenant may have."""
         own = self.limit_of(tenant, budget) - self._used_by[budget, tenant]
         return max(0, min(own, self._limits[budget] - self._used[budget]))
 
-    def take(self, tenant: object, budget: Budget, num_chunks: int) -> None:
+    def next_to_yield(self, tenant: Tenant, budget: Budget) -> tuple[Tenant, int]:
+        """Return which tenant loses chunks so that ``tenant`` can have more, and how many at most.
+
+        While ``tenant`` has less than an equal part of the budget, the one that has most loses what it has beyond such a part.
+        Otherwise ``tenant`` loses its own.
+        """
+        used = {whose: number for (of, whose), number in self._used_by.items() if of is budget}
+        own, num_free = used.pop(tenant, 0), self._limits[budget] - self._used[budget]
+        part = self._limits[budget] // (len(used) + 1)
+        if not used or own + num_free >= part:
+            return tenant, own
+        most = max(used, key=used.__getitem__)
+        return most, min(used[most] - part, part - own - num_free)
+
+    def take(self, tenant: Tenant, budget: Budget, num_chunks: int) -> None:
         """Count chunks of a tenant from now on; a negative number gives them back."""
         self._used[budget] += num_chunks
         self._used_by[budget, tenant] += num_chunks

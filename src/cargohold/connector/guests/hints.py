@@ -91,6 +91,7 @@ class Hints(Guest):
             Budget.LOWERED: capacity,
         }
         self.grants = Grants(manager, Budgets(limits), clock)
+        self.grants.on_displaced = lambda grant: self._end(grant, HintEnd.RELEASED)
         self.ahead: Prefetches | None = None
         self.on_ask: Callable[[RequestView, Iterable[ChunkKeys]], None] = lambda _request, _keys: None
         self._events: deque[HintEvent] = deque(maxlen=MAX_EVENTS)
@@ -181,7 +182,7 @@ class Hints(Guest):
             if hint.kind is HintKind.SHARE:
                 return self._grant(request, hint)
             return HintOutcome(hint.action_id, HintStatus.ACCEPTED, "host memory has all of it", num_tokens)
-        room = self.grants.budgets.room(request.tenant, Budget.RAISED) // len(keys) * smallest
+        room = self.grants.budgets.limit_of(request.tenant, Budget.RAISED) // len(keys) * smallest
         if room < smallest:
             return HintOutcome(hint.action_id, HintStatus.REJECTED, "retain_fraction leaves no room for it")
         on_ask = partial(self.on_ask, request, keys)

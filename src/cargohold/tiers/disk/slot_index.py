@@ -471,7 +471,7 @@ class Levels:
         self._table = table
         self._retained: dict[OffloadKey, Retention] = {}
         self._ends = Ends[OffloadKey]()
-        self._budgets = Budgets(
+        self._budgets = Budgets[bytes | None](
             {
                 Budget.PINNED: capacity // LEASED_PART,
                 Budget.RAISED: capacity // RAISED_PART,

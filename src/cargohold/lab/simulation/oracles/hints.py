@@ -117,11 +117,9 @@ class HintOracle(Oracle):
         """Add up what grants cover: a budget is a part of the tier, of which a tenant with a name has half, rounded up."""
         for budget, part in ((Budget.PINNED, config.pin_fraction), (Budget.RAISED, config.retain_fraction)):
             most = int(part * side.manager.capacity)
-            used: Counter[str | None] = Counter()
-            for grant in side.hints.grants:
-                used[grant.tenant] += len(grant.keys) if grant.budget is budget else 0
-            if used.total() > most:
-                self.fail(f"{side.name}: {used.total()} chunks are under {budget.value}, which allows {most}")
+            used = {tenant: number for (tenant, of), number in _used(side.hints.grants).items() if of is budget}
+            if sum(used.values()) > most:
+                self.fail(f"{side.name}: {sum(used.values())} chunks are under {budget.value}, which allows {most}")
             for tenant, num_chunks in used.items():
                 if tenant is not None and num_chunks > most - most // 2:
                     self.fail(f"{side.name}: {tenant} has {num_chunks} of the {most} chunks that {budget.value} allows")
@@ -133,10 +131,13 @@ class HintOracle(Oracle):
 
         def given(request: RequestView, given: Sequence[Hint]) -> list[HintOutcome]:
             before: Sequence[Grant] = list(hints.grants)
+            used = _used(before)
             outcomes: list[HintOutcome] = on_hints(request, given)
             for grant in before:
-                if grant.is_over and grant.ends_at > self._engine.clock() and grant.tenant != request.tenant:
-                    self._found = f"a hint of {request.tenant} has ended one of {grant.tenant}"
+                if not grant.is_over or grant.ends_at <= self._engine.clock() or grant.tenant == request.tenant:
+                    continue
+                if grant.is_lease or used[grant.tenant, grant.budget] <= used[request.tenant, grant.budget]:
+                    self._found = f"a hint of {request.tenant} has ended one of {grant.tenant}, which had no more"
             if side in self._config:
                 self._check_rights(self._config[side].allowed_to(request.tenant), request.tenant, given, outcomes)
             for grant in set(hints.grants).difference(before):
@@ -218,3 +219,11 @@ def _tier_manager(manager: object) -> TierManager | None:
     while isinstance(manager, FaultyManager):
         manager = manager.inner
     return manager if isinstance(manager, TierManager) else None
+
+
+def _used(grants: Iterable[Grant]) -> Counter[tuple[str | None, Budget]]:
+    """Return how many chunks grants cover, by tenant and budget."""
+    used: Counter[tuple[str | None, Budget]] = Counter()
+    for grant in grants:
+        used[grant.tenant, grant.budget] += len(grant.keys)
+    return used
