@@ -187,7 +187,7 @@ class SimulatedTiering:
         self.options = tuple(tiers)
         self.namespace: Mapping[str, str] = {}
         self._make_stores = make_stores
-        self.config = OffloadConfig(host_bytes=1, **options)
+        self.config = OffloadConfig(host_bytes="1GiB", **options)
         self.media = [[HeldMedium() for _ in range(world_size)] for _ in self.options]
         self.manager: OffloadManager
         self.lower: LowerTiers

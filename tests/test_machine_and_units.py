@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig
+from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig, SharedTierConfig, TenantQuota
 from cargohold.engine.model.files import cache_dir
 from cargohold.option_values import format_bytes, parse_bytes
 from cargohold.process import allow_open_files, available_memory_bytes, memory_limit_bytes
@@ -69,6 +69,32 @@ def test_units_that_there_are_not_are_told_of_those_that_there_are(written: str)
     with pytest.raises(ConfigError) as raised:
         parse_bytes("host_bytes", written)
     assert "the units are B, KB, MB, GB, TB (1000 bytes and so on) and KiB, MiB, GiB, TiB" in raised.value.expected
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "meant"),
+    [
+        (lambda: OffloadConfig(host_bytes="8"), "host_bytes", "8GiB"),
+        (lambda: OffloadConfig(host_bytes=8), "host_bytes", "8GiB"),
+        (lambda: OffloadConfig(host_bytes="1.5 B"), "host_bytes", "1.5GiB"),
+        (lambda: DiskTierConfig(directory="/kv", max_bytes=200), "max_bytes", "200GiB"),
+        (lambda: DiskTierConfig(directory="/kv", max_bytes="1GiB", reserve_bytes=10), "reserve_bytes", "10GiB"),
+        (lambda: DiskTierConfig(directory="/kv", max_bytes="1GiB", max_daily_bytes=500), "max_daily_bytes", "500GiB"),
+        (lambda: SharedTierConfig(url="file:///kv", max_bytes="500"), "max_bytes", "500GiB"),
+        (lambda: TenantQuota(tenant="ann", reserved=4), "reserved", "4GiB"),
+    ],
+)
+def test_a_size_that_holds_no_chunk_is_refused_with_the_unit_that_was_meant(
+    make: Callable[[], object], key: str, meant: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}=.* no chunk of KV is so small; did you mean {meant}\?") as raised:
+        make()
+    assert raised.value.key == key
+
+
+def test_a_size_with_a_unit_is_refused_without_a_guess() -> None:
+    with pytest.raises(ConfigError, match=r"no chunk of KV is so small$"):
+        OffloadConfig(host_bytes="3KiB")
 
 
 def test_a_unit_that_is_cut_short_is_told_in_full() -> None:

@@ -27,6 +27,8 @@ _SIZE = re.compile(rf"\s*({NUMBER})\s*([A-Za-z]*)\s*")
 _SHORT_UNIT = re.compile(rf"\s*({NUMBER})\s*([KMGTkmgt])\s*")
 MAX_TIMEOUT_S = 1_000_000
 _SUCH_AS = "such as 2GiB, 512MiB, 1.5GB or 1000000"
+LEAST_BYTES = 4096
+"""No model's chunk of KV is smaller: a smaller size was written without its unit."""
 SIZE_UNITS = "the units are B, KB, MB, GB, TB (1000 bytes and so on) and KiB, MiB, GiB, TiB (1024 bytes and so on)"
 """What users are told about a size that is none."""
 
@@ -49,6 +51,21 @@ def parse_bytes(key: str, value: int | str) -> int:
     if num_bytes < 1:
         raise ConfigError(key, value, f"it must be a size above 0, {_SUCH_AS}")
     return num_bytes
+
+
+def parse_room(key: str, value: int | str) -> int:
+    """The same for a place where chunks of KV are kept. A size that has room for none lacks its unit: ``8`` for ``8GiB``."""
+    num_bytes = parse_bytes(key, value)
+    if num_bytes < LEAST_BYTES:
+        raise too_small(key, value, "no chunk of KV is so small")
+    return num_bytes
+
+
+def too_small(key: str, value: object, reason: str) -> ConfigError:
+    """Return the refusal of a size that has no room for one chunk, with the unit that was probably meant."""
+    match = _SIZE.fullmatch(str(value))
+    is_bare = match is not None and match[2].lower() in ("", "b")
+    return ConfigError(key, value, f"{reason}; did you mean {match[1]}GiB?" if match and is_bare else reason)
 
 
 def parse_path(key: str, value: str | PathLike[str]) -> Path:

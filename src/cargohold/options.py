@@ -39,7 +39,7 @@ from cargohold.option_values import (
     is_positive_int,
     is_positive_number,
     is_timeout,
-    parse_bytes,
+    parse_room,
 )
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def list_of(read_item: Reader) -> Reader:
     return read
 
 
-SIZE: Final = checked(parse_bytes)
+SIZE: Final = checked(parse_room)
 FACTORY: Final = checked(find_factory)
 INT_FROM_0: Final = must(lambda value: is_int(value) and value >= 0, "an integer from 0")
 INT_FROM_1: Final = must(is_positive_int, "an integer from 1")

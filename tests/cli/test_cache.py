@@ -146,7 +146,7 @@ def test_the_directories_of_further_replicas_are_part_of_their_place(tmp_path: P
     assert "12 chunks are good, 0 damaged" in run("verify", whole.name, "replica-1/")
     run("rm", whole.name, "replica-10/")
     assert sorted(listed(whole)) == sorted([names[""], names["replica-1/"]])
-    run("prune", whole.name, "--max-bytes", "1")
+    run("prune", whole.name, "--max-bytes", "4KiB")
     assert not listed(whole)
 
 
@@ -176,7 +176,7 @@ def test_no_progress_is_shown_where_nobody_watches(place: Place) -> None:
     ("words", "told"),
     [
         (["ls"], ["listing"]),
-        (["prune", "--max-bytes", "1"], ["listing", "deleting"]),
+        (["prune", "--max-bytes", "4KiB"], ["listing", "deleting"]),
         (["rm", "--all"], ["listing", "deleting"]),
     ],
 )
@@ -247,7 +247,7 @@ def test_what_is_in_use_is_shown_and_left_alone(place: Place) -> None:
     name = place.fill(3, is_closed=False)
     assert listed(place)[name]["in_use"] is True
     assert "is in use and was not looked at" in run("verify", place.name)
-    assert "deleted 0 B" in run("prune", place.name, "--max-bytes", "1")
+    assert "deleted 0 B" in run("prune", place.name, "--max-bytes", "4KiB")
     result = CliRunner().invoke(app, ["cache", "rm", place.name, name])
     assert result.exit_code == 1 and result.stderr == f"cargohold: tier disk: {name} is in use\n"
     assert result.stdout == "deleted 0 namespaces, 0 B\n"
@@ -269,7 +269,9 @@ def test_what_is_in_use_keeps_nobody_from_deleting_the_rest(place: Place) -> Non
 
 
 @pytest.mark.parametrize("kind", ["disk"])
-@pytest.mark.parametrize("limit", [["--max-days", "1"], ["--max-bytes", "1"], ["--max-days", "1", "--max-bytes", "1"]])
+@pytest.mark.parametrize(
+    "limit", [["--max-days", "1"], ["--max-bytes", "4KiB"], ["--max-days", "1", "--max-bytes", "4KiB"]]
+)
 def test_what_cannot_be_deleted_keeps_nobody_from_pruning_the_rest(
     place: Place, limit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +313,7 @@ def test_one_bad_namespace_hides_no_other(
         assert looked.exit_code == 1 and looked.stdout.startswith("5 chunks are good, ")
         assert looked.stderr == (f"cargohold: tier disk: {remark}\n" if bad == "shard.json" else "")
         run("rm", place.name, name)
-        run("prune", place.name, "--max-bytes", "1")
+        run("prune", place.name, "--max-bytes", "4KiB")
     assert not listed(place)
 
 
@@ -325,7 +327,7 @@ def test_a_lock_that_cannot_be_opened_may_be_held(place: Place, tmp_path: Path) 
     looked = CliRunner().invoke(app, ["cache", "verify", place.name])
     assert looked.stdout == f"5 chunks are good, 0 damaged\n{name[:8]} is perhaps in use and was not looked at\n"
     assert looked.stderr == f"{name[:8]}: {lock} is no regular file\n"
-    run("prune", place.name, "--max-bytes", "1")
+    run("prune", place.name, "--max-bytes", "4KiB")
     assert set(listed(place)) == {name}
     assert run("rm", place.name, "--all", status=1) == "deleted 0 namespaces, 0 B\n"
     assert other not in listed(place)
@@ -360,12 +362,12 @@ def test_where_nobody_knows_what_was_used_when_nothing_is_pruned_for_that(place:
     """Found by review: nothing was deleted, and all seemed well."""
     run("prune", place.name, "--max-days", "0")
     place.fill(1)
-    for more in ([], ["--max-bytes", "1"]):
+    for more in ([], ["--max-bytes", "4KiB"]):
         result = CliRunner().invoke(app, ["cache", "prune", place.name, "--max-days", "0", *more])
         assert result.exit_code == 2
         assert "--max-days=0.0 is not possible: nothing here says when it was used last" in result.stderr
     assert len(listed(place)) == 1
-    run("prune", place.name, "--max-bytes", "1")
+    run("prune", place.name, "--max-bytes", "4KiB")
     assert not listed(place)
 
 
@@ -466,7 +468,7 @@ def test_what_is_not_ours_is_not_touched(place: Place, tmp_path: Path) -> None:
     assert [path.read_text() for path in foreign] == ["mine"] * 3
 
 
-COMMANDS = [["ls"], ["verify"], ["verify", "--delete"], ["prune", "--max-bytes", "1"], ["prune", "--max-days", "0"]]
+COMMANDS = [["ls"], ["verify"], ["verify", "--delete"], ["prune", "--max-bytes", "4KiB"], ["prune", "--max-days", "0"]]
 COMMANDS += [["rm", "--all"]]
 
 
@@ -508,7 +510,7 @@ def files_in(directory: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["disk", "directory"])
-@pytest.mark.parametrize("words", [["prune", "--max-bytes", "1"], ["prune", "--max-days", "0"], ["rm", "--all"]])
+@pytest.mark.parametrize("words", [["prune", "--max-bytes", "4KiB"], ["prune", "--max-days", "0"], ["rm", "--all"]])
 def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
     place: Place, words: list[str], tmp_path: Path
 ) -> None:
@@ -540,7 +542,7 @@ def test_a_dry_run_leaves_a_server_as_it_is(place: Place) -> None:
     name = place.fill(3)
     held = listed(place)
     assert run("rm", place.name, "--all", "--dry-run").startswith("would delete 1 namespace, ")
-    assert name[:8] in run("prune", place.name, "--max-bytes", "1", "--dry-run")
+    assert name[:8] in run("prune", place.name, "--max-bytes", "4KiB", "--dry-run")
     assert listed(place) == held
 
 
@@ -552,7 +554,7 @@ def test_a_dry_run_says_what_is_in_use(place: Place) -> None:
     said = run("rm", place.name, "--all", "--dry-run").splitlines()
     assert said[0].startswith("would delete 1 namespace, ") and said[0].endswith(f": {other[:8]}")
     assert said[1:] == [f"{used[:8]} is in use and would stay"]
-    assert used[:8] not in run("prune", place.name, "--max-bytes", "1", "--dry-run")
+    assert used[:8] not in run("prune", place.name, "--max-bytes", "4KiB", "--dry-run")
     assert set(listed(place)) == {used, other} and load(user, 1) == payload(1)
 
 
@@ -584,7 +586,7 @@ def test_impossible_wishes_are_refused_by_name(place: Place, words: list[str], r
     assert len(listed(place)) == 1
 
 
-@pytest.mark.parametrize("words", [["ls"], ["verify"], ["rm", "--all"], ["prune", "--max-bytes", "1"]])
+@pytest.mark.parametrize("words", [["ls"], ["verify"], ["rm", "--all"], ["prune", "--max-bytes", "4KiB"]])
 def test_no_place_is_not_the_current_directory(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

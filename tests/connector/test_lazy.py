@@ -211,7 +211,7 @@ def test_it_needs_a_prefix_cache_to_keep_what_that_evicts() -> None:
 def test_blocks_that_another_connector_has_loaded_are_announced_when_stored() -> None:
     """Also if their request was preempted before any step."""
     kv = KVCacheManager(simulated_layout(9))
-    side = LazyOffloadingFactory(OffloadConfig(mode="lazy", host_bytes="1KiB")).make_scheduler_side(
+    side = LazyOffloadingFactory(OffloadConfig(mode="lazy", host_bytes="4KiB")).make_scheduler_side(
         SchedulerEnvironment(kv.layout, lambda: 0.0, emits_events=True)
     )
     side.bind_scheduler_context(EngineContext(kv, WaitingQueue(QueuePolicy.FCFS)))

@@ -27,17 +27,17 @@ TIER = {"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}
     [
         ({"cpu_bytes_to_use": 10**10}, "cpu_bytes_to_use=10000000000 is not possible: here that is host_bytes, "),
         ({"cpu_bytes_to_use_per_rank": 10**9}, "host_bytes, for all workers together"),
-        ({"host_bytes": 1000, "eviction_policy": "lru"}, "eviction_policy='lru' .* here that is policy, one of arc, "),
+        ({"host_bytes": 10000, "eviction_policy": "lru"}, "eviction_policy='lru' .* here that is policy, one of arc, "),
         (
-            {"host_bytes": 1000, "block_size": 256},
+            {"host_bytes": 10000, "block_size": 256},
             "blocks_per_chunk, which counts blocks of the device pool, not tokens",
         ),
-        ({"host_bytes": 1000, "lazy_offload": True}, "here that is mode=lazy"),
-        ({"host_bytes": 1000, "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]}, 'tiers=.*"kind": "disk"'),
-        ({"host_bytes": 1000, "store_threshold": 2}, "admission=reused of a tier"),
-        ({"host_bytes": 1000, "offload_prompt_only": False}, "store_generated, the other way round"),
+        ({"host_bytes": 10000, "lazy_offload": True}, "here that is mode=lazy"),
+        ({"host_bytes": 10000, "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]}, 'tiers=.*"kind": "disk"'),
+        ({"host_bytes": 10000, "store_threshold": 2}, "admission=reused of a tier"),
+        ({"host_bytes": 10000, "offload_prompt_only": False}, "store_generated, the other way round"),
         (
-            {"host_bytes": 1000, "spec_name": "TieringOffloadingSpec"},
+            {"host_bytes": 10000, "spec_name": "TieringOffloadingSpec"},
             "connector=MODULE:FACTORY .* leave it out for ours",
         ),
         ({"lmcache.chunk_size": 256}, "lmcache.chunk_size=256 .* blocks_per_chunk"),
@@ -45,22 +45,22 @@ TIER = {"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}
         ({"mode": "multi", "connectors": [{"cpu_bytes_to_use": 1}]}, r"^connectors\[0\].cpu_bytes_to_use=1 "),
         ({"mode": "multi", "cpu_bytes_to_use": 1}, "^cpu_bytes_to_use=1 .* host_bytes"),
         (
-            {"host_bytes": 1000, "tiers": [{"type": "fs"}]},
+            {"host_bytes": 10000, "tiers": [{"type": "fs"}]},
             r"^tiers\[0\].type='fs' .* here that is kind, one of disk, shared",
         ),
         (
-            {"host_bytes": 1000, "tiers": [{"kind": "disk", "dir": "/kv"}]},
+            {"host_bytes": 10000, "tiers": [{"kind": "disk", "dir": "/kv"}]},
             r"^tiers\[0\].dir='/kv' .* directory of kind=disk",
         ),
         (
-            {"host_bytes": 1000, "tiers": [{"kind": "disk", "path": "/kv"}]},
+            {"host_bytes": 10000, "tiers": [{"kind": "disk", "path": "/kv"}]},
             r"^tiers\[0\].path='/kv' .* directory of kind",
         ),
         (
-            {"host_bytes": 1000, "tiers": [{"kind": "shared", "url": "/mnt/kv"}]},
+            {"host_bytes": 10000, "tiers": [{"kind": "shared", "url": "/mnt/kv"}]},
             r"^tiers\[0\].url='/mnt/kv' .* is written file:///mnt/kv",
         ),
-        ({"host_bytes": 1000, "tiers": [{**TIER, "n_read_threads": 9}]}, "n_read_threads=9 .* num_threads"),
+        ({"host_bytes": 10000, "tiers": [{**TIER, "n_read_threads": 9}]}, "n_read_threads=9 .* num_threads"),
         (
             {"cpu_bytes_to_use": 1, "block_size": 64, "eviction_policy": "arc"},
             "^cpu_bytes_to_use=1 .*; block_size is blocks_per_chunk, .*; eviction_policy is policy, ",
@@ -74,7 +74,7 @@ def test_a_name_of_vllm_or_lmcache_is_refused_with_the_name_here(options: dict[s
 
 def test_secrets_below_a_name_from_elsewhere_are_not_shown() -> None:
     store = {"type": "obj", "store_config": {"secret_key": "hunter2"}}
-    for options in ({"secondary_tiers": [store]}, {"host_bytes": 1000, "tiers": [{"store_config": store}]}):
+    for options in ({"secondary_tiers": [store]}, {"host_bytes": 10000, "tiers": [{"store_config": store}]}):
         with pytest.raises(ConfigError, match="here that is") as raised:
             parse_offload(options)
         assert "hunter2" not in str(raised.value)
@@ -97,15 +97,15 @@ def test_a_connector_of_ones_own_is_named_with_its_options() -> None:
     assert not isinstance(made, Sequence) and hasattr(made, "make_scheduler_side")
     several = {
         "mode": "multi",
-        "connectors": [{"host_bytes": 1000}, {"connector": f"{HERE}:ShelfFactory", "places": 2}],
+        "connectors": [{"host_bytes": 10000}, {"connector": f"{HERE}:ShelfFactory", "places": 2}],
     }
-    assert parse_offload(several) == [EagerConfig(host_bytes=1000), ShelfFactory(places=2)]
+    assert parse_offload(several) == [EagerConfig(host_bytes=10000), ShelfFactory(places=2)]
 
 
 def test_a_tier_of_ones_own_is_named_with_its_options() -> None:
     tier = {"kind": f"{HERE}:FolderConfig", "path": "/kv", "admission": "reused"}
-    expected = OffloadConfig(host_bytes=1000, tiers=(FolderConfig(path="/kv", admission="reused"),))
-    assert parse_offload({"host_bytes": 1000, "tiers": [tier]}) == expected
+    expected = OffloadConfig(host_bytes=10000, tiers=(FolderConfig(path="/kv", admission="reused"),))
+    assert parse_offload({"host_bytes": 10000, "tiers": [tier]}) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,18 +129,18 @@ def test_a_tier_of_ones_own_is_named_with_its_options() -> None:
             {"mode": "multi", "connectors": [{"connector": f"{HERE}:ShelfFactory", "places": 0}]},
             r"^connectors\[0\].places=0 ",
         ),
-        ({"host_bytes": 1, "tiers": [{"kind": "no.such:Tier"}]}, r"^tiers\[0\].kind='no.such:Tier' .* PYTHONPATH"),
+        ({"host_bytes": 10000, "tiers": [{"kind": "no.such:Tier"}]}, r"^tiers\[0\].kind='no.such:Tier' .* PYTHONPATH"),
         (
-            {"host_bytes": 1, "tiers": [{"kind": f"{HERE}:ShelfFactory"}]},
+            {"host_bytes": 10000, "tiers": [{"kind": f"{HERE}:ShelfFactory"}]},
             "derived from cargohold.tiers.TierConfig",
         ),
-        ({"host_bytes": 1, "tiers": [{"kind": "cargohold.tiers:TierConfig"}]}, "the class lacks open"),
-        ({"host_bytes": 1, "tiers": [{"kind": f"{HERE}:FolderConfig"}]}, r"^tiers\[0\].path=None .* must be given"),
+        ({"host_bytes": 10000, "tiers": [{"kind": "cargohold.tiers:TierConfig"}]}, "the class lacks open"),
+        ({"host_bytes": 10000, "tiers": [{"kind": f"{HERE}:FolderConfig"}]}, r"^tiers\[0\].path=None .* must be given"),
         (
-            {"host_bytes": 1, "tiers": [{"kind": f"{HERE}:FolderConfig", "path": "x", "num_threads": 0}]},
+            {"host_bytes": 10000, "tiers": [{"kind": f"{HERE}:FolderConfig", "path": "x", "num_threads": 0}]},
             r"^tiers\[0\].num_threads=0 ",
         ),
-        ({"host_bytes": 1, "tiers": [{"kind": "tape"}]}, "one of disk, shared, or MODULE:CLASS"),
+        ({"host_bytes": 10000, "tiers": [{"kind": "tape"}]}, "one of disk, shared, or MODULE:CLASS"),
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused_with_the_reason(options: dict[str, Any], expected: str) -> None:

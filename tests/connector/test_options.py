@@ -27,9 +27,9 @@ def test_every_option_can_be_given(mode: str) -> None:
 
 
 def test_several_connectors_are_composed() -> None:
-    children = [{"host_bytes": 1000}, {"mode": "lazy", "host_bytes": "8MiB", "lookahead_blocks": 3}]
+    children = [{"host_bytes": 10000}, {"mode": "lazy", "host_bytes": "8MiB", "lookahead_blocks": 3}]
     assert parse_offload({"mode": "multi", "connectors": children}) == [
-        OffloadConfig(host_bytes=1000),
+        OffloadConfig(host_bytes=10000),
         OffloadConfig(mode="lazy", host_bytes="8MiB", lookahead_blocks=3),
     ]
 
@@ -83,7 +83,7 @@ def test_hints_and_quotas_are_objects_of_their_own() -> None:
         (
             {
                 "host_bytes": "8MiB",
-                "tiers": [{"kind": "disk", "directory": "/var/kv", "max_bytes": 9, "admission": "some"}],
+                "tiers": [{"kind": "disk", "directory": "/var/kv", "max_bytes": "9GiB", "admission": "some"}],
             },
             "tiers[0].admission",
         ),
@@ -106,11 +106,11 @@ def test_hints_and_quotas_are_objects_of_their_own() -> None:
         ({"host_bytes": "8MiB", "lookahead_blocks": 3}, "lookahead_blocks"),
         ({"mode": "multi"}, "connectors"),
         ({"mode": "multi", "connectors": []}, "connectors"),
-        ({"mode": "multi", "connectors": {"host_bytes": 1}}, "connectors"),
+        ({"mode": "multi", "connectors": {"host_bytes": 10000}}, "connectors"),
         ({"mode": "multi", "connectors": ["lazy"]}, "connectors[0]"),
-        ({"mode": "multi", "connectors": [{"host_bytes": 1}], "host_bytes": 1}, "host_bytes"),
-        ({"mode": "multi", "connectors": [{"host_bytes": 1}, {"mode": "multi"}]}, "connectors[1].mode"),
-        ({"mode": "multi", "connectors": [{"host_bytes": 1}, {"host_bytes": "x"}]}, "connectors[1].host_bytes"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 10000}], "host_bytes": 10000}, "host_bytes"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 10000}, {"mode": "multi"}]}, "connectors[1].mode"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 10000}, {"host_bytes": "x"}]}, "connectors[1].host_bytes"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) -> None:
@@ -124,10 +124,10 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], key: str) ->
     [
         ({"host_byte": 1}, r"host_byte=1 .* did you mean host_bytes\?"),
         ({"if_unsuported": "refuse"}, r"did you mean if_unsupported\?"),
-        ({"mode": "multi", "connectors": [{"host_bytes": 1}], "recrod": "x"}, "did you mean record"),
+        ({"mode": "multi", "connectors": [{"host_bytes": 10000}], "recrod": "x"}, "did you mean record"),
         ({"colour": "red"}, "there are blocks_per_chunk, guests, hints, host_bytes, if_unsupported, .* mode, "),
-        ({"host_bytes": 1, "lookahead_blocks": 3}, "an option of mode=lazy, and this is eager"),
-        ({"mode": "lazy", "host_bytes": 1, "blocks_per_chunk": 2}, "an option of mode=eager, and this is lazy"),
+        ({"host_bytes": 10000, "lookahead_blocks": 3}, "an option of mode=lazy, and this is eager"),
+        ({"mode": "lazy", "host_bytes": 10000, "blocks_per_chunk": 2}, "an option of mode=eager, and this is lazy"),
     ],
 )
 def test_the_refusal_says_what_there_is(options: dict[str, Any], expected: str) -> None:

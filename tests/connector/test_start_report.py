@@ -36,11 +36,11 @@ def test_a_report_names_every_group_and_what_its_layers_keep() -> None:
 
 def test_of_one_thing_a_report_speaks_as_of_one() -> None:
     group = KVCacheGroup(0, AttentionKind.FULL, 1, ("layer",))
-    layout = KVCacheLayout((group,), num_blocks=2, block_bytes=1024, hash_block_tokens=1)
-    assert start_report(layout, OffloadConfig(host_bytes="1KiB"), equal_parts(layout)) == [
-        "device pool: 1 block of 1.0 KiB, 1.0 KiB in all",
-        "group 0: 1 layer, full attention, 1 token per block, 1.0 KiB per token",
-        "eager: 1.0 KiB of host memory for 1 chunk of 1 block, 1.0 KiB each; prompts and answers, evicted by reuse-index",
+    layout = KVCacheLayout((group,), num_blocks=2, block_bytes=4096, hash_block_tokens=1)
+    assert start_report(layout, OffloadConfig(host_bytes="4KiB"), equal_parts(layout)) == [
+        "device pool: 1 block of 4.0 KiB, 4.0 KiB in all",
+        "group 0: 1 layer, full attention, 1 token per block, 4.0 KiB per token",
+        "eager: 4.0 KiB of host memory for 1 chunk of 1 block, 4.0 KiB each; prompts and answers, evicted by reuse-index",
     ]
 
 

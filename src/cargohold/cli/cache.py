@@ -17,7 +17,7 @@ from rich.text import Text
 from cargohold.cli.app import Answers, app, errors
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
-from cargohold.option_values import format_bytes, format_count, parse_bytes
+from cargohold.option_values import format_bytes, format_count, parse_room
 from cargohold.tiers.inventory import DryRun, Holding, Inventory, Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.places import without_secrets
@@ -99,7 +99,7 @@ def prune(
     """Make room: what was used longest ago goes first. What is in use on this machine stays."""
     if max_bytes is None and max_days is None:
         raise ConfigError("--max-bytes", None, "prune needs --max-bytes or --max-days")
-    limit = None if max_bytes is None else parse_bytes("--max-bytes", max_bytes)
+    limit = None if max_bytes is None else parse_room("--max-bytes", max_bytes)
     inventory = _to_delete_in(place, dry_run=dry_run)
     holdings = _listed(inventory)
     uses = [holding.last_used_s for holding in holdings if not holding.is_in_use]

@@ -14,7 +14,7 @@ from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import Guest, GuestView
 from cargohold.errors import ConfigError
-from cargohold.option_values import import_named, parse_bytes
+from cargohold.option_values import import_named, parse_room
 from cargohold.options import FRACTION, INT_FROM_1, SECONDS, Options, checked, declared, list_of, must, one_of
 from cargohold.tiers import TierConfig
 from cargohold.tiers.kinds import TIERS
@@ -72,7 +72,7 @@ def _share(key: str, size: int | str, capacity: int = 100, chunk_bytes: int = 1)
         if not 0 <= part <= 100:  # per cent
             raise ConfigError(key, size, "it must be from 0% to 100%, or a size such as 2GiB")
         return int(capacity * part / 100)
-    return 0 if size == 0 else parse_bytes(key, size) // chunk_bytes
+    return 0 if size == 0 else parse_room(key, size) // chunk_bytes
 
 
 _NAME: Final = must(lambda name: isinstance(name, str) and bool(name), "the name of a tenant")

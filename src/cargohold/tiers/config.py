@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Self
 
 from cargohold.deadlines import DEFAULTS, REQUEST, TRANSFER
 from cargohold.errors import ConfigError
-from cargohold.option_values import format_bytes, is_positive_int
+from cargohold.option_values import format_bytes, is_positive_int, too_small
 from cargohold.options import Options, checked, must, one_of
 from cargohold.protocol import Locality
 from cargohold.tiers.chunk_format import ChunkCodec
@@ -259,4 +259,4 @@ def require_chunk_below(key: str, value: object, chunk_bytes: int, max_bytes: in
 def require_chunk_within(key: str, value: object, max_bytes: int, need: int) -> None:
     """Raise ``ConfigError`` for a limit that has no room for one chunk, which needs ``need`` bytes over all workers."""
     if max_bytes < need:
-        raise ConfigError(key, value, f"one chunk of all workers needs {format_bytes(need)}")
+        raise too_small(key, value, f"one chunk of all workers needs {format_bytes(need)}")

@@ -32,13 +32,13 @@ def test_an_unknown_policy_names_those_there_are(name: str) -> None:
             == "it must be one of arc, fifo, lru, reuse-index, or MODULE:CLASS for a class of your own"
         )
     with pytest.raises(ConfigError, match="arc, fifo, lru, reuse-index"):
-        OffloadConfig(host_bytes=1, policy=name)
+        OffloadConfig(host_bytes=10000, policy=name)
 
 
 def test_a_policy_of_ones_own_is_named_by_where_it_is() -> None:
     assert find_policy(OLDEST_ENDS) is OldestEnds
     assert isinstance(make_manager(OLDEST_ENDS, 8).policy, OldestEnds)
-    assert OffloadConfig(host_bytes=1, policy=OLDEST_ENDS).policy == OLDEST_ENDS
+    assert OffloadConfig(host_bytes=10000, policy=OLDEST_ENDS).policy == OLDEST_ENDS
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_policy_that_cannot_be_had_is_refused_with_the_reason(
     monkeypatch.syspath_prepend(tmp_path)
     makers: tuple[Callable[[str], object], ...] = (
         find_policy,
-        lambda name: DiskTierConfig(directory="/", max_bytes=1, policy=name),
+        lambda name: DiskTierConfig(directory="/", max_bytes="1GiB", policy=name),
     )
     for make in makers:
         with pytest.raises(ConfigError, match=re.escape(message)) as raised:

@@ -15,7 +15,7 @@ from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.deadlines import FINISH, REQUEST, WRITE
 from cargohold.errors import ConfigError, option_path
-from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, made_by
+from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, made_by, too_small
 from cargohold.process import memory_limit_bytes
 from cargohold.protocol import Clock, KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier, tier_names
@@ -307,5 +307,5 @@ class OffloadingFactory:
         chunk_bytes = _shard_bytes(self.config, layout) * layout.num_shards
         num_slots = self.config.num_host_bytes // chunk_bytes
         if num_slots < 1:
-            raise ConfigError("host_bytes", self.config.host_bytes, f"one chunk takes {format_bytes(chunk_bytes)}")
+            raise too_small("host_bytes", self.config.host_bytes, f"one chunk takes {format_bytes(chunk_bytes)}")
         return num_slots

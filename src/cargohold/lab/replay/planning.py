@@ -22,7 +22,7 @@ from cargohold.lab.replay.costs import CostModel
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, Capacities, ReplayResult, count
 from cargohold.lab.replay.tiers import DISK
 from cargohold.lab.replay.workload import Workload
-from cargohold.option_values import is_positive_int, is_positive_number
+from cargohold.option_values import is_positive_int, is_positive_number, too_small
 
 Gain: TypeAlias = tuple[int, int, float]
 """What each GiB between two sizes, in bytes, brings per hour: seconds of prefill, or tokens."""
@@ -413,7 +413,7 @@ def _slots(key: str, num_bytes: int | None, chunk_bytes: int) -> int | None:
     if num_bytes is None:
         return None
     if num_bytes < chunk_bytes:
-        raise ConfigError(key, num_bytes, f"it must hold at least one chunk, which is {chunk_bytes} bytes")
+        raise too_small(key, num_bytes, f"it must hold at least one chunk, which is {chunk_bytes} bytes")
     return num_bytes // chunk_bytes
 
 

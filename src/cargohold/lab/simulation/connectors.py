@@ -71,7 +71,7 @@ class SimulatedOffloading:
         record_events: bool = True,
         **options: Any,
     ) -> None:
-        self.config = OffloadConfig(host_bytes=1, **options)
+        self.config = OffloadConfig(host_bytes="1GiB", **options)
         self.num_slots = num_slots
         self.lookahead = lookahead
         self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]

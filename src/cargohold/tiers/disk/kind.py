@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Final, Self
 
 from cargohold.cache.policies.registry import POLICY
-from cargohold.option_values import format_bytes, is_number, parse_bytes, parse_path
+from cargohold.option_values import format_bytes, is_number, parse_bytes, parse_path, parse_room
 from cargohold.options import SIZE, checked, must
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import (
@@ -41,7 +41,7 @@ def _is_zero(value: object) -> bool:
     return is_number(value) and value == 0
 
 
-_SIZE_OR_0: Final = checked(lambda key, value: None if _is_zero(value) else parse_bytes(key, value))
+_SIZE_OR_0: Final = checked(lambda key, value: None if _is_zero(value) else parse_room(key, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
