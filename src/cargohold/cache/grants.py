@@ -151,11 +151,10 @@ class Grants:
 
     def has_room_for(self, tenant: str | None) -> bool:
         """Whether another grant of a tenant may begin. If there are too many, an older one ends, unless all are leases."""
-        is_full = len(self._in_force) >= MAX_GRANTS and self._num_of[tenant] < MAX_GRANTS // 2
-        if not is_full and self._num_of[tenant] < MAX_GRANTS // 2:
+        is_own = self._num_of[tenant] >= MAX_GRANTS // 2
+        if not is_own and len(self._in_force) < MAX_GRANTS:
             return True
-        whose = max(self._num_of, key=self._num_of.__getitem__) if is_full else tenant
-        oldest = next((one for one in self if one.tenant == whose and not one.is_lease), None)
+        oldest = next((one for one in self if not one.is_lease and (one.tenant == tenant or not is_own)), None)
         if oldest is not None:
             self.on_displaced(oldest)
         return oldest is not None
