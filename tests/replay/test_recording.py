@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def test_a_trace_has_neither_tokens_nor_hashes(
     tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
 ) -> None:
     traces = []
+    began = time.monotonic()
     for path in (tmp_path / "a", tmp_path / "b"):
         llm = make_llm(tiny_model("llama"), record=path, block_tokens=BLOCK_TOKENS)
         llm.generate([[11, 12, 13, 14, 15]], SamplingParams(max_tokens=5))
@@ -185,6 +187,7 @@ def test_a_trace_has_neither_tokens_nor_hashes(
     for trace in traces:
         assert trace.keys() == {
             "timestamp_ms",
+            "ended_ms",
             "input_length",
             "output_length",
             "block_tokens",
@@ -195,6 +198,7 @@ def test_a_trace_has_neither_tokens_nor_hashes(
             "stop",
         }
         assert (trace["input_length"], trace["output_length"]) == (5, 5)
+        assert 0 < trace["timestamp_ms"] < trace["ended_ms"] < 1000 * (time.monotonic() - began)
         assert (len(trace["hash_ids"]), len(trace["output_hash_ids"])) == (1, 1)
         assert all(0 <= number < 2**53 for number in trace["hash_ids"])
     # The same prompt in another file: whoever has one file and a guess cannot tell.

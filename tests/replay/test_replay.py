@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import multiprocessing
 import random
 import threading
@@ -181,6 +182,58 @@ class TestTwoTiers:
         for seed in range(5):
             result = one(workload_of(conversations(seed)), "lru", 60, 200)
             assert result.num_prefix_hits == sum(tier.loaded for tier in result.tiers)
+
+
+class TestAtItsTime:
+    """What a server learns when an answer is complete is not known before."""
+
+    ENDED_S = 100.0
+
+    def requests(self, end: str, *, answer_tokens: int) -> list[TraceRequest]:
+        """Sessions whose answers end as given, or in a call, in turn; both come back, and others take their place."""
+        requests = []
+        for turn in range(200):
+            stop = end if turn % 2 else "tool_call"
+            ids = [10 * turn + at for at in range(4)]
+            requests.append(
+                TraceRequest(hash_ids=ids, timestamp_ms=1000 * turn, output_length=answer_tokens, stop=stop)
+            )
+            if turn % 2 == 0 and turn > 4:
+                back = [10 * (turn - 4) + at for at in range(4)]
+                requests.append(TraceRequest(hash_ids=back, timestamp_ms=1000 * turn + 1, stop="answer"))
+        return requests
+
+    def hits(self, end: str, *, answer_tokens: int, rate: float) -> list[int]:
+        workload = load_workload(self.requests(end, answer_tokens=answer_tokens), Selection(rate=rate))
+        return list(map(int, one(workload, "reuse-index", 12).run.hits))
+
+    def test_how_a_turn_ends_changes_no_hit_before_its_answer_is_complete(self) -> None:
+        """It does in a replay that reads ahead, as one does here where answers take no time."""
+        for end in ("answer", "error"):
+            late = self.hits(end, answer_tokens=1_000_000, rate=10)
+            assert late == self.hits("tool_call", answer_tokens=1_000_000, rate=10)
+        assert self.hits("error", answer_tokens=1, rate=1e6) != self.hits("tool_call", answer_tokens=1, rate=1e6)
+
+    def test_an_answer_is_complete_when_it_is_written_when_it_was_recorded_or_when_its_session_goes_on(self) -> None:
+        requests = [
+            TraceRequest(hash_ids=[1], timestamp_ms=1000, output_length=40),
+            TraceRequest(hash_ids=[2], timestamp_ms=2000, output_length=40, ended_ms=2500),
+            TraceRequest(hash_ids=[3], timestamp_ms=3000, output_length=400, session_id="a"),
+            TraceRequest(hash_ids=[4], timestamp_ms=4000, output_length=20, session_id="b"),
+            TraceRequest(hash_ids=[3, 5], timestamp_ms=6000, session_id="a"),
+        ]
+        assert load_workload(requests, Selection(rate=20)).answered_s.tolist() == [3.0, 1.5, 5.0, 5.0, 6.0]
+        assert load_workload([TraceRequest(hash_ids=[1], output_length=9)]).answered_s.tolist() == [-math.inf]
+        with pytest.raises(ConfigError, match="rate"):
+            Selection(rate=0)
+
+    @pytest.mark.parametrize(("again_ms", "num_found"), [(1999, 1), (2001, 2)])
+    def test_what_an_answer_filled_is_found_when_it_is_complete(self, again_ms: int, num_found: int) -> None:
+        asked = [
+            TraceRequest(hash_ids=[1], output_hash_ids=[2], timestamp_ms=0, output_length=80),
+            TraceRequest(hash_ids=[1, 2, 3], timestamp_ms=again_ms),
+        ]
+        assert one(load_workload(asked), "lru", 9).run.hits.tolist() == [0, num_found]
 
 
 class TestSelection:

@@ -94,6 +94,9 @@ class TraceOptions:
     warm: Annotated[
         bool, typer.Option("--warm", help="Warm the cache up on what comes before --from, without counting it.")
     ] = False
+    rate: Annotated[
+        float, typer.Option(help="Tokens per second of an answer, if the trace does not say when it was complete.")
+    ] = 80.0
     on_bad_line: Annotated[str, typer.Option(help="stop or skip.")] = "stop"
 
     def selection(self) -> Selection:
@@ -107,6 +110,7 @@ class TraceOptions:
             from_s=self.from_s,
             until_s=self.until_s,
             warm=self.warm,
+            rate=self.rate,
         )
 
 

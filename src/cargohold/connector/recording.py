@@ -165,7 +165,7 @@ class RecordingScheduler(ForwardingScheduler):
     def _next_ms(self) -> float:
         """Return the time in milliseconds since the start, but always more than the last call did.
 
-        Requests are replayed in the order of these times, which must be the order in which they were admitted.
+        A replay admits and ends requests in the order of these times, which must be the order in which they were.
         """
         now = round(1000 * (self._clock() - self._started), 3)
         self._last_ms = max(now, round(self._last_ms + 0.001, 3))
@@ -200,6 +200,7 @@ class RecordingScheduler(ForwardingScheduler):
         end = request.turn_end
         return {
             "timestamp_ms": admitted_ms,
+            "ended_ms": self._next_ms(),
             "input_length": request.num_prompt_tokens,
             "output_length": request.num_tokens - request.num_prompt_tokens,
             "block_tokens": self._block_tokens,

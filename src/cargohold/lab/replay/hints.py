@@ -51,6 +51,7 @@ class OrchestratorHints:
     def __init__(self, workload: Workload, manager: OffloadManager) -> None:
         self._manager = manager
         self._arrivals_s: list[float] = workload.arrivals_s.tolist()
+        self._answered_s: list[float] = workload.answered_s.tolist()
         self._sessions: list[int] = workload.sessions.tolist()
         self._kinds = kinds_of(workload)
         self._past = tuple(_Past() for _ in range(_BRANCH + 1))
@@ -63,10 +64,7 @@ class OrchestratorHints:
     def before(self, request: int, prompt: Sequence[bytes]) -> None:
         """A request arrives: it ends a wait, and shows what its session leaves behind."""
         now, session = self._arrivals_s[request], self._sessions[request]
-        while self._due and self._due[0][0] <= now:
-            _, _, wait = heappop(self._due)
-            if not wait.is_over:
-                self._judge(wait)
+        self._judge_until(now)
         last = self._waiting.pop(session, None)
         if last is None:
             return
@@ -81,8 +79,9 @@ class OrchestratorHints:
             left[behind[0]] = self._begin(behind, _TAIL if num_common > len(behind) else _BRANCH, now)
 
     def after(self, request: int, keys: Sequence[bytes]) -> None:
-        """A request has ended: its session waits from now on, or is closed."""
-        session, now = self._sessions[request], self._arrivals_s[request]
+        """The answer to a request is complete: its session waits from now on, or is closed."""
+        session, now = self._sessions[request], self._answered_s[request]
+        self._judge_until(now)
         if session == UNKNOWN:
             return
         kind = self._kinds[request]
@@ -115,6 +114,13 @@ class OrchestratorHints:
     def _end(self, wait: _Wait, now: float) -> None:
         wait.is_over = True
         self._past[wait.kind].add(now - wait.since_s)
+
+    def _judge_until(self, now: float) -> None:
+        """Judge the waits that are due by now."""
+        while self._due and self._due[0][0] <= now:
+            _, _, wait = heappop(self._due)
+            if not wait.is_over:
+                self._judge(wait)
 
     def _judge(self, wait: _Wait) -> None:
         """Say what a wait's chunks are worth now, and look again when it has lasted longer."""

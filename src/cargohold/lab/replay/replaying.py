@@ -176,6 +176,7 @@ _ARRAYS: Final = (
     "prompt_tokens",
     "reused_blocks",
     "arrivals_s",
+    "answered_s",
     "sessions",
     "turn_ends",
 )

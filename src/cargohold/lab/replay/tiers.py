@@ -1,10 +1,11 @@
 """One run of a workload through tiers, on the managers that production uses.
 
-For every request, in this order: its prompt is looked up; chunks found in a lower tier are promoted into the first; all chunks
-are touched in the first tier, and in lower tiers only the promoted ones; the rest of the prompt is computed and stored, and
-then the chunks that the answer completed. Requests come one after the other, so nothing is busy, and a load changes no state:
-it is only counted. Where the trace says how many tokens its engine computed in a step, chunks are stored step by step as in
-that engine, and an answer's chunks one by one, because policies may depend on that.
+When a request arrives, its prompt is looked up; chunks found in a lower tier are promoted into the first; all chunks are
+touched in the first tier, and in lower tiers only the promoted ones; the rest of the prompt is computed and stored. When its
+answer is complete, which other requests may come before, the chunks that the answer filled are stored, and only then is it
+reported how the turn ended. Nothing is busy, and a load changes no state: it is only counted. Where the trace says how many
+tokens its engine computed in a step, chunks are stored step by step as in that engine, and an answer's chunks one by one,
+because policies may depend on that.
 
 The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: chunks stored in the first
 are written to the others, too. A promotion needs room in the first tier; a chunk that finds none there is a miss.
@@ -12,8 +13,10 @@ are written to the others, too. A promotion needs room in the first tier; a chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -117,7 +120,7 @@ class _Tier:
         self.stored += len(handle.keys)
 
     def end_request(self) -> None:
-        """Note the counters after a request."""
+        """Note the counters after a request, and what happened before the next."""
         self._log.append((self.loaded, self.stored, self.manager.num_ready))
 
     def log(self) -> TierLog:
@@ -159,26 +162,58 @@ def run_tiers(
     ]
     if len(tiers) > 1:
         tiers[0].manager.admit_all()
-    hints = None if give_hints is None else give_hints(tiers[0].manager)
-    names = _names(workload.num_unique)
-    served: list[tuple[int, int]] = []
-    spans = zip(workload.spans(), workload.turn_ends.tolist(), strict=True)
-    for request, ((start, prompt_end, end), turn_end) in enumerate(spans):
-        keys = tuple(names[workload.chunks[start:end]].tolist())
-        prompt = keys[: prompt_end - start]
-        if hints is not None:
-            hints.before(request, prompt)
-        num_hits, num_present = _serve(tiers, prompt)
-        served.append((num_hits, num_present))
-        for first, last in _pieces(workload, num_hits, len(prompt), len(keys)):
-            _store(tiers, keys[first:last], keys[first - 1] if first else None)
-        if hints is not None:
-            hints.after(request, keys)
-        tiers[0].manager.end_turn(keys, TURN_ENDS[turn_end])
-        for tier in tiers:
+    return _Replay(workload, tiers, None if give_hints is None else give_hints(tiers[0].manager)).run()
+
+
+class _Replay:
+    """The requests in the order of time: each arrives, and its answer is complete some time later."""
+
+    def __init__(self, workload: Workload, tiers: Sequence[_Tier], hints: OrchestratorHints | None) -> None:
+        self._workload = workload
+        self._tiers = tiers
+        self._hints = hints
+        # The requests whose answers are being written: when they are complete, number, chunks, and how many the prompt has.
+        self._running: list[tuple[float, int, Keys, int]] = []
+
+    def run(self) -> TierRun:
+        """Replay all requests."""
+        workload, names = self._workload, _names(self._workload.num_unique)
+        found: list[tuple[int, int]] = []
+        times = zip(workload.spans(), workload.arrivals_s.tolist(), workload.answered_s.tolist(), strict=True)
+        for request, ((start, prompt_end, end), arrival_s, answered_s) in enumerate(times):
+            self._answer_until(arrival_s)
+            if request:
+                self._end_request()
+            keys = tuple(names[workload.chunks[start:end]].tolist())
+            found.append(self._arrive(request, keys[: prompt_end - start]))
+            heappush(self._running, (answered_s, request, keys, prompt_end - start))
+        self._answer_until(inf)
+        self._end_request()
+        hits, present = np.array(found, dtype=np.int64).T
+        return TierRun(hits, present, tuple(tier.log() for tier in self._tiers))
+
+    def _arrive(self, request: int, prompt: Keys) -> tuple[int, int]:
+        """Look a prompt up and compute the rest. Returns how many leading chunks were found, and how many in all."""
+        if self._hints is not None:
+            self._hints.before(request, prompt)
+        num_hits, num_present = _serve(self._tiers, prompt)
+        for first, end in _prompt_pieces(self._workload, num_hits, len(prompt)):
+            _store(self._tiers, prompt[first:end], prompt[first - 1] if first else None)
+        return num_hits, num_present
+
+    def _answer_until(self, now_s: float) -> None:
+        """Complete the answers that are complete by then."""
+        while self._running and not self._running[0][0] > now_s:
+            _, request, keys, num_prompt = heappop(self._running)
+            for first, end in _answer_pieces(self._workload, num_prompt, len(keys)):
+                _store(self._tiers, keys[first:end], keys[first - 1] if first else None)
+            if self._hints is not None:
+                self._hints.after(request, keys)
+            self._tiers[0].manager.end_turn(keys, TURN_ENDS[self._workload.turn_ends[request]])
+
+    def _end_request(self) -> None:
+        for tier in self._tiers:
             tier.end_request()
-    hits, present = np.array(served, dtype=np.int64).T
-    return TierRun(hits, present, tuple(tier.log() for tier in tiers))
 
 
 def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
@@ -189,19 +224,25 @@ def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
     return names
 
 
-def _pieces(workload: Workload, num_hits: int, num_prompt: int, num_chunks: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a request's chunks that are stored together: first chunk, and the one behind the last."""
-    if workload.step_tokens is None or workload.chunk_tokens is None:
-        ends = [num_prompt, num_chunks]
-    else:
-        step, chunk = workload.step_tokens, workload.chunk_tokens
-        computed = range(num_hits * chunk + step, num_prompt * chunk, step)
-        ends = [*(tokens // chunk for tokens in computed), *range(num_prompt, num_chunks + 1)]
-    first = num_hits
+def _pieces(first: int, ends: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The ranges between the ends of chunks that are stored together: first chunk, and the one behind the last."""
     for end in ends:
         if end > first:
             yield first, end
             first = end
+
+
+def _prompt_pieces(workload: Workload, num_hits: int, num_prompt: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a prompt's chunks that are stored together, behind those that were found."""
+    step, chunk = workload.step_tokens, workload.chunk_tokens
+    computed = () if step is None or chunk is None else range(num_hits * chunk + step, num_prompt * chunk, step)
+    return _pieces(num_hits, [*(tokens // (chunk or 1) for tokens in computed), num_prompt])
+
+
+def _answer_pieces(workload: Workload, num_prompt: int, num_chunks: int) -> Iterator[tuple[int, int]]:
+    """The ranges of an answer's chunks that are stored together."""
+    is_stepped = workload.step_tokens is not None and workload.chunk_tokens is not None
+    return _pieces(num_prompt, range(num_prompt, num_chunks + 1) if is_stepped else [num_chunks])
 
 
 def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:

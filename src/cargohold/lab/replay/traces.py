@@ -46,6 +46,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         hash_ids: the prompt's blocks, in order.
         timestamp_ms: time of arrival in milliseconds; ``None`` if the trace does not say.
         timestamp: the same, under the name that Mooncake's own files have for it.
+        ended_ms: when the answer was complete, on the same clock.
         input_length: tokens of the prompt.
         output_length: tokens generated.
         session_id: requests of one conversation have the same.
@@ -59,6 +60,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     hash_ids: list[int]
     timestamp_ms: int | float | None = None
     timestamp: int | float | None = None
+    ended_ms: int | float | None = None
     input_length: int | None = None
     output_length: int | None = None
     session_id: int | str | None = None
@@ -143,11 +145,10 @@ def check_numbers(request: TraceRequest, line: Line) -> None:
         if value is not None and not least <= value <= MAX_TOKENS:
             reason = f"{name} is {_short(value)}; it must be an integer from {least} to {MAX_TOKENS}"
             raise TraceError(line.file, line.number, reason)
-    arrival_ms = request.arrival_ms
-    if arrival_ms is not None and not -_MAX_MS <= arrival_ms <= _MAX_MS:
-        raise TraceError(
-            line.file, line.number, f"its time is {_short(arrival_ms)}; it must be a number of milliseconds"
-        )
+    for time_ms in (request.arrival_ms, request.ended_ms):
+        if time_ms is not None and not -_MAX_MS <= time_ms <= _MAX_MS:
+            reason = f"its time is {_short(time_ms)}; it must be a number of milliseconds"
+            raise TraceError(line.file, line.number, reason)
 
 
 def _short(number: float) -> str:
@@ -176,6 +177,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
     timestamp_ms: int | float | None = None
     timestamp: int | float | None = None
+    ended_ms: int | float | None = None
     output_length: int | None = None
     step_tokens: int | None = None
     reused_blocks: int | None = None
@@ -249,6 +251,7 @@ class RequestLogDecoder:
             output_hash_ids=ids[num_prompt_blocks:],
             timestamp_ms=logged.timestamp_ms,
             timestamp=logged.timestamp,
+            ended_ms=logged.ended_ms,
             input_length=len(token_ids),
             output_length=len(logged.output_token_ids) or logged.output_length,
             session_id=logged.session_id,

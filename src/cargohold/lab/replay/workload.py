@@ -25,6 +25,8 @@ Chunks = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 UNKNOWN: Final = -1
+FIRST_TOKEN_S: Final = 1.0
+"""When the first token of an answer comes, where the trace does not say when the answer was complete."""
 TURN_ENDS: Final = tuple(TurnEnd)
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
@@ -48,6 +50,8 @@ class Workload:
         prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
         arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
+        answered_s: per request, when its answer is complete, in the same seconds; minus infinity, which is at once, where the
+            trace does not tell when it arrived. See ``Selection.rate``.
         sessions: per request, number of its session, or ``UNKNOWN``.
         turn_ends: per request, how it ended, as its number in ``TURN_ENDS``.
         num_warm: leading requests that only warm the cache up: they are replayed, but not counted.
@@ -67,6 +71,7 @@ class Workload:
     prompt_tokens: Ints
     reused_blocks: Ints
     arrivals_s: Floats
+    answered_s: Floats
     sessions: Ints
     turn_ends: Ints
     num_unique: int
@@ -181,6 +186,8 @@ class Selection:
         sessions: only requests of these sessions; all if empty.
         from_s, until_s: only requests that arrive in this window, in seconds since the trace's first request.
         warm: requests before ``from_s`` are replayed, too, to warm the cache up, but not counted.
+        rate: tokens of an answer per second. Where the trace does not say when an answer was complete, it takes so long after
+            ``FIRST_TOKEN_S``, and at most until its session goes on.
     """
 
     blocks_per_chunk: int = 1
@@ -189,6 +196,7 @@ class Selection:
     from_s: float | None = None
     until_s: float | None = None
     warm: bool = False
+    rate: float = 80.0
 
     def __post_init__(self) -> None:
         if not is_positive_int(self.blocks_per_chunk):
@@ -205,6 +213,8 @@ class Selection:
                 "until", self.until_s, f"the window must end after it starts, which is at {self.from_s} s"
             )
 
+        if not is_positive_number(self.rate):
+            raise ConfigError("rate", self.rate, "it must be a number of tokens per second above 0")
         if self.warm and self.from_s is None:
             raise ConfigError("warm", True, "it warms up on what comes before --from: give --from, too")
 
@@ -244,7 +254,7 @@ class WorkloadBuilder:
         self._chunks = array("i")
         self._prompt_lengths, self._lengths = array("q"), array("q")
         self._blocks, self._tokens, self._reused = array("q"), array("q"), array("q")
-        self._times_ms = array("d")
+        self._times_ms, self._ended_ms, self._answers = array("d"), array("d"), array("q")
         self._sessions = array("q")
         self._turn_ends = array("b")
         self._session_numbers: dict[int | str, int] = {}
@@ -284,6 +294,8 @@ class WorkloadBuilder:
         self._tokens.append(UNKNOWN if request.input_length is None else request.input_length)
         self._reused.append(UNKNOWN if request.reused_blocks is None else request.reused_blocks)
         self._times_ms.append(math.nan if arrival_ms is None else arrival_ms)
+        self._ended_ms.append(math.nan if request.ended_ms is None else request.ended_ms)
+        self._answers.append(request.output_length or 0)
         session, known = request.session_id, self._session_numbers
         self._sessions.append(UNKNOWN if session is None else known.setdefault(session, len(known)))
         self._turn_ends.append(TURN_ENDS.index(request.turn_end))
@@ -310,6 +322,7 @@ class WorkloadBuilder:
             raise self._nothing_to_replay(len(counted))
         ends = np.cumsum(np.array(self._lengths, dtype=np.int64))
         starts = np.concatenate(([0], ends[:-1]))
+        sessions = np.array(self._sessions, dtype=np.int64)
         workload = Workload(
             chunks=np.array(self._chunks, dtype=np.int32),
             prompt_ends=starts + np.array(self._prompt_lengths, dtype=np.int64),
@@ -317,7 +330,8 @@ class WorkloadBuilder:
             prompt_tokens=np.array(self._tokens, dtype=np.int64),
             reused_blocks=np.array(self._reused, dtype=np.int64),
             arrivals_s=arrivals_s,
-            sessions=np.array(self._sessions, dtype=np.int64),
+            answered_s=self._answered_s(arrivals_s, sessions),
+            sessions=sessions,
             turn_ends=np.array(self._turn_ends, dtype=np.int64),
             num_unique=len(self._numbers),
             num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[counted].sum()),
@@ -330,6 +344,16 @@ class WorkloadBuilder:
             is_sorted=is_sorted,
         )
         return workload if np.array_equal(order, np.arange(len(ends))) else _taken(workload, order)
+
+    def _answered_s(self, arrivals_s: Floats, sessions: Ints) -> Floats:
+        """When each answer is complete; see ``Selection.rate``."""
+        answered_s = arrivals_s + FIRST_TOKEN_S + np.array(self._answers) / self._selection.rate
+        order = np.lexsort((arrivals_s, sessions))
+        goes_on = (sessions[order[:-1]] == sessions[order[1:]]) & (sessions[order[1:]] != UNKNOWN)
+        before, after = order[:-1][goes_on], order[1:][goes_on]
+        answered_s[before] = np.fmin(answered_s[before], arrivals_s[after])
+        recorded_s = (np.array(self._ended_ms) - self._first_ms) / 1000
+        return np.nan_to_num(np.where(np.isnan(recorded_s), answered_s, recorded_s), nan=-np.inf)
 
     def _nothing_to_replay(self, num_requests: int) -> ConfigError:
         """An error that names the option because of which nothing is left."""
@@ -394,6 +418,7 @@ def _taken(workload: Workload, order: Ints) -> Workload:
         prompt_tokens=workload.prompt_tokens[order],
         reused_blocks=workload.reused_blocks[order],
         arrivals_s=workload.arrivals_s[order],
+        answered_s=workload.answered_s[order],
         sessions=workload.sessions[order],
         turn_ends=workload.turn_ends[order],
         num_unique=len(numbers),
