@@ -30,6 +30,7 @@ from cargohold.lab.simulation.oracles import (
 )
 from cargohold.lab.simulation.replica import STEP_S, Replica, SimulatedEngine
 from cargohold.lab.simulation.run import RunResult, quiet_logging
+from cargohold.lab.simulation.tiers import TieredOffloading
 from cargohold.lab.simulation.traffic import Ask
 from cargohold.lab.simulation.world import Scenario, World
 
@@ -74,6 +75,10 @@ class PairRun:
         self._scenario = scenario
         world = World(scenario)
         self._prefill, self._decode = _Side(world), _Side(World(scenario, beside=world))
+        num_shards = scenario.shape.world_size // scenario.shape.num_replicas
+        for tiered, beside in zip(world.tiered, self._decode.world.tiered, strict=True):
+            for at in _shared_tiers(tiered):
+                beside.shards |= {(at, shard): tiered.shard(at, shard) for shard in range(num_shards)}
         self._clock = world.clock
         self._restarts = sorted(restarts)
         self._asks = [action for action in scenario.actions if isinstance(action, Ask)]
@@ -247,12 +252,20 @@ class PairRun:
 
     def _is_readable(self, key: bytes) -> bool:
         """Whether all workers' shards of a shared tier have a chunk."""
-        media = self._prefill.world.shared_shards()
-        return any(all(key in shard.chunks for shard in shards) for shards in media)
+        return any(
+            all(key in shard.chunks for (tier, _), shard in tiered.shards.items() if tier == at)
+            for tiered in self._prefill.world.tiered
+            for at in _shared_tiers(tiered)
+        )
 
     def _is_excused(self) -> bool:
         struck = self._prefill.world.source.struck
         return any(struck[fault] for fault in (*BREAKING, *_PART_LOST, Fault.LOST))
+
+
+def _shared_tiers(tiered: TieredOffloading) -> list[int]:
+    """Numbers of the tiers that both machines share."""
+    return [at for at, plan in enumerate(tiered.plans) if plan.options.locality == "REMOTE"]
 
 
 def draw_restarts(seed: int, scenario: Scenario) -> tuple[tuple[float, bool], ...]:

@@ -20,9 +20,9 @@ from cargohold.errors import ConfigError
 from cargohold.lab.conformance.strict import (
     CodedExecutor,
     Failure,
-    SpoilerFactory,
     SpoilingScheduler,
-    StrictFactory,
+    spoiler,
+    strict,
 )
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.faults import Fault
@@ -132,7 +132,7 @@ class ConnectorConformance(ABC):
         """
 
         def doubled(plan: ConnectorPlan) -> ConnectorPlan:
-            return replace(plan, custom=(*plan.custom, StrictFactory(self.factory())), nesting=(2,))
+            return replace(plan, custom=(*plan.custom, strict(self.factory())), nesting=(2,))
 
         self._play_all(workload, [Fault.RAISES], doubled)
 
@@ -146,7 +146,7 @@ class ConnectorConformance(ABC):
         """
 
         def spoiled(plan: ConnectorPlan) -> ConnectorPlan:
-            return replace(plan, custom=(SpoilerFactory(failure), *plan.custom), nesting=(2,))
+            return replace(plan, custom=(spoiler(failure), *plan.custom), nesting=(2,))
 
         engines: list[SimulatedEngine] = []
         self._play_all(workload, (), spoiled, prepare=engines.append)
@@ -263,8 +263,8 @@ class ConnectorConformance(ABC):
 
         The step fails, the prompt is computed again, evicted from the device pool, and asked for once more.
         """
-        spoiler = SpoilerFactory(failure, lambda request_id: request_id == "failed")
-        engine = self._engine(MultiConnectorFactory((spoiler, StrictFactory(self.factory()))))
+        spoils_one = spoiler(failure, lambda request_id: request_id == "failed")
+        engine = self._engine(MultiConnectorFactory((spoils_one, strict(self.factory()))))
         prompt = self._prompt(0)
         with quiet_logging():
             request = self._ask(engine, "failed", prompt)
@@ -340,8 +340,8 @@ class ConnectorConformance(ABC):
         if self.needs_prefix_caching:
             shape = replace(shape, scheduler={**shape.scheduler, "prefix_caching": True})
         with_context = self.needs_context or Random(seed).random() < 0.6  # noqa: S311  # repeatable, on purpose
-        strict = StrictFactory(self.factory(), plans_early=seed % 2 == 1)
-        plan = ConnectorPlan(type(self).__name__, (), with_context=with_context, custom=(strict,))
+        factory = strict(self.factory(), plans_early=seed % 2 == 1)
+        plan = ConnectorPlan(type(self).__name__, (), with_context=with_context, custom=(factory,))
         return replace(scenario, shape=shape, connector=plan)
 
     def _engine(self, factory: KVConnectorFactory, **options: Any) -> SimulatedEngine:

@@ -17,11 +17,10 @@ from cargohold.engine.ranks.step_codec import StepCodec
 from cargohold.lab.simulation.replica import SimulatedEngine, SimulatedExecutor
 from cargohold.protocol import (
     NOTHING_ENDED,
-    Adapter,
     AttentionKind,
     BlockIds,
     CacheReport,
-    ExtraKey,
+    ClassFactory,
     ForwardingScheduler,
     Hint,
     HintOutcome,
@@ -35,13 +34,11 @@ from cargohold.protocol import (
     SchedulerContext,
     SchedulerEnvironment,
     StepView,
-    TurnEnd,
-    WorkerEnvironment,
 )
 
 
 class EarlyView:
-    """A request whose last generated token is not known yet while it runs. Satisfies ``RequestView``.
+    """A request whose last generated token is not known yet while it runs. All else is as in the request.
 
     Args:
         request: the request, with all of its tokens.
@@ -51,14 +48,8 @@ class EarlyView:
         self._request = request
         self._num_known = 0
 
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The number of the prompt's tokens, all of which are known."""
-        return self._request.num_prompt_tokens
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
     @property
     def num_tokens(self) -> int:
@@ -76,46 +67,6 @@ class EarlyView:
     def block_hashes(self) -> Sequence[bytes]:
         """The hashes of the blocks that known tokens fill."""
         return self._request.block_hashes[: self.num_tokens // self._request.hash_block_tokens]
-
-    @property
-    def adapter(self) -> Adapter | None:
-        return self._request.adapter
-
-    def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
-        """What block hashes cover of these tokens besides their ids."""
-        return self._request.extra_keys(start, end)
-
-    @property
-    def salt(self) -> str | None:
-        return self._request.salt
-
-    @property
-    def tenant(self) -> str | None:
-        return self._request.tenant
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client asks of the connectors."""
-        return self._request.kv_transfer_params
-
-    @property
-    def turn_end(self) -> TurnEnd:
-        return self._request.turn_end
-
-
-class EarlyViews:
-    """One ``EarlyView`` per request, the same one for as long as the request is alive."""
-
-    def __init__(self) -> None:
-        self._views: dict[str, EarlyView] = {}
-
-    def of(self, request: RequestView) -> RequestView:
-        assert isinstance(request, Request)
-        return self._views.setdefault(request.request_id, EarlyView(request))
-
-    def forget(self, request_id: str) -> None:
-        """Drop the view of a request that has ended."""
-        self._views.pop(request_id, None)
 
 
 # --- wrappers around a connector under test ---------------------------------------------------------------------------
@@ -138,15 +89,16 @@ class StrictScheduler(ForwardingScheduler):
 
     def __init__(self, inner: KVConnectorScheduler, *, plans_early: bool) -> None:
         super().__init__(inner)
-        self._views = EarlyViews() if plans_early else None
-        self._reading = _Reading()
+        self._plans_early = plans_early
+        self._views: dict[str, EarlyView] = {}  # by request, the same one for as long as it is alive
+        self.is_looking_up = False
         self._events: list[KVEvent] = []
         # The look-up before, while the request still waits and no step was built: its answer must not change.
         self._before: tuple[RequestView, int, tuple[int | None, bool]] | None = None
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         """Pass on, so that blocks can be neither touched nor freed in a look-up."""
-        super().bind_scheduler_context(cast("SchedulerContext", _ReadOnlyInLookUps(context, self._reading)))
+        super().bind_scheduler_context(cast("SchedulerContext", _ReadOnlyInLookUps(context, self)))
 
     def on_new_request(self, request: RequestView) -> None:
         super().on_new_request(self._shown(request))
@@ -176,8 +128,11 @@ class StrictScheduler(ForwardingScheduler):
         return [*before, *self.inner.take_events()]
 
     def _ask(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        with self._reading:
+        self.is_looking_up = True
+        try:
             return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        finally:
+            self.is_looking_up = False
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         self._before = None
@@ -188,8 +143,7 @@ class StrictScheduler(ForwardingScheduler):
         return super().request_finished(self._shown(request), block_ids)
 
     def explain(self, request_id: str) -> CacheReport:
-        if self._views is not None:
-            self._views.forget(request_id)
+        self._views.pop(request_id, None)
         return super().explain(request_id)
 
     def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
@@ -201,55 +155,29 @@ class StrictScheduler(ForwardingScheduler):
         return metadata
 
     def _shown(self, request: RequestView) -> RequestView:
-        return request if self._views is None else self._views.of(request)
-
-
-class _Reading:
-    """A look-up in progress, as a context manager.
-
-    Attributes:
-        is_on: whether there is one.
-    """
-
-    def __init__(self) -> None:
-        self.is_on = False
-
-    def __enter__(self) -> None:
-        self.is_on = True
-
-    def __exit__(self, *_: object) -> None:
-        self.is_on = False
+        if not self._plans_early:
+            return request
+        return cast("RequestView", self._views.setdefault(request.request_id, EarlyView(cast("Request", request))))
 
 
 class _ReadOnlyInLookUps:
     """A scheduler context that refuses to change references while a look-up is in progress."""
 
-    def __init__(self, context: SchedulerContext, reading: _Reading) -> None:
+    def __init__(self, context: SchedulerContext, connector: StrictScheduler) -> None:
         self._context = context
-        self._reading = reading
+        self._connector = connector
 
     def __getattr__(self, name: str) -> Any:
-        assert name not in _CHANGING or not self._reading.is_on, f"get_num_new_matched_tokens called {name}"
+        assert name not in _CHANGING or not self._connector.is_looking_up, f"get_num_new_matched_tokens called {name}"
         return getattr(self._context, name)
 
 
-class StrictFactory:
-    """Wraps the scheduler sides of another factory in ``StrictScheduler``. Satisfies ``KVConnectorFactory``.
-
-    Args:
-        inner: the other factory.
-        plans_early: see ``StrictScheduler``.
-    """
-
-    def __init__(self, inner: KVConnectorFactory, *, plans_early: bool = False) -> None:
-        self._inner = inner
-        self._plans_early = plans_early
-
-    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
-        return StrictScheduler(self._inner.make_scheduler_side(environment), plans_early=self._plans_early)
-
-    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
-        return self._inner.make_worker_side(environment)
+def strict(factory: KVConnectorFactory, *, plans_early: bool = False) -> KVConnectorFactory:
+    """A factory whose scheduler sides are those of another one in a ``StrictScheduler``."""
+    return ClassFactory(
+        lambda environment: StrictScheduler(factory.make_scheduler_side(environment), plans_early=plans_early),
+        factory.make_worker_side,
+    )
 
 
 class CodedExecutor(SimulatedExecutor):
@@ -383,25 +311,11 @@ class SpoilingWorker(KVConnectorWorker):
         self._spoils = Spoils()
 
 
-class SpoilerFactory:
-    """Makes both sides of the faulty connector. Satisfies ``KVConnectorFactory``.
-
-    Args:
-        failure: how failures are reported.
-        picks: whether to spoil the request with a given id; by default, 40 % of all requests.
-    """
-
-    def __init__(self, failure: Failure, picks: Callable[[str], bool] | None = None) -> None:
-        self._failure = failure
-        self._picks = picks or _some
-
-    def make_scheduler_side(self, environment: SchedulerEnvironment) -> SpoilingScheduler:
-        return SpoilingScheduler(environment, self._picks)
-
-    def make_worker_side(self, environment: WorkerEnvironment) -> SpoilingWorker:
-        """The side that breaks the promise."""
-        del environment
-        return SpoilingWorker(self._failure)
+def spoiler(failure: Failure, picks: Callable[[str], bool] | None = None) -> KVConnectorFactory:
+    """Makes both sides of the faulty connector; by default, it spoils 40 % of all requests."""
+    return ClassFactory(
+        lambda environment: SpoilingScheduler(environment, picks or _some), lambda _: SpoilingWorker(failure)
+    )
 
 
 def _some(request_id: str) -> bool:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from functools import wraps
 from heapq import heappop, heappush
-from inspect import isfunction
 from random import Random
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 from zlib import crc32
 
 from cargohold.blocks import ABSENT, NOT_YET
@@ -18,6 +15,7 @@ from cargohold.lab.simulation.faults import Fault, FaultSource
 from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows
 from cargohold.protocol import (
+    ClassFactory,
     ForwardingScheduler,
     ForwardingWorker,
     KVConnectorFactory,
@@ -28,6 +26,7 @@ from cargohold.protocol import (
     TransferOutcome,
     WorkerEnvironment,
 )
+from cargohold.protocol.hooks import Hook
 from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.port import have_succeeded
 
@@ -40,37 +39,12 @@ _START_AND_END: Final = frozenset({"bind_scheduler_context", "get_finished_count
 """Hooks that are not called in steps. A connector that raises there is refused at start, or has ended anyhow."""
 
 
-class _Side(Protocol):
-    def maybe_raise(self) -> None:
-        """Raise ``SimulatedMishapError`` if ``Fault.RAISES`` strikes."""
+def _maybe_raise(source: FaultSource, hook: Hook, where: str) -> None:
+    """Raise if that fault strikes: before and after every hook that steps call."""
+    if hook.name not in _START_AND_END and source.strikes(Fault.RAISES):
+        raise SimulatedMishapError(where)
 
 
-T = TypeVar("T", bound=_Side)
-
-
-def _raises_around(contract: type) -> Callable[[type[T]], type[T]]:
-    """Class decorator: lets a side raise before and after every hook that steps call."""
-
-    def around(hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        def call(self: T, *args: Any) -> Any:
-            self.maybe_raise()
-            answer = hook(self, *args)
-            self.maybe_raise()
-            return answer
-
-        return call
-
-    def decorate(side: type[T]) -> type[T]:
-        for name, hook in vars(contract).items():
-            if isfunction(hook) and name not in _START_AND_END:
-                setattr(side, name, around(getattr(side, name)))
-        return side
-
-    return decorate
-
-
-@_raises_around(KVConnectorScheduler)
 class FaultyScheduler(ForwardingScheduler):
     """A scheduler side that raises now and then.
 
@@ -83,12 +57,13 @@ class FaultyScheduler(ForwardingScheduler):
         super().__init__(inner)
         self._source = source
 
-    def maybe_raise(self) -> None:
-        if self._source.strikes(Fault.RAISES):
-            raise SimulatedMishapError("in the scheduler")
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        _maybe_raise(self._source, hook, "in the scheduler")
+        answer = super().dispatch(hook, args)
+        _maybe_raise(self._source, hook, "in the scheduler")
+        return answer
 
 
-@_raises_around(KVConnectorWorker)
 class FaultyWorker(ForwardingWorker):
     """A worker side that raises now and then, or reports ended transfers some steps late.
 
@@ -103,9 +78,17 @@ class FaultyWorker(ForwardingWorker):
         self._held_back = KVConnectorTransferResults()
         self._steps_late = 0
 
-    def get_transfer_results(self, finished_req_ids: AbstractSet[str]) -> KVConnectorTransferResults:
-        """Pass on; if this worker is late, the report is held back for some steps."""
-        finished = merged(self._held_back, self.inner.get_transfer_results(finished_req_ids))
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        _maybe_raise(self._source, hook, "on a worker")
+        answer = super().dispatch(hook, args)
+        if hook.name == "get_transfer_results":
+            answer = self._reported(answer)
+        _maybe_raise(self._source, hook, "on a worker")
+        return answer
+
+    def _reported(self, ended: KVConnectorTransferResults) -> KVConnectorTransferResults:
+        """What is reported now; if this worker is late, all that has ended is held back for some steps."""
+        finished = merged(self._held_back, ended)
         if self._steps_late == 0 and self._source.strikes(Fault.LATE_WORKER):
             self._steps_late = self._source.random.randint(1, 4)
         if self._steps_late:
@@ -115,10 +98,6 @@ class FaultyWorker(ForwardingWorker):
             return KVConnectorTransferResults(step_failed=finished.step_failed)
         self._held_back = KVConnectorTransferResults()
         return finished
-
-    def maybe_raise(self) -> None:
-        if self._source.strikes(Fault.RAISES):
-            raise SimulatedMishapError("on a worker")
 
 
 def merged(earlier: KVConnectorTransferResults, later: KVConnectorTransferResults) -> KVConnectorTransferResults:
@@ -135,27 +114,18 @@ def merged(earlier: KVConnectorTransferResults, later: KVConnectorTransferResult
     )
 
 
-class FaultyFactory:
-    """Makes faulty sides of another factory's connectors. Satisfies ``KVConnectorFactory``.
+def faulty_factory(factory: KVConnectorFactory, source: FaultSource) -> KVConnectorFactory:
+    """Makes faulty sides of another factory's connectors; those to which nothing may happen are not wrapped."""
 
-    Args:
-        inner: the other factory.
-        source: decides when a fault strikes.
-    """
+    def scheduler_side(environment: SchedulerEnvironment) -> KVConnectorScheduler:
+        inner = factory.make_scheduler_side(environment)
+        return FaultyScheduler(inner, source) if source.is_possible([Fault.RAISES]) else inner
 
-    def __init__(self, inner: KVConnectorFactory, source: FaultSource) -> None:
-        self._inner = inner
-        self._source = source
+    def worker_side(environment: WorkerEnvironment) -> KVConnectorWorker:
+        inner = factory.make_worker_side(environment)
+        return FaultyWorker(inner, source) if source.is_possible([Fault.RAISES, Fault.LATE_WORKER]) else inner
 
-    def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
-        inner = self._inner.make_scheduler_side(environment)
-        return FaultyScheduler(inner, self._source) if self._source.is_possible([Fault.RAISES]) else inner
-
-    def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
-        """A worker side; wrapped only if something may happen to it."""
-        inner = self._inner.make_worker_side(environment)
-        faults = (Fault.RAISES, Fault.LATE_WORKER)
-        return FaultyWorker(inner, self._source) if self._source.is_possible(faults) else inner
+    return ClassFactory(scheduler_side, worker_side)
 
 
 class ChecksummedTransfers(ForwardingTransfers):

@@ -343,6 +343,7 @@ class TieredOffloading:
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
+        plans: the tiers below.
         shards: the media's shards, by tier and number of the shard; made when a worker first opens them.
         lower, queues: of the engine made last, the lower tiers, and the queues per tier.
     """
@@ -358,7 +359,7 @@ class TieredOffloading:
     ) -> None:
         self.config = OffloadConfig(host_bytes="1GiB", **options)
         self._num_slots = num_slots
-        self._plans = media
+        self.plans = media
         self._make_transfers = make_transfers
         self._watch = watch
         self._make_queue = make_queue
@@ -373,7 +374,7 @@ class TieredOffloading:
         quotas = limits_in_chunks(self.config.quotas, self._num_slots, 1)
         emits_events = environment.emits_events
         host = host_manager(self.config, environment.layout, self._num_slots, quotas, record_events=emits_events)
-        options = [plan.options for plan in self._plans]
+        options = [plan.options for plan in self.plans]
         side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
         assert side.lower is not None
         self.lower, self.queues, self._rows = side.lower, [[] for _ in options], {}
@@ -386,9 +387,9 @@ class TieredOffloading:
         if shard not in self._rows:
             self._rows[shard] = empty_rows(self._num_slots, self.config.blocks_per_chunk, layout)
         rows, per_chunk = self._rows[shard], self.config.blocks_per_chunk
-        queues: dict[str, JobQueue] = {plan.options.name: NoOpQueue() for plan in self._plans}
-        for at, plan in enumerate(() if replica else self._plans):
-            queue = queues[plan.options.name] = self._make_queue(self._shard(at, shard), plan)
+        queues: dict[str, JobQueue] = {plan.options.name: NoOpQueue() for plan in self.plans}
+        for at, plan in enumerate(() if replica else self.plans):
+            queue = queues[plan.options.name] = self._make_queue(self.shard(at, shard), plan)
             self.queues[at].append(queue)
 
         def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
@@ -399,24 +400,12 @@ class TieredOffloading:
             make_transfers, TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)
         )
 
-    def shared_shards(self) -> Iterator[list[SimulatedMedium]]:
-        """Yield the shards of each tier that other machines share."""
-        for at, plan in enumerate(self._plans):
-            if plan.options.locality == "REMOTE":
-                yield [shard for (tier, _), shard in self.shards.items() if tier == at]
-
     def listed_media(self) -> Iterator[ListedMedium]:
         """Yield the tiers that list their chunks, under the engine made last."""
         for at, (tier, queues) in enumerate(zip(self.lower.tiers, self.queues, strict=True)):
             if tier.options.is_listed:
-                shards = [self._shard(at, shard) for shard in range(len(queues))]
+                shards = [self.shard(at, shard) for shard in range(len(queues))]
                 yield ListedMedium(tier, self.lower, shards, queues, self.config.blocks_per_chunk)
-
-    def share(self, other: TieredOffloading, num_shards: int) -> None:
-        """Use the shards of another engine's tiers where other machines share them."""
-        for at, plan in enumerate(self._plans):
-            for shard in range(num_shards if plan.options.locality == "REMOTE" else 0):
-                self.shards[at, shard] = other._shard(at, shard)
 
     def open_namespace(self) -> None:
         """Engines made from now on find nothing of what was stored so far."""
@@ -426,5 +415,5 @@ class TieredOffloading:
         self._num_epochs += 1
         return self._num_epochs.to_bytes(8, "little")
 
-    def _shard(self, tier: int, shard: int) -> SimulatedMedium:
-        return self.shards.setdefault((tier, shard), SimulatedMedium(self._plans[tier].max_chunks))
+    def shard(self, tier: int, shard: int) -> SimulatedMedium:
+        return self.shards.setdefault((tier, shard), SimulatedMedium(self.plans[tier].max_chunks))

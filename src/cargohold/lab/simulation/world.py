@@ -21,9 +21,9 @@ from cargohold.lab.simulation.connectors import (
 )
 from cargohold.lab.simulation.fault_wrappers import (
     ChecksummedTransfers,
-    FaultyFactory,
     FaultyManager,
     FaultyTransfers,
+    faulty_factory,
 )
 from cargohold.lab.simulation.faults import Fault, FaultSource, Spells, Stalls, VirtualClock, draw_rates
 from cargohold.lab.simulation.fingerprints import GroupPlan, layout_of, num_blocks_needed
@@ -220,13 +220,14 @@ class World:
     Args:
         scenario: the engines and everything around them.
         prepare: called with every engine before its first step; not with engines of vLLM.
-        beside: the world around another engine, with which this one shares time, faults, and tiers that machines share.
+        beside: the world around another engine, with which this one shares time and faults.
 
     Attributes:
         clock: virtual time. The code under test reads it by calls, which may let time pass; what surrounds it does not.
         source: decides when faults strike.
         is_slow: tells whether copies hardly go on at the moment.
         tiers: tiers without lower tiers, in the order of the plan.
+        tiered: those with lower tiers.
     """
 
     def __init__(
@@ -252,10 +253,8 @@ class World:
         self._faulty: list[FaultyTransfers] = []
         self._queues: list[LinkedQueue] = []
         self.tiers: list[SimulatedOffloading] = []
-        self._tiered: list[TieredOffloading] = []
-        self.factory = scenario.connector.build(self._make_tier, self._faulty_connector)
-        if beside is not None:
-            self._share_tiers(beside)
+        self.tiered: list[TieredOffloading] = []
+        self.factory = scenario.connector.build(self._make_tier, lambda factory: faulty_factory(factory, self.source))
 
     def new_engine(self) -> Replica:
         """An engine as after a start of its process."""
@@ -277,25 +276,16 @@ class World:
         self._prepare(engine)
         return engine
 
-    def _share_tiers(self, other: World) -> None:
-        for own, theirs in zip(self._tiered, other._tiered, strict=True):  # of the same class
-            own.share(theirs, self._scenario.shape.world_size // self._scenario.shape.num_replicas)
-
-    def shared_shards(self) -> Iterator[list[SimulatedMedium]]:
-        """Yield the shards of each tier that other machines share."""
-        for tiered in self._tiered:
-            yield from tiered.shared_shards()
-
     def listed_media(self) -> Iterator[ListedMedium]:
         """Yield the tiers that list their chunks, under the engine made last."""
-        for tiered in self._tiered:
+        for tiered in self.tiered:
             yield from tiered.listed_media()
 
     def open_namespace(self) -> None:
         """Make the tiers look empty to the next engine, because it has other weights than the last one started with."""
         for tier in self.tiers:
             tier.open_namespace()
-        for tiered in self._tiered:
+        for tiered in self.tiered:
             tiered.open_namespace()
 
     def oracles(self, engine: Replica) -> list[Oracle]:
@@ -351,7 +341,7 @@ class World:
         tiered = TieredOffloading(
             plan.num_slots, plan.lower, make_transfers, self._watch, self._make_queue, **plan.options
         )
-        self._tiered.append(tiered)
+        self.tiered.append(tiered)
         return tiered
 
     def _make_link(self, region: ByteRows, rows: ByteRows, rank: int) -> LinkTransfers:
@@ -376,9 +366,6 @@ class World:
         queue = LinkedQueue(medium, plan, self.source, self._is_gone, self._slowness)
         self._queues.append(queue)
         return queue
-
-    def _faulty_connector(self, factory: KVConnectorFactory) -> KVConnectorFactory:
-        return FaultyFactory(factory, self.source)
 
     def _faulty_manager(self, manager: OffloadManager) -> OffloadManager:
         return FaultyManager(manager, self.source, self._is_gone)
