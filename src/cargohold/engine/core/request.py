@@ -288,7 +288,7 @@ class Request:
 _NO_METADATA: KVConnectorMetadata = EmptyMetadata()
 
 
-class SampleSpec(msgspec.Struct, frozen=True):
+class SampleSpec(msgspec.Struct, frozen=True, array_like=True):
     """How to choose a request's next token; see ``SamplingParams``.
 
     Attributes:
@@ -311,7 +311,7 @@ GREEDY = SampleSpec()
 """The likeliest token: nothing is drawn, so seed and index do not matter."""
 
 
-class ScheduledTokens(msgspec.Struct, frozen=True):
+class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
     """One request's share of a step. Satisfies ``cargohold.protocol.ScheduledRequest``.
 
     Attributes:
@@ -340,7 +340,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True):
         return len(self.token_ids)
 
 
-class SchedulerStep(msgspec.Struct, frozen=True):
+class SchedulerStep(msgspec.Struct, frozen=True, array_like=True):
     """What workers do in one step. Satisfies ``cargohold.protocol.StepView``.
 
     Attributes:
@@ -367,7 +367,7 @@ class SchedulerStep(msgspec.Struct, frozen=True):
         return sum([share.num_scheduled_tokens for share in self.scheduled])
 
 
-class StepOutput(msgspec.Struct, frozen=True):
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """The output of a step, merged over all workers.
 
     Attributes:
