@@ -17,7 +17,7 @@ import pytest
 from cargohold.lab.replay.advice import recommend
 from cargohold.lab.replay.costs import CostModel
 from cargohold.lab.replay.html import page, plan_page
-from cargohold.lab.replay.planning import Budget, Planner
+from cargohold.lab.replay.planning import Planner, SizingBudget
 from cargohold.lab.replay.replaying import replay
 from cargohold.lab.replay.report import Report
 from cargohold.lab.replay.traces import read_trace
@@ -62,7 +62,7 @@ def replay_page() -> str:
 
 def a_plan_page(disk_writes_per_day: float = 1.0) -> str:
     workload = load_workload(read_trace([TRACE]))
-    budget = Budget(host_bytes=1 << 30, disk_bytes=4 << 30, disk_writes_per_day=disk_writes_per_day)
+    budget = SizingBudget(host_bytes=1 << 30, disk_bytes=4 << 30, disk_writes_per_day=disk_writes_per_day)
     planner = Planner(workload, COSTS, "arc", budget)
     results = [one for name in ("arc", "lru", "optimum", "infinite") for one in replay(workload, name, planner.curve())]
     results += replay(workload, "arc", planner.further(results))

@@ -11,8 +11,8 @@ import pytest
 
 from cargohold.errors import ConfigError
 from cargohold.lab.replay.costs import CostModel
-from cargohold.lab.replay.html import Axes, Series, line_chart, page, plan_page, write_text
-from cargohold.lab.replay.planning import Budget, Planner
+from cargohold.lab.replay.html import Axes, ChartSeries, line_chart, page, plan_page, write_text
+from cargohold.lab.replay.planning import Planner, SizingBudget
 from cargohold.lab.replay.replaying import Capacities, replay
 from cargohold.lab.replay.report import Report
 from cargohold.lab.replay.traces import TraceRequest
@@ -85,7 +85,7 @@ def test_the_page_of_a_plan_begins_with_the_recommendation(price: float, num_cha
         workload,
         costs,
         "arc",
-        Budget(host_bytes=1 << 20, disk_bytes=16 << 20, disk_price_s=price),
+        SizingBudget(host_bytes=1 << 20, disk_bytes=16 << 20, disk_price_s=price),
     )
     results = [one for name in ("arc", "lru", "optimum", "infinite") for one in replay(workload, name, planner.curve())]
     results += replay(workload, "arc", planner.further(results))
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_each_other_and_stay_inside() -> None:
-    lines = [Series(f"line {at}", f"p{at}", [(1.0, 1.0), (50.0, 9.99)]) for at in range(7)]
+    lines = [ChartSeries(f"line {at}", f"p{at}", [(1.0, 1.0), (50.0, 9.99)]) for at in range(7)]
     chart = line_chart(lines, Axes("title", "x", str, str))
     places = sorted(float(y) for y in re.findall(r'class="name [^>]* y="([0-9.]+)"', chart))
     assert len(places) == 7 and places[0] > 10
@@ -143,6 +143,6 @@ def test_names_at_the_ends_of_lines_do_not_cover_each_other_and_stay_inside() ->
 def test_charts_of_little(points: list[tuple[float, float]]) -> None:
     for is_log_y in (False, True):
         axes = Axes("title", "x", str, "{:g}".format, is_log_y=is_log_y)
-        chart = line_chart([Series("one", "p0", points), Series("two", "p1", [(1.0, 1.0)])], axes)
+        chart = line_chart([ChartSeries("one", "p0", points), ChartSeries("two", "p1", [(1.0, 1.0)])], axes)
         assert "nan" not in chart and "inf" not in chart
         read(chart)

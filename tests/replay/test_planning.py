@@ -23,7 +23,7 @@ from cargohold.lab.replay.advice import (
     recommend,
 )
 from cargohold.lab.replay.costs import CostModel
-from cargohold.lab.replay.planning import GIB, Budget, Gain, Plan, Planner, Recommendation, _falling
+from cargohold.lab.replay.planning import GIB, Gain, Plan, Planner, Recommendation, SizingBudget, _falling
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
 from cargohold.lab.replay.tiers import DISK, HOST
 from cargohold.lab.replay.traces import TraceRequest, read_trace
@@ -85,7 +85,9 @@ def played(workload: Workload, policy: str, sizes: Iterable[tuple[int, ...]]) ->
     return _PLAYED[key][1]
 
 
-def planned(workload: Workload, budget: Budget, costs: CostModel, policy: str = "arc") -> tuple[Planner, Plan, str]:
+def planned(
+    workload: Workload, budget: SizingBudget, costs: CostModel, policy: str = "arc"
+) -> tuple[Planner, Plan, str]:
     planner = Planner(workload, costs, policy, budget)
     names = dict.fromkeys((policy, "lru", OPTIMUM, INFINITE))
     results = [result for name in names for result in played(workload, name, planner.curve())]
@@ -98,7 +100,7 @@ def recommended(workload: Workload, costs: CostModel, *prices: float) -> list[Re
     results = [*played(workload, INFINITE, [(1,)])]
     found = []
     for price in prices:
-        planner = Planner(workload, costs, "lru", Budget(host_price_s=price))
+        planner = Planner(workload, costs, "lru", SizingBudget(host_price_s=price))
         if price == prices[0]:
             results += played(workload, "lru", planner.curve())
         plan = planner.plan([*results, *played(workload, "lru", planner.further(results))])
@@ -144,14 +146,14 @@ class TestRecommendation:
             for second in range(seconds)
             for chunk in (second + 100, second)
         ]
-        planner, plan, _ = planned(load_workload(requests), Budget(), CostModel(bytes_per_token=64), "lru")
+        planner, plan, _ = planned(load_workload(requests), SizingBudget(), CostModel(bytes_per_token=64), "lru")
         shares = {step.num_bytes >> 10: planner.saved_share(step.result) for step in plan.steps}
         assert shares[128] == 0.0
         assert shares[256] == pytest.approx(0.5, abs=0.01)
 
     def test_up_to_it_a_gib_earns_its_price_and_beyond_it_does_not(self) -> None:
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
-        _, plan, words = planned(looping(), Budget(host_price_s=300_000.0), costs)
+        _, plan, words = planned(looping(), SizingBudget(host_price_s=300_000.0), costs)
         assert plan.recommendation is not None
         hot = 10 * BLOCK_TOKENS * TOKEN_BYTES
         assert hot < plan.recommendation.num_bytes < 4 * hot
@@ -160,13 +162,13 @@ class TestRecommendation:
     def test_if_all_of_a_long_trace_pays_it_is_all_of_it(self) -> None:
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
         workload = looping(num_cold=40, rounds=5)
-        _, plan, words = planned(workload, Budget(), costs)
+        _, plan, words = planned(workload, SizingBudget(), costs)
         assert plan.recommendation == Recommendation(num_bytes=workload.num_unique * BLOCK_TOKENS * TOKEN_BYTES)
         assert "It holds everything" in words and "too short" not in words
 
     def test_what_a_short_trace_does_not_tell_is_said(self) -> None:
         costs = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=1000.0)
-        planner, plan, words = planned(conversations(10), Budget(host_price_s=0.01), costs, "lru")
+        planner, plan, words = planned(conversations(10), SizingBudget(host_price_s=0.01), costs, "lru")
         assert plan.recommendation is not None and plan.recommendation.is_least
         everything = planner.workload.num_unique * planner.chunk_bytes
         assert plan.recommendation.num_bytes == plan.longest_judged_bytes < everything
@@ -175,14 +177,14 @@ class TestRecommendation:
         assert all(step.is_judged for step in plan.steps), "nothing else is shown"
 
     def test_a_size_asked_for_that_the_trace_cannot_fill_is_marked(self) -> None:
-        budget = Budget(host_bytes=1 << 40)
+        budget = SizingBudget(host_bytes=1 << 40)
         planner, plan, words = planned(conversations(10), budget, CHAT_COSTS, "lru")
         assert plan.host is plan.steps[-1] and not plan.host.is_judged
         assert "The trace is too short to fill it." in words
         assert plan_table(planner, plan)[1][-1][1] == "too short"
 
     def test_a_dear_gib_is_not_recommended(self) -> None:
-        _, plan, words = planned(looping(), Budget(host_price_s=1e9), CHAT_COSTS)
+        _, plan, words = planned(looping(), SizingBudget(host_price_s=1e9), CHAT_COSTS)
         assert plan.recommendation == Recommendation(num_bytes=0) and plan.recommended is None
         assert "Recommended: no host memory." in words
 
@@ -190,7 +192,7 @@ class TestRecommendation:
         workload = load_workload(
             TraceRequest(hash_ids=[at], block_tokens=BLOCK_TOKENS, timestamp_ms=1000 * at) for at in range(50)
         )
-        _, _, words = planned(workload, Budget(), CHAT_COSTS)
+        _, _, words = planned(workload, SizingBudget(), CHAT_COSTS)
         assert "Nothing comes back: a cache of any size would find nothing." in words
 
     @pytest.mark.parametrize(("has_times", "rate", "told"), [
@@ -204,7 +206,7 @@ class TestRecommendation:
             for at in range(50)
         )
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=rate)
-        planner, plan, words = planned(workload, Budget(host_bytes=MIB, disk_bytes=MIB), costs)
+        planner, plan, words = planned(workload, SizingBudget(host_bytes=MIB, disk_bytes=MIB), costs)
         assert plan.recommendation is None and told.lower() in words.lower()
         assert as_facts(planner, plan)["recommended_host_bytes"] is None
         assert "cannot be told without times and a prefill rate" in words
@@ -236,7 +238,7 @@ class TestDemand:
             for at in range(801)
         )
         costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=16.0, bytes_per_s={HOST: 1e12, DISK: 1e12})
-        planner, plan, words = planned(workload, Budget(host_price_s=0.001), costs, "lru")
+        planner, plan, words = planned(workload, SizingBudget(host_price_s=0.001), costs, "lru")
         assert planner.demand() == pytest.approx(2.0, rel=0.01)
         assert plan.recommended is not None
         assert planner.demand_left(plan.recommended.result) == pytest.approx(1.0, rel=0.01)
@@ -275,7 +277,7 @@ class TestDemand:
 )
 def test_it_is_said_for_how_many_engines_a_cache_is(options: dict[str, Any], said: str) -> None:
     costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
-    _, _, words = planned(looping(), Budget(host_price_s=300_000.0, **options), costs)
+    _, _, words = planned(looping(), SizingBudget(host_price_s=300_000.0, **options), costs)
     assert said in words
 
 
@@ -284,14 +286,14 @@ class TestDisk:
 
     def plan(self, **budget: Any) -> tuple[Planner, Plan, str]:
         sizes = {"host_bytes": GIB, "disk_bytes": 8 * GIB, "disk_writes_per_day": 1e6}
-        planner = Planner(conversations(20), self.SLOW, "lru", Budget(**sizes | budget))
+        planner = Planner(conversations(20), self.SLOW, "lru", SizingBudget(**sizes | budget))
         plan = planner.plan(self.results(planner.budget.disk_bytes))
         return planner, plan, " ".join((*recommend(planner, plan), *advise(planner, plan)))
 
     @staticmethod
     @cache
     def results(disk_bytes: int) -> list[ReplayResult]:
-        planner = Planner(conversations(20), TestDisk.SLOW, "lru", Budget(host_bytes=GIB, disk_bytes=disk_bytes))
+        planner = Planner(conversations(20), TestDisk.SLOW, "lru", SizingBudget(host_bytes=GIB, disk_bytes=disk_bytes))
         results = [result for name in ("lru", INFINITE) for result in replay(planner.workload, name, planner.curve())]
         return [*results, *replay(planner.workload, "lru", planner.further(results))]
 
@@ -356,7 +358,7 @@ class TestDisk:
     )
     def test_four_terabytes_cannot_take_what_chats_write(self) -> None:
         workload = load_workload(read_trace([CHAT]))
-        planner = Planner(workload, CHAT_COSTS, "lru", Budget(host_bytes=1 << 40, disk_bytes=4 * 10**12))
+        planner = Planner(workload, CHAT_COSTS, "lru", SizingBudget(host_bytes=1 << 40, disk_bytes=4 * 10**12))
         results = list(replay(workload, "lru", planner.curve()))
         # The size of the budget is enough: other sizes with the disk are for the page.
         further = [size for size in planner.further(results) if len(size) == 1 or size[0] == 1 << 14]
@@ -370,26 +372,26 @@ class TestDisk:
 @pytest.mark.parametrize(("rate", "word"), [(100.0, "as fast as prefill"), (1e9, "does not pay")])
 def test_a_tier_pays_if_it_is_faster_than_prefill(rate: float, word: str) -> None:
     costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=rate, bytes_per_s={HOST: 1e6, DISK: 1e6})
-    _, _, words = planned(looping(), Budget(), costs)
+    _, _, words = planned(looping(), SizingBudget(), costs)
     assert word in words
 
 
 def test_without_a_prefill_rate_the_break_even_is_told() -> None:
     costs = CostModel(bytes_per_token=1000, bytes_per_s={HOST: 5e6, DISK: 1e6})
-    _, _, words = planned(looping(), Budget(), costs)
+    _, _, words = planned(looping(), SizingBudget(), costs)
     assert "as long as prefill computes less than 5,000 tokens per second" in words
 
 
 def test_a_prompt_that_host_memory_can_never_hold() -> None:
     workload = load_workload([TraceRequest(hash_ids=list(range(100)), block_tokens=BLOCK_TOKENS)] * 3)
     costs = CostModel(bytes_per_token=TOKEN_BYTES)
-    assert "never bring it back" in planned(workload, Budget(host_bytes=MIB), costs)[2]
-    assert "never bring it back" not in planned(workload, Budget(host_bytes=2 * MIB), costs)[2]
+    assert "never bring it back" in planned(workload, SizingBudget(host_bytes=MIB), costs)[2]
+    assert "never bring it back" not in planned(workload, SizingBudget(host_bytes=2 * MIB), costs)[2]
 
 
 def test_what_does_not_fit_the_machine() -> None:
     costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=1000.0)
-    planner, plan, _ = planned(looping(), Budget(host_bytes=10 * MIB, disk_bytes=20 * MIB), costs)
+    planner, plan, _ = planned(looping(), SizingBudget(host_bytes=10 * MIB, disk_bytes=20 * MIB), costs)
 
     def words(memory_bytes: int, disk_free_bytes: int | None) -> str:
         machine = Machine(memory_bytes=memory_bytes, disk_free_bytes=disk_free_bytes)
@@ -399,7 +401,7 @@ def test_what_does_not_fit_the_machine() -> None:
     assert "the host memory asked for does not fit" in words(5 * MIB, None)
     assert "20 MiB fits" in words(20 * MIB, 20 * MIB)
     assert "20 MiB does not fit" in words(20 * MIB, 19 * MIB)
-    planner, plan, _ = planned(looping(), Budget(), costs)
+    planner, plan, _ = planned(looping(), SizingBudget(), costs)
     told = list(fits(planner, plan, Machine(memory_bytes=1, disk_free_bytes=19 * MIB)))
     assert told[-1] == "The disk has 19 MiB free." and "what is recommended does not fit" in told[0]
 
@@ -407,17 +409,17 @@ def test_what_does_not_fit_the_machine() -> None:
 def test_what_cannot_be_planned() -> None:
     workload, costs = looping(), CostModel(bytes_per_token=TOKEN_BYTES)
     with pytest.raises(ConfigError, match="host_bytes"):
-        Planner(workload, costs, "lru", Budget(host_bytes=100))
+        Planner(workload, costs, "lru", SizingBudget(host_bytes=100))
     with pytest.raises(ConfigError, match="disk_bytes"):
-        Planner(workload, costs, "lru", Budget(host_bytes=MIB, disk_bytes=100))
+        Planner(workload, costs, "lru", SizingBudget(host_bytes=MIB, disk_bytes=100))
     with pytest.raises(ConfigError, match="host memory above"):
-        Budget(disk_bytes=MIB)
+        SizingBudget(disk_bytes=MIB)
     with pytest.raises(ConfigError, match="host_price_s"):
-        Budget(host_price_s=0.0)
+        SizingBudget(host_price_s=0.0)
     with pytest.raises(ConfigError, match="model"):
-        Planner(workload, CostModel(), "lru", Budget())
+        Planner(workload, CostModel(), "lru", SizingBudget())
     untold = load_workload([TraceRequest(hash_ids=[1])])
     with pytest.raises(ConfigError, match="block-tokens"):
-        Planner(untold, costs, "lru", Budget())
+        Planner(untold, costs, "lru", SizingBudget())
     with pytest.raises(ConfigError, match="give --from, too"):
         Selection(warm=True)

@@ -8,7 +8,7 @@ import pytest
 
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.lab.simulation.connectors import ConnectorPlan
-from cargohold.lab.simulation.run import Run, RunResult
+from cargohold.lab.simulation.run import RunResult, ScenarioRun
 from cargohold.lab.simulation.timeline import RecentTimeline
 from cargohold.lab.simulation.world import draw_scenario
 from cargohold.protocol import BlockIds, ClassFactory, RequestView, SchedulerContext
@@ -73,4 +73,4 @@ def play_with(broken: type[ShelfScheduler], *, is_composed: bool, timeline: Rece
     custom = MultiConnectorFactory((FACTORY, factory)) if is_composed else factory
     scenario = draw_scenario(0, "small", "none", ())
     scenario = replace(scenario, connector=ConnectorPlan("mine", (), custom=(custom,)), actions=scenario.actions[:1])
-    return Run(scenario, timeline=timeline).play()
+    return ScenarioRun(scenario, timeline=timeline).play()

@@ -14,7 +14,7 @@ from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
 from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.faults import Fault, VirtualClock
 from cargohold.lab.simulation.fingerprints import GroupPlan
-from cargohold.lab.simulation.run import Run, RunResult
+from cargohold.lab.simulation.run import RunResult, ScenarioRun
 from cargohold.lab.simulation.tiers import MediumPlan
 from cargohold.lab.simulation.traffic import Action, Ask, Reset, Restart
 from cargohold.lab.simulation.transfers import LinkProfile, LinkTransfers
@@ -47,7 +47,7 @@ def test_requests_do_not_take_turns_in_loading_and_losing_their_blocks(gap_s: fl
     )
     shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile(latency_s=0.03, block_s=0.01))
     connector = ConnectorPlan("eager", (TierPlan(4, None, {"policy": "fifo"}),))
-    result = Run(Scenario(1, "by hand", shape, connector, {}, 0.0, asks)).play()
+    result = ScenarioRun(Scenario(1, "by hand", shape, connector, {}, 0.0, asks)).play()
     assert result.error is None
     assert result.num_steps < 200
 
@@ -58,7 +58,9 @@ def play_raising(actions: tuple[Action, ...], rate: float, until_s: float) -> li
     connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru"}),))
     results = []
     for seed in range(20):
-        results.append(Run(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: rate}, until_s, actions)).play())
+        results.append(
+            ScenarioRun(Scenario(seed, "by hand", shape, connector, {Fault.RAISES: rate}, until_s, actions)).play()
+        )
         assert results[-1].error is None, f"seed {seed}"
     return results
 
@@ -100,7 +102,7 @@ def test_who_arrives_when_only_short_prompts_were_computed_may_wait_for_a_tier_t
     slow = MediumPlan(TierOptions(name="disk"), 1000, latency_s=0.1, chunk_s=0.02)
     options = {"policy": "arc", "restore": RESTORE_IF_FASTER, "restore_timeout_s": 5.0}
     connector = ConnectorPlan("tiered", (TierPlan(8, None, options, (slow,)),))
-    result = Run(Scenario(1, "by hand", shape, connector, {Fault.HANGS: 1.0}, 2.4, asks)).play()
+    result = ScenarioRun(Scenario(1, "by hand", shape, connector, {Fault.HANGS: 1.0}, 2.4, asks)).play()
     assert result.error is None
     assert result.struck.keys() == {Fault.HANGS}
 
@@ -111,7 +113,7 @@ def test_what_hints_asked_of_a_process_that_has_died_is_not_asked_of_the_next_on
     shape = Shape((GroupPlan(),), 13, 1, SCHEDULER, LinkProfile())
     connector = ConnectorPlan("eager", (TierPlan(8, None, {"policy": "lru", "hints": HintConfig(allow="all")}),))
     actions = (pinned, Restart(1.0), Ask(2.0, "next", tuple(range(100, 116)), 1))
-    result = Run(Scenario(1, "by hand", shape, connector, {}, 0.0, actions)).play()
+    result = ScenarioRun(Scenario(1, "by hand", shape, connector, {}, 0.0, actions)).play()
     assert result.error is None
 
 
@@ -123,7 +125,7 @@ def test_a_request_whose_step_waits_for_its_load_may_grow_before_the_load_is_rep
     window = GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 13)
     shape = Shape((window,), 10, 1, scheduler, LinkProfile(latency_s=0.005, block_s=0.01), loads_in_step=True)
     connector = ConnectorPlan("lazy", (TierPlan(14, 4, {"max_inflight_fraction": 1.0}),), with_context=True)
-    result = Run(Scenario(1, "by hand", shape, connector, {Fault.LATE_WORKER: 0.25}, 2.0, asks)).play()
+    result = ScenarioRun(Scenario(1, "by hand", shape, connector, {Fault.LATE_WORKER: 0.25}, 2.0, asks)).play()
     assert result.error is None
     assert result.tallies["restored tokens"] > 0
 

@@ -14,7 +14,7 @@ import pytest
 
 from cargohold.lab.simulation.connectors import CONNECTORS
 from cargohold.lab.simulation.faults import Fault
-from cargohold.lab.simulation.run import Run
+from cargohold.lab.simulation.run import ScenarioRun
 from cargohold.lab.simulation.traffic import Abort, Ask, without_used_ids
 from cargohold.lab.simulation.workloads import WORKLOADS
 from cargohold.lab.simulation.world import draw_scenario
@@ -42,7 +42,7 @@ def pairs() -> list[Any]:
 @pytest.mark.parametrize(("nth", "workload", "connector"), pairs())
 def test_any_fault_in_any_workload_costs_no_token_and_leaks_nothing(nth: int, workload: str, connector: str) -> None:
     seed = crc32(f"{workload} {connector}".encode()) % 100_000 + nth
-    result = Run(draw_scenario(seed, workload, connector)).play()
+    result = ScenarioRun(draw_scenario(seed, workload, connector)).play()
     assert result.error is None, f"--replay {seed} --workload {workload} --connector {connector}: {result.error}"
     assert result.num_steps > 0
 
@@ -52,7 +52,7 @@ def test_every_fault_strikes_and_does_no_harm(fault: Fault) -> None:
     connector = "tiered" if fault is Fault.HANGS else "eager"
     num_struck = num_restarts = 0
     for seed in range(1000):
-        result = Run(draw_scenario(seed, "shared-prefix", connector, [fault])).play()
+        result = ScenarioRun(draw_scenario(seed, "shared-prefix", connector, [fault])).play()
         assert result.error is None, f"--replay {seed} --workload shared-prefix --connector {connector}: {result.error}"
         num_struck += result.struck[fault]
         num_restarts += result.tallies["restarts"]
@@ -64,14 +64,14 @@ def test_every_fault_strikes_and_does_no_harm(fault: Fault) -> None:
 @pytest.mark.long  # in ``engine.test_scheduler`` two requests do it
 def test_loads_that_are_always_preempted_before_their_request_runs_are_no_progress() -> None:
     """Beside a copy that never ends, the first request never fits, and takes the blocks that others load, again and again."""
-    result = Run(draw_scenario(31004359, "any", "tiered")).play()
+    result = ScenarioRun(draw_scenario(31004359, "any", "tiered")).play()
     assert result.error is None
     assert result.tallies["turned off"] == 1
 
 
 def test_the_oracle_of_bad_chunks_knows_jobs_of_composed_connectors_by_their_own_ids() -> None:
     """Before, it took another child's failed job of the same number for the load that had only been late."""
-    assert Run(draw_scenario(15538228, "any", "any")).play().error is None
+    assert ScenarioRun(draw_scenario(15538228, "any", "any")).play().error is None
 
 
 SEEDS = [range(6), pytest.param(range(6, 30), marks=pytest.mark.long)]
@@ -82,7 +82,7 @@ def test_requests_that_are_asked_again_after_a_restart_are_counted_once(seeds: r
     num_restarts = 0
     for seed in seeds:
         scenario = draw_scenario(seed, "shared-prefix", "eager", [Fault.RESTART])
-        tallies = Run(scenario).play().tallies
+        tallies = ScenarioRun(scenario).play().tallies
         assert tallies["requests"] == sum(isinstance(action, Ask) for action in scenario.actions)
         num_restarts += tallies["restarts"]
     assert num_restarts > 0
@@ -97,7 +97,7 @@ def test_requests_come_back_under_the_ids_of_aborted_ones(seeds: range) -> None:
         scenario = replace(scenario, shape=replace(scenario.shape, loads_in_step=False))
         asks = [action for action in scenario.actions if isinstance(action, Ask)]
         num_attempts += len(asks) - len({ask.request_id for ask in asks})
-        result = Run(scenario).play()
+        result = ScenarioRun(scenario).play()
         assert result.error is None
         tallies += result.tallies
     assert 0 < tallies["refused"] < num_attempts / 2, (
@@ -116,12 +116,12 @@ def test_traffic_for_engines_that_give_ids_themselves_has_no_id_twice() -> None:
 
 _PLAY = """
 from hashlib import sha256
-from cargohold.lab.simulation.run import Run
+from cargohold.lab.simulation.run import ScenarioRun
 from cargohold.lab.simulation.world import draw_scenario
 from cargohold.lab.simulation.timeline import RecentTimeline
 for seed in (7, 11):
     timeline = RecentTimeline(10**6)
-    result = Run(draw_scenario(seed), timeline=timeline).play()
+    result = ScenarioRun(draw_scenario(seed), timeline=timeline).play()
     print(seed, result, sha256("\\n".join(timeline.lines()).encode()).hexdigest())
 """
 

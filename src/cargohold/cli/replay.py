@@ -32,7 +32,7 @@ from cargohold.errors import ConfigError
 from cargohold.lab.replay.advice import Machine, advise, as_facts, disk_table, fits, plan_table, recommend, unit_of_gain
 from cargohold.lab.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.lab.replay.html import page, plan_page, write_text
-from cargohold.lab.replay.planning import BASELINE, Budget, Plan, Planner
+from cargohold.lab.replay.planning import BASELINE, Plan, Planner, SizingBudget
 from cargohold.lab.replay.replaying import BOUNDS, HINTED, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.lab.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.lab.replay.workload import Workload
@@ -228,13 +228,13 @@ class PlanOptions:
     policy: Annotated[str, typer.Option(help=f"One of {POLICY_NAMES}.")] = DEFAULT_POLICY
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
 
-    def budget(self) -> Budget:
+    def budget(self) -> SizingBudget:
         """The budget. Raises ``ConfigError`` for an impossible policy or size."""
         look_here_for([self.policy])
         find_policy(self.policy)
         if self.disk_bytes is not None and self.host_bytes is None:
             raise ConfigError("disk_bytes", self.disk_bytes, "a disk needs host memory above it: give --host-bytes too")
-        return Budget(
+        return SizingBudget(
             host_bytes=None if self.host_bytes is None else parse_bytes("host_bytes", self.host_bytes),
             disk_bytes=None if self.disk_bytes is None else parse_bytes("disk_bytes", self.disk_bytes),
             host_price_s=_checked("host_price", self.host_price),

@@ -113,7 +113,7 @@ class EndedLoad:
 
 
 @dataclass(slots=True)
-class _Load:
+class _StartedLoad:
     request: Request
     started: float
     invalid_block_ids: set[int] = field(default_factory=set)
@@ -127,7 +127,7 @@ class TransferTable:
     """
 
     def __init__(self) -> None:
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _StartedLoad] = {}
         self._sending: dict[str, Request] = {}
 
     @property
@@ -152,7 +152,7 @@ class TransferTable:
 
     def start_load(self, request: Request, now: float) -> None:
         """Note that a load begins: the request's destination blocks have been allocated."""
-        self._loads[request.request_id] = _Load(request, now)
+        self._loads[request.request_id] = _StartedLoad(request, now)
 
     def start_send(self, request: Request) -> None:
         """Note that the request ended and the connector keeps its blocks."""
@@ -360,7 +360,7 @@ class Verdict(Enum):
     """There are not enough blocks. Requests behind this one must wait too, or it would never get them."""
 
 
-class RequestAdmission:
+class QueueAdmission:
     """Admits waiting requests.
 
     Looks up the device pool first, then asks the connector for more; allocates; tells the connector.

@@ -11,7 +11,7 @@ from cargohold.blocks import KVCacheBlock
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, SchedulerStep, StepOutput, StepPlan
-from cargohold.engine.core.request_queues import RequestAdmission, RequestQueues, SchedulerConfig, Verdict, WaitingQueue
+from cargohold.engine.core.request_queues import QueueAdmission, RequestQueues, SchedulerConfig, Verdict, WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.protocol import (
     CacheReport,
@@ -126,7 +126,7 @@ class Scheduler:
         self.connector = ConnectorGuard(connector, layout.num_blocks, len(layout.groups), clock=clock)
         if with_context:
             self.connector.bind_scheduler_context(EngineContext(self.kv, self._queues.waiting))
-        self._admission = RequestAdmission(self.kv, self._queues, self.connector, clock)
+        self._admission = QueueAdmission(self.kv, self._queues, self.connector, clock)
         self._reports = ConnectorReports(config, self.kv, self._queues, self.connector, clock, self._end)
         self._updates: list[RequestUpdate] = []
         self._plan: StepPlan | None = None

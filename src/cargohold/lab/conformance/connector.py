@@ -28,7 +28,7 @@ from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.fingerprints import simulated_layout, tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE, SimulatedEngine
-from cargohold.lab.simulation.run import Run, RunResult, quiet_logging
+from cargohold.lab.simulation.run import RunResult, ScenarioRun, quiet_logging
 from cargohold.lab.simulation.workloads import WORKLOADS
 from cargohold.lab.simulation.world import Scenario, World, draw_scenario
 from cargohold.protocol import Hint, HintKind, HintStatus, Kind, KVConnectorFactory, Stats, add_stats
@@ -318,7 +318,7 @@ class ConnectorConformance(ABC):
             scenario = self._scenario(seed, workload, faults)
             scenario = replace(scenario, connector=change(scenario.connector))
             idle = self._wait if self.takes_real_time else None
-            result = Run(scenario, on_idle=idle, world=World(scenario, prepare=prepare)).play()
+            result = ScenarioRun(scenario, on_idle=idle, world=World(scenario, prepare=prepare)).play()
             if _is_refusal(result):
                 refusal = str(result.error)
                 continue

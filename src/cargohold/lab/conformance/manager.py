@@ -30,7 +30,7 @@ def _prefixes() -> list[list[bytes]]:
     return chains
 
 
-class _Traffic:
+class _ManagerTraffic:
     """Drives a manager, and knows what each slot holds: what was written there last."""
 
     def __init__(self, manager: OffloadManager, dice: Random) -> None:
@@ -158,8 +158,8 @@ class ManagerConformance(ABC):
     def manager(self, capacity: int, *, record_events: bool) -> OffloadManager:
         """A new manager of so many slots."""
 
-    def _traffic(self, seed: int) -> _Traffic:
-        return _Traffic(self.manager(_CAPACITY, record_events=True), Random(seed))  # noqa: S311  # traffic
+    def _traffic(self, seed: int) -> _ManagerTraffic:
+        return _ManagerTraffic(self.manager(_CAPACITY, record_events=True), Random(seed))  # noqa: S311  # traffic
 
     def test_every_slot_holds_its_chunk_under_any_traffic(self) -> None:
         """Slots in use are given to nobody else; the books are right, and so are the events, after every move."""

@@ -45,7 +45,7 @@ class PolicyConformance(ABC):
     def test_any_traffic_keeps_every_rule(self, capacity: int) -> None:
         """Victims hold chunks, are not busy, named once, and no more than asked for; the policy knows the slots in use."""
         for seed in range(self.num_seeds):
-            traffic = _Traffic(self.strict, capacity, seed)
+            traffic = _PolicyTraffic(self.strict, capacity, seed)
             for _ in range(NUM_OPERATIONS):
                 traffic.move()
                 traffic.manager.check()
@@ -55,7 +55,7 @@ class PolicyConformance(ABC):
     def test_the_same_traffic_has_the_same_victims(self) -> None:
         """Two policies that see the same operations evict the same chunks: decisions depend on nothing but history."""
         for seed in range(self.num_seeds):
-            left, right = (_Traffic(self.policy, 12, seed) for _ in range(2))
+            left, right = (_PolicyTraffic(self.policy, 12, seed) for _ in range(2))
             for _ in range(NUM_OPERATIONS):
                 left.move()
                 right.move()
@@ -64,7 +64,7 @@ class PolicyConformance(ABC):
     def test_no_prefix_has_holes(self) -> None:
         """No chunk stays while the one before it in its prefix is gone: chunks behind such a hole could never be used."""
         for seed in range(self.num_seeds):
-            traffic = _Traffic(self.policy, 15, seed, all_goes_well=True)
+            traffic = _PolicyTraffic(self.policy, 15, seed, all_goes_well=True)
             for _ in range(NUM_OPERATIONS):
                 traffic.move()
                 states = dict(zip(traffic.tree.keys, traffic.manager.lookup(traffic.tree.keys), strict=True))
@@ -86,7 +86,7 @@ class PolicyConformance(ABC):
     def test_idle_chunks_make_room_or_are_worth_more(self) -> None:
         """While no chunk is busy, every chunk on offer gets a slot or is refused for good; none is deferred."""
         for seed in range(self.num_seeds):
-            traffic = _Traffic(self.strict, 6, seed)
+            traffic = _PolicyTraffic(self.strict, 6, seed)
             for _ in range(NUM_OPERATIONS // 4):
                 traffic.settle()
                 handle = traffic.manager.prepare_store(traffic.tree.any_path(traffic.random))
@@ -97,7 +97,7 @@ class PolicyConformance(ABC):
     def test_offers_that_come_together_spare_each_others_prefixes(self, capacity: int) -> None:
         """Of several offers that come together, none gets a slot whose chunk is in front of another offer in its prefix."""
         for seed in range(self.num_seeds):
-            traffic = _Traffic(self.strict, capacity, seed, all_goes_well=True)
+            traffic = _PolicyTraffic(self.strict, capacity, seed, all_goes_well=True)
             for _ in range(NUM_OPERATIONS // 2):
                 traffic.store_several()
                 traffic.manager.check()
@@ -130,7 +130,7 @@ class PolicyConformance(ABC):
 
     def test_clearing_forgets_all_slots(self) -> None:
         """After a reset, the policy knows of no slot in use, and the tier can be filled again."""
-        traffic = _Traffic(self.policy, 10, seed=1)
+        traffic = _PolicyTraffic(self.policy, 10, seed=1)
         for _ in range(3):
             for _ in range(60):
                 traffic.move()
@@ -218,7 +218,7 @@ class StrictPolicy(ReplacementPolicy):
         assert in_front.isdisjoint(table.evicted), "a chunk is evicted for what comes behind it"
 
 
-class _Traffic:
+class _PolicyTraffic:
     """A random stream of operations on a tier's manager.
 
     Args:

@@ -36,7 +36,7 @@ _LOGARITHMIC_FROM: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class ChartSeries:
     """One line.
 
     Attributes:
@@ -73,7 +73,7 @@ class Axes:
 class _Scale:
     """Converts values to places in the chart, in pixels."""
 
-    def __init__(self, series: Sequence[Series], *, is_log_y: bool) -> None:
+    def __init__(self, series: Sequence[ChartSeries], *, is_log_y: bool) -> None:
         xs = sorted({x for line in series for x, _ in line.points})
         self.xs = xs
         self._is_log = xs[-1] > _LOGARITHMIC_FROM * xs[0]
@@ -100,10 +100,10 @@ class _Scale:
         return math.log(value) if self._is_log else value
 
 
-def line_chart(series: Sequence[Series], axes: Axes) -> str:
+def line_chart(series: Sequence[ChartSeries], axes: Axes) -> str:
     """An ``svg`` element. There must be at least one point, and every x be above 0."""
     if axes.is_log_y:
-        series = [Series(line.name, line.style, [(x, y) for x, y in line.points if y > 0]) for line in series]
+        series = [ChartSeries(line.name, line.style, [(x, y) for x, y in line.points if y > 0]) for line in series]
         series = [line for line in series if line.points]
     scale = _Scale(series, is_log_y=axes.is_log_y)
     parts = [
@@ -131,7 +131,7 @@ def _grid(scale: _Scale, axes: Axes) -> Iterator[str]:
     yield f'<text class="tick" x="{middle:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(axes.x_title)}</text>'
 
 
-def _line(line: Series, scale: _Scale, axes: Axes) -> Iterator[str]:
+def _line(line: ChartSeries, scale: _Scale, axes: Axes) -> Iterator[str]:
     points = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in line.points)
     yield f'<polyline class="line {line.style}" points="{points}"/>'
     for x, y in line.points:
@@ -140,7 +140,7 @@ def _line(line: Series, scale: _Scale, axes: Axes) -> Iterator[str]:
         yield f'<circle class="dot {line.style}" {place}><title>{text}</title></circle>'
 
 
-def _labels(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
+def _labels(series: Sequence[ChartSeries], scale: _Scale) -> Iterator[str]:
     """Names at the ends of the lines, pushed apart so that none covers another."""
     lines = sorted(series, key=lambda line: line.points[-1][1])
     places: list[float] = []
@@ -153,7 +153,7 @@ def _labels(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
         yield f'<text class="name {line.style}" x="{x:.1f}" y="{highest + 4:.1f}">{escape(line.name)}</text>'
 
 
-def _mark(series: Sequence[Series], scale: _Scale, axes: Axes) -> Iterator[str]:
+def _mark(series: Sequence[ChartSeries], scale: _Scale, axes: Axes) -> Iterator[str]:
     if axes.mark is None:
         return
     value, name = axes.mark
@@ -309,9 +309,11 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     if most <= 0:
         return
     # So small a gain is none; on a logarithmic axis it would take most of the room.
-    lines = [Series("next GiB", "p0", [(x, gain) for x, gain in gains if gain > most * _LEAST_GAIN])]
+    lines = [ChartSeries("next GiB", "p0", [(x, gain) for x, gain in gains if gain > most * _LEAST_GAIN])]
     if planner.has_rates and planner.has_seconds:
-        lines.append(Series("price", "price", [(x, planner.budget.host_price_s) for x, _ in (gains[0], gains[-1])]))
+        lines.append(
+            ChartSeries("price", "price", [(x, planner.budget.host_price_s) for x, _ in (gains[0], gains[-1])])
+        )
     yield (
         f"<h2>What the next GiB is worth</h2><p>What one more GiB of host memory brings, in {escape(unit_of_gain(planner))}. "
         f"It pays where the line is above the price.</p>"
@@ -322,7 +324,7 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     found.setdefault(BASELINE, [step.baseline for step in judged if step.baseline is not None])
     found[OPTIMUM] = [step.optimum for step in judged if step.optimum is not None]
     lines = [
-        Series(
+        ChartSeries(
             name,
             OPTIMUM if name == OPTIMUM else f"p{at}",
             _points(planner, results, lambda r: 100 * r.prefix_hit_ratio),
@@ -337,7 +339,7 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     pairs = [step.with_disk for step in plan.steps if step.with_disk is not None]
     if pairs and plan.disk is not None and not disk_problems(planner, plan.disk):
         lines = [
-            Series(name, style, _points(planner, results, lambda r: 100 * planner.saved_share(r)))
+            ChartSeries(name, style, _points(planner, results, lambda r: 100 * planner.saved_share(r)))
             for name, style, results in (
                 ("host alone", "p0", [alone for alone, _ in pairs]),
                 ("with disk", "p1", [both for _, both in pairs]),
@@ -410,7 +412,7 @@ def _chart(report: Report, measure: Measure) -> str:
             if result is not None and (y := measure.value(result)) is not None
         ]
         if points:
-            series.append(Series(policy, f"p{own.index(policy)}" if policy in own else policy, points))
+            series.append(ChartSeries(policy, f"p{own.index(policy)}" if policy in own else policy, points))
     if not series:
         return f'<p class="soft">Nothing to draw: the {OPTIMUM} does not say how it does it.</p>'
     below = f", with {describe_size(report, sizes[0][1:])} of disk below" if len(sizes[0]) > 1 else ""

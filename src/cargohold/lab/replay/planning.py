@@ -38,7 +38,7 @@ _REQUESTS_WITHOUT_TIMES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class SizingBudget:
     """The memory that could be bought, what it costs, and what it endures. Raises ``ConfigError`` for impossible values.
 
     Attributes:
@@ -174,7 +174,7 @@ class Planner:
         ConfigError: the size of a chunk is not known, or a tier does not hold one.
     """
 
-    def __init__(self, workload: Workload, costs: CostModel, policy: str, budget: Budget) -> None:
+    def __init__(self, workload: Workload, costs: CostModel, policy: str, budget: SizingBudget) -> None:
         chunk_bytes = costs.chunk_bytes(workload.chunk_tokens)
         if costs.bytes_per_token is None:
             raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")

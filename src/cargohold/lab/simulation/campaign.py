@@ -11,7 +11,7 @@ from time import monotonic
 
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.faults import Fault
-from cargohold.lab.simulation.run import Run
+from cargohold.lab.simulation.run import ScenarioRun
 from cargohold.lab.simulation.timeline import NO_TIMELINE, RecentTimeline, Timeline
 from cargohold.lab.simulation.world import ANY, Scenario, check_names, draw_scenario
 from cargohold.process import WorkerPool, collected_in_one_go
@@ -40,8 +40,8 @@ class Recipe:
     def scenario(self, seed: int) -> Scenario:
         return draw_scenario(seed, self.workload, self.connector, self.faults)
 
-    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
-        return Run(scenario, timeline=timeline)
+    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> ScenarioRun:
+        return ScenarioRun(scenario, timeline=timeline)
 
     def timeline(self, num_lines: int) -> RecentTimeline:
         """A timeline that shows the last lines of a run."""

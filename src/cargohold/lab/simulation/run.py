@@ -74,7 +74,7 @@ class RunResult:
     found: dict[str, int] = field(default_factory=dict)
 
 
-class Run:
+class ScenarioRun:
     """Plays one scenario.
 
     Args:

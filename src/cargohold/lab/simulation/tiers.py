@@ -156,7 +156,7 @@ class MediumPlan:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingJob:
     job: TierJob
     ends: float
 
@@ -191,7 +191,7 @@ class LinkedQueue:
         self._is_gone = is_gone
         self._slowness = slowness
         self._hangs = {access: Spells(source, Fault.HANGS, HANG_S) for access in Access}
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingJob] = []
         self.is_uncertain = False
         self._ended: list[TierJob] = []
 
@@ -208,7 +208,7 @@ class LinkedQueue:
         if self._source.strikes(Fault.LATE):
             takes_s += self._source.random.choice((0.05, 0.5, 3.0))
         takes_s *= self._slowness()
-        self._pending.append(_Pending(job, _NEVER if self._hangs[access]() else now + takes_s))
+        self._pending.append(_PendingJob(job, _NEVER if self._hangs[access]() else now + takes_s))
         return True
 
     def poll(self) -> Sequence[TierJob]:
@@ -256,7 +256,7 @@ class LinkedQueue:
         """Virtual time at which the next job ends; infinity if there is none."""
         return min((min(pending.ends, pending.job.deadline) for pending in self._pending), default=_NEVER)
 
-    def _end(self, pending: _Pending, status: JobStatus, num_done: int) -> None:
+    def _end(self, pending: _PendingJob, status: JobStatus, num_done: int) -> None:
         """Carry out the first chunks of a job, spoil the buffers of the others, and judge the medium by it."""
         self._pending.remove(pending)
         self.is_uncertain |= status is not JobStatus.DONE
@@ -278,7 +278,7 @@ class LinkedQueue:
                 self._fail(other)
         self._ended.append(job)
 
-    def _fail(self, pending: _Pending) -> None:
+    def _fail(self, pending: _PendingJob) -> None:
         """End a job because its access is suspended, without judging by it."""
         self.is_uncertain = True
         self._pending.remove(pending)

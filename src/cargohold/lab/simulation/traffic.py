@@ -112,7 +112,7 @@ Action: TypeAlias = Ask | Abort | SendHints | Reset | Restart
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class Sender:
     """Who sends requests and hints.
 
     Attributes:
@@ -170,7 +170,7 @@ class Writer:
         self.actions += (Abort(again.at, ask.request_id), again)
         return again
 
-    def send_hints(self, prompt: Sequence[int], client: Client, hints: Sequence[Hint]) -> None:
+    def send_hints(self, prompt: Sequence[int], client: Sender, hints: Sequence[Hint]) -> None:
         """Write that a client gives hints now about a prefix."""
         self.actions.append(SendHints(self.now, tuple(prompt), client.salt, tuple(hints), client.tenant))
 

@@ -19,7 +19,7 @@ from cargohold.connector.config import (
 from cargohold.connector.guests.handoff import HANDOFF
 from cargohold.engine.core.request_queues import QueuePolicy
 from cargohold.lab.simulation.fingerprints import GroupPlan
-from cargohold.lab.simulation.traffic import Ask, Client, Restart, Tokens, Writer
+from cargohold.lab.simulation.traffic import Ask, Restart, Sender, Tokens, Writer
 from cargohold.lab.simulation.transfers import LinkProfile
 from cargohold.protocol import AttentionKind, Hint, HintKind
 
@@ -27,7 +27,7 @@ FULL: Final = GroupPlan()
 
 
 @dataclass(slots=True)
-class Workload:
+class DrawnWorkload:
     """Traffic, and the engine that it is meant for.
 
     Attributes:
@@ -46,7 +46,7 @@ class Workload:
         return self.writer.random
 
 
-def small(load: Workload) -> None:
+def small(load: DrawnWorkload) -> None:
     """One or two short requests at a time, one worker, full attention: for speed."""
     writer, random = load.writer, load.random
     load.groups = (FULL,)
@@ -57,7 +57,7 @@ def small(load: Workload) -> None:
         writer.ask(random.choice(stems) + writer.text(1, 6), random.randint(4, 16))
 
 
-def shared_prefix(load: Workload) -> None:
+def shared_prefix(load: DrawnWorkload) -> None:
     """Many requests that begin alike: the same few documents, cut off anywhere."""
     writer, random = load.writer, load.random
     documents = [writer.text(12, 48) for _ in range(random.randint(1, 4))]
@@ -67,7 +67,7 @@ def shared_prefix(load: Workload) -> None:
         writer.ask(_cut(document, random) + writer.text(1, 10), random.randint(1, 8), salt=_salt(random))
 
 
-def multi_turn(load: Workload) -> None:
+def multi_turn(load: DrawnWorkload) -> None:
     """Conversations: each turn repeats all that was said, answers included, with pauses between turns."""
     writer, random = load.writer, load.random
     histories: list[Tokens] = [writer.text(4, 20) for _ in range(random.randint(1, 5))]
@@ -80,7 +80,7 @@ def multi_turn(load: Workload) -> None:
             histories[at] = writer.text(4, 20)
 
 
-def agents(load: Workload) -> None:
+def agents(load: DrawnWorkload) -> None:
     """Agents: a long shared preamble, then branches that grow by tool outputs and fan out."""
     writer, random = load.writer, load.random
     preamble = writer.text(20, 40)
@@ -95,7 +95,7 @@ def agents(load: Workload) -> None:
             branches.append(ask.prompt + tuple(ask.answer()))
 
 
-def aborts(load: Workload) -> None:
+def aborts(load: DrawnWorkload) -> None:
     """Clients that give up at any moment."""
     writer, random = load.writer, load.random
     documents = [writer.text(16, 48) for _ in range(3)]
@@ -106,7 +106,7 @@ def aborts(load: Workload) -> None:
             writer.abort(ask, random.choice((0.0, 0.05, 0.3, 1.0)))
 
 
-def retries(load: Workload) -> None:
+def retries(load: DrawnWorkload) -> None:
     """Clients that give up and ask once more, under the same id, while copies for their last attempt are on their way."""
     writer, random = load.writer, load.random
     documents = [writer.text(12, 48) for _ in range(random.randint(2, 4))]
@@ -118,7 +118,7 @@ def retries(load: Workload) -> None:
             ask = writer.retry(ask, random.random() * random.choice((0.02, 0.1, 0.4, 2.0)), random.randint(1, 10))
 
 
-def queues(load: Workload) -> None:
+def queues(load: DrawnWorkload) -> None:
     """Crowds that arrive at once and queue for long, for prompts that mostly are in tiers: few are served at a time."""
     writer, random = load.writer, load.random
     documents = [writer.text(8, 40) for _ in range(random.randint(3, 8))]
@@ -139,7 +139,7 @@ def queues(load: Workload) -> None:
                 writer.abort(ask, 2.0)
 
 
-def preemption(load: Workload) -> None:
+def preemption(load: DrawnWorkload) -> None:
     """Storms of preemption: long answers of many requests in a pool that cannot hold them."""
     writer, random = load.writer, load.random
     load.options = {"num_spare_blocks": random.randint(0, 8), "max_num_seqs": random.randint(3, 8)}
@@ -149,13 +149,13 @@ def preemption(load: Workload) -> None:
         writer.ask(_cut(stem, random) + writer.text(1, 12), random.randint(8, 40))
 
 
-def tiny_pool(load: Workload) -> None:
+def tiny_pool(load: DrawnWorkload) -> None:
     """Hardly more blocks than the longest request needs, and a tier of a few slots."""
     load.options = {"num_spare_blocks": load.random.randint(0, 2), "tier_slots": load.random.randint(1, 8)}
     shared_prefix(load)
 
 
-def windows(load: Workload) -> None:
+def windows(load: DrawnWorkload) -> None:
     """Sliding windows, whose blocks are given back while a request runs."""
     random = load.random
     load.groups = tuple(
@@ -165,14 +165,14 @@ def windows(load: Workload) -> None:
     random.choice((shared_prefix, multi_turn, aborts, full_hit))(load)
 
 
-def mixed_groups(load: Workload) -> None:
+def mixed_groups(load: DrawnWorkload) -> None:
     """Groups of every kind, with blocks of different sizes."""
     random = load.random
     load.groups = tuple(_any_group(random) for _ in range(random.randint(2, 3)))
     random.choice((shared_prefix, multi_turn, agents))(load)
 
 
-def recurrent(load: Workload) -> None:
+def recurrent(load: DrawnWorkload) -> None:
     """Recurrent state beside attention, as hybrid models have it."""
     random = load.random
     block_tokens = random.choice((2, 4, 8))
@@ -184,19 +184,19 @@ def recurrent(load: Workload) -> None:
     load.groups = groups
 
 
-def chunks(load: Workload) -> None:
+def chunks(load: DrawnWorkload) -> None:
     """Chunks of several blocks."""
     load.options = {"blocks_per_chunk": load.random.randint(2, 5)}
     load.random.choice((shared_prefix, multi_turn, agents))(load)
 
 
-def ranks(load: Workload) -> None:
+def ranks(load: DrawnWorkload) -> None:
     """Several workers, which never end at the same time. Some may hold the same shard."""
     load.options = {"world_size": load.random.randint(2, 4)}
     load.random.choice((shared_prefix, aborts, multi_turn, returning))(load)
 
 
-def priority(load: Workload) -> None:
+def priority(load: DrawnWorkload) -> None:
     """Some requests are more urgent than others."""
     writer, random = load.writer, load.random
     load.options = {"policy": QueuePolicy.PRIORITY, "num_spare_blocks": random.randint(0, 12)}
@@ -207,7 +207,7 @@ def priority(load: Workload) -> None:
         writer.ask(prompt, random.randint(1, 12), priority=random.randint(0, 3))
 
 
-def full_hit(load: Workload) -> None:
+def full_hit(load: DrawnWorkload) -> None:
     """The same prompts again and again, wholly cached; many end with a block."""
     writer, random = load.writer, load.random
     prompts = [writer.text(4, 48) for _ in range(random.randint(1, 4))]
@@ -225,7 +225,7 @@ def full_hit(load: Workload) -> None:
         load.options["eviction"] = "fifo"  # takes what others keep for what is behind it
 
 
-def remote_decode(load: Workload) -> None:
+def remote_decode(load: DrawnWorkload) -> None:
     """Requests that another engine will decode, and requests that another engine has prefilled."""
     writer, random = load.writer, load.random
     documents = [writer.text(16, 48) for _ in range(2)]
@@ -240,7 +240,7 @@ def remote_decode(load: Workload) -> None:
             writer.ask(prompt, random.randint(1, 8), params={"do_remote_prefill": True, HANDOFF: told})
 
 
-def limits(load: Workload) -> None:
+def limits(load: DrawnWorkload) -> None:
     """Requests that limit what is loaded and stored for them; some ask for nonsense and are refused."""
     writer, random = load.writer, load.random
     documents = [writer.text(16, 48) for _ in range(3)]
@@ -258,7 +258,7 @@ def limits(load: Workload) -> None:
             writer.abort(ask, 0.2)
 
 
-def returning(load: Workload) -> None:
+def returning(load: DrawnWorkload) -> None:
     """Prompts that come back after others have taken their place, even in host memory: the case for tiers below it."""
     writer, random = load.writer, load.random
     documents = [writer.text(8, 40) for _ in range(random.randint(4, 10))]
@@ -272,7 +272,7 @@ def returning(load: Workload) -> None:
             writer.reset()
 
 
-def endurance(load: Workload) -> None:
+def endurance(load: DrawnWorkload) -> None:
     """Many requests for a few prompts, one by one, for minutes: what is learned about tiers that hang or are slow must pay."""
     writer, random = load.writer, load.random
     documents = [writer.text(16, 56) for _ in range(random.randint(4, 8))]
@@ -290,7 +290,7 @@ def endurance(load: Workload) -> None:
         writer.ask(random.choice(documents) + writer.text(0, 3), random.randint(1, 3))
 
 
-def stops(load: Workload) -> None:
+def stops(load: DrawnWorkload) -> None:
     """Answers that end early, at a stop token, and caches that are reset."""
     writer, random = load.writer, load.random
     documents = [writer.text(12, 40) for _ in range(3)]
@@ -303,12 +303,12 @@ def stops(load: Workload) -> None:
 
 
 CLIENTS: Final = (
-    Client(),
-    Client(salt="tenant a"),
-    Client(salt="tenant b"),
-    Client(tenant="tenant c"),
-    Client(tenant="tenant d"),
-    Client(salt="tenant a", tenant="tenant c"),
+    Sender(),
+    Sender(salt="tenant a"),
+    Sender(salt="tenant b"),
+    Sender(tenant="tenant c"),
+    Sender(tenant="tenant d"),
+    Sender(salt="tenant a", tenant="tenant c"),
 )
 """Tenants with a salt meet no chunks of others; those without share prefixes with each other."""
 
@@ -316,7 +316,7 @@ CLIENTS: Final = (
 RIGHTS: Final = (HINTS_OFF, HINTS_RETAIN, HINTS_ALL)
 
 
-def hints(load: Workload) -> None:
+def hints(load: DrawnWorkload) -> None:
     """Hints of every kind, also floods, contradictory and foreign ones, of tenants that have rights and quotas."""
     writer, random = load.writer, load.random
     documents = [writer.text(12, 40) for _ in range(random.randint(3, 8))]
@@ -346,7 +346,7 @@ def hints(load: Workload) -> None:
             writer.reset()
 
 
-def shared_beginnings(load: Workload) -> None:
+def shared_beginnings(load: DrawnWorkload) -> None:
     """One system prompt or two, and behind it questions longer than a block, one by one, on a device that forgets."""
     writer, random = load.writer, load.random
     _forget(load)
@@ -356,7 +356,7 @@ def shared_beginnings(load: Workload) -> None:
         _ask_other_things(writer)
 
 
-def forks(load: Workload) -> None:
+def forks(load: DrawnWorkload) -> None:
     """Agents that go on from where they were before, several times from the same place, on a device that forgets."""
     writer, random = load.writer, load.random
     _forget(load)
@@ -370,7 +370,7 @@ def forks(load: Workload) -> None:
         trunk = told[: random.randint(max(len(trunk), len(told) - 20), len(told))]
 
 
-def _forget(load: Workload) -> None:
+def _forget(load: DrawnWorkload) -> None:
     """Choose groups, a device that soon forgets, and tiers that forget nothing: what was computed once is to be found."""
     random, block_tokens = load.random, load.random.choice((2, 4, 4, 8))
     full, state = GroupPlan(block_tokens=block_tokens), GroupPlan(AttentionKind.RECURRENT, block_tokens)
@@ -426,7 +426,7 @@ ADAPTERS: Final = ("adapter one", "adapter two", "adapter three")
 """Salts of requests that are computed with adapters, where the engine has any."""
 
 
-def adapters(load: Workload) -> None:
+def adapters(load: DrawnWorkload) -> None:
     """The same prompts with several adapters and without one, resets at which their files change, and often a restart."""
     writer, random = load.writer, load.random
     document, salts = writer.text(16, 48), random.choices((None, *ADAPTERS), k=2)
@@ -448,7 +448,7 @@ def adapters(load: Workload) -> None:
             writer.actions.append(Restart(writer.now))
 
 
-WORKLOADS: Final[Mapping[str, Callable[[Workload], None]]] = MappingProxyType(
+WORKLOADS: Final[Mapping[str, Callable[[DrawnWorkload], None]]] = MappingProxyType(
     {
         write.__name__.replace("_", "-"): write
         for write in (

@@ -38,7 +38,7 @@ from cargohold.lab.simulation.transfers import (
     LinkTransfers,
     WatchedTransfers,
 )
-from cargohold.lab.simulation.workloads import REUSING, WORKLOADS, Workload
+from cargohold.lab.simulation.workloads import REUSING, WORKLOADS, DrawnWorkload
 from cargohold.protocol import AttentionKind, KVConnectorFactory, WorkerEnvironment
 from cargohold.transfer import TransferWorker
 
@@ -131,7 +131,7 @@ def draw_scenario(
         # From a source of its own, so that seeds which have found something still draw the same otherwise.
         aside = Random(f"{seed}/reusing")  # noqa: S311  # repeatable, on purpose
         workload = aside.choice(REUSING) if aside.random() < len(REUSING) / len(WORKLOADS) else workload
-    load = Workload(Writer(Random(f"{seed}/traffic")))  # noqa: S311  # repeatable, on purpose
+    load = DrawnWorkload(Writer(Random(f"{seed}/traffic")))  # noqa: S311  # repeatable, on purpose
     WORKLOADS[workload](load)
     rates = draw_rates(faults, Random(f"{seed}/faults"))  # noqa: S311  # repeatable, on purpose
     actions = load.writer.sorted_actions()
@@ -164,7 +164,7 @@ def check_names(workload: str, connector: str) -> None:
     custom_factory(connector)
 
 
-def _draw_shape(random: Random, load: Workload, actions: tuple[Action, ...]) -> Shape:
+def _draw_shape(random: Random, load: DrawnWorkload, actions: tuple[Action, ...]) -> Shape:
     options = load.options
     groups = load.groups or _draw_groups(random)
     max_step_tokens = options.get(

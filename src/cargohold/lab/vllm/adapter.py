@@ -12,7 +12,7 @@ from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.lab.vllm.adapters import AdapterWorker, SimulatedHeld
 from cargohold.lab.vllm.configuration import TRANSFER_TIMEOUT_S, WORLD
 from cargohold.lab.vllm.engine import VllmEngine
-from cargohold.lab.vllm.requests import Reset, SchedulerView
+from cargohold.lab.vllm.requests import SchedulerView, VllmReset
 from cargohold.lab.vllm.worker import SimulatedWorker
 from cargohold.protocol import Clock, KVConnectorFactory, KVConnectorOutput, OutputAggregator
 
@@ -83,9 +83,9 @@ class AdapterEngine(VllmEngine):
 
     def announce_reset(self) -> bool:
         """Pause or not, as chance has it; whether the pause aborts all requests."""
-        reset = Reset.draw(self._random)
+        reset = VllmReset.draw(self._random)
         if self._late is not None and reset.mode != "wait":  # blocks of which nobody was told forbid it
-            reset = Reset(is_of_connector=reset.is_of_connector)
+            reset = VllmReset(is_of_connector=reset.is_of_connector)
         self.scheduler.announce_reset(reset)
         return reset.mode == "abort"
 

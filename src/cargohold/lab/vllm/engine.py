@@ -86,7 +86,7 @@ class RepeatableAsyncScheduler(_Repeatable, AsyncScheduler):  # type: ignore[mis
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _StepInFlight:
     """A scheduled step whose result the scheduler has not been told yet.
 
     Attributes:
@@ -136,7 +136,7 @@ class VllmEngine(Replica):
         self._random = random
         self._pass_time = clock.advance
         self._late_aborts: list[str] = []
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._depth = 2 if options[ASYNC] else 1
         self._num_drafted = options.get(DRAFTED, 0)
         self._files = AdapterFiles()
@@ -171,7 +171,7 @@ class VllmEngine(Replica):
         self.last_step = (SchedulerStep(), NO_OUTPUT)
         # One step is made even if vLLM has nothing to do: the caller may wait for something that an idle vLLM would not do.
         while not self._in_flight or (len(self._in_flight) < self._depth and self.vllm.has_requests()):
-            self._in_flight.append(_InFlight(self.vllm.schedule()))
+            self._in_flight.append(_StepInFlight(self.vllm.schedule()))
             # Workers lag behind the scheduler, by an unknown number of steps.
             if self._random.random() < 0.5:
                 self._run_workers(len(self._in_flight))
@@ -218,7 +218,7 @@ class VllmEngine(Replica):
                 self.last_step = (flight.step, NO_OUTPUT)
                 self._check_tokens()
 
-    def _account(self, flight: _InFlight) -> tuple[SchedulerStep, StepOutput]:
+    def _account(self, flight: _StepInFlight) -> tuple[SchedulerStep, StepOutput]:
         """Tell the scheduler the result of a step."""
         late, self._late_aborts = self._late_aborts, []
         for request_id in late:

@@ -15,7 +15,7 @@ from cargohold.lab.simulation.fingerprints import GroupPlan
 from cargohold.lab.simulation.fingerprints import num_blocks_needed as num_own_blocks_needed
 from cargohold.lab.simulation.oracles import Oracle
 from cargohold.lab.simulation.replica import Replica
-from cargohold.lab.simulation.run import Run, RunResult, quiet_logging
+from cargohold.lab.simulation.run import RunResult, ScenarioRun, quiet_logging
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
 from cargohold.lab.simulation.traffic import Action, Ask, SendHints, without_used_ids
 from cargohold.lab.simulation.transfers import CopiesInFlight
@@ -72,7 +72,7 @@ class VllmWorld(World):
         return [LeftoverOracle(engine)]
 
 
-class VllmRun(Run):
+class VllmRun(ScenarioRun):
     """A run whose engines are vLLM's. Sets the environment variable that vLLM needs, and quiets its log."""
 
     def play(self) -> RunResult:
@@ -100,7 +100,7 @@ class VllmRecipe(Recipe):
             return scenario
         return with_late_blocks(scenario, late.uniform(0.1, 0.6))
 
-    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
+    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> ScenarioRun:
         return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
 
 

@@ -287,7 +287,7 @@ class CacheView:
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class VllmReset:
     """How vLLM's caches are reset.
 
     Attributes:
@@ -305,7 +305,7 @@ class Reset:
     is_of_connector: bool = False
 
     @classmethod
-    def draw(cls, random: Random) -> Reset:
+    def draw(cls, random: Random) -> VllmReset:
         """Draw one. A pause resets everything."""
         mode = random.choice((None, None, None, "abort", "keep", "wait"))
         waits, is_amid_loads, is_of_running, is_of_connector = (random.random() < 0.5 for _ in range(4))
@@ -351,7 +351,7 @@ class SchedulerView:
         self.connector = guard or ConnectorGuard(NullConnectorScheduler(), pool.num_blocks)
         self.kv = CacheView(scheduler, pool, tells_holds=self._is_ours)
         self._events: list[KVEvent] = []
-        self.reset = Reset(is_of_connector=not self._is_ours)
+        self.reset = VllmReset(is_of_connector=not self._is_ours)
         self._sources = [scheduler.kv_cache_manager, scheduler.connector][: 1 + self._is_ours]
         for source, medium in zip(self._sources, (MEDIUM_DEVICE, MEDIUM_HOST), strict=False):
             watch(source, partial(self._note, medium))
@@ -375,7 +375,7 @@ class SchedulerView:
         self._scheduler.set_pause_state(self.reset.pause_state)
         return bool(self._scheduler.reset_prefix_cache(self.reset.is_of_running, self.reset.is_of_connector))
 
-    def announce_reset(self, reset: Reset) -> None:
+    def announce_reset(self, reset: VllmReset) -> None:
         """Pause at once if the reset is one of a pause, unless it comes later."""
         self.reset = reset
         if not reset.is_amid_loads:
@@ -383,7 +383,7 @@ class SchedulerView:
 
     def resume(self) -> None:
         """Go on after a reset."""
-        self.reset = Reset()
+        self.reset = VllmReset()
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def take_events(self) -> list[KVEvent]:

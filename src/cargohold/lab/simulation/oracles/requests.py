@@ -172,7 +172,7 @@ _HARMLESS: Final = frozenset({Fault.HANGS, Fault.RESTART})
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _RequestWait:
     """What a request waited for.
 
     Attributes:
@@ -221,7 +221,7 @@ class PatienceOracle(Oracle):
         self._is_excused = is_excused
         # When requests ended, and how many tokens of their prompts were computed.
         self._ends: list[tuple[float, int]] = []
-        self._waits: list[_Wait] = []
+        self._waits: list[_RequestWait] = []
 
     def on_update(self, update: RequestUpdate) -> None:
         """Note how long a request that has ended has waited, and what for."""
@@ -241,7 +241,7 @@ class PatienceOracle(Oracle):
         vain_s = max(0.0, waited_s - 2 * saved_s)
         excess_s = waited_s - LONGEST_WAIT * (1 + request.num_preemptions) * self._compute_s(request.num_tokens)
         compute_s = self._compute_s(request.num_prompt_tokens - request.num_first_device_tokens)
-        self._waits.append(_Wait(request.request_id, times.load_wait_s, vain_s, excess_s, compute_s))
+        self._waits.append(_RequestWait(request.request_id, times.load_wait_s, vain_s, excess_s, compute_s))
 
     def at_end(self) -> None:
         """Add up what requests waited in vain, but for those that are forgiven."""

@@ -24,7 +24,7 @@ from cargohold.protocol import ConnectorGuard, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class _WatchedSide:
+class _SideCounts:
     """One offloading connector, with its parts that are checked after every step.
 
     Attributes:
@@ -67,7 +67,7 @@ class TierOracle(Oracle):
         self._engine = engine
         self._is_excused = is_excused
         self._sides = [
-            _WatchedSide(
+            _SideCounts(
                 side,
                 guards,
                 side.manager,
@@ -129,7 +129,7 @@ class TierOracle(Oracle):
     def _live_sides(self) -> list[OffloadingScheduler]:
         return [watched.side for watched in self._sides if watched.is_live()]
 
-    def _check_counts(self, watched: _WatchedSide) -> None:
+    def _check_counts(self, watched: _SideCounts) -> None:
         manager, jobs, is_alone = watched.manager, watched.jobs, watched.is_alone
         num_pins, num_writing = manager.num_pins, manager.num_writing
         num_loading = sum([len(load.handle.keys) for load in jobs.loads()]) if jobs.num_loads else 0
@@ -154,11 +154,11 @@ class TierOracle(Oracle):
     def _is_remote(self, request_id: str) -> bool:
         return bool((self._engine.requests[request_id].kv_transfer_params or {}).get("do_remote_decode"))
 
-    def _add_load(self, watched: _WatchedSide, add: Callable[[Load], None], load: Load) -> None:
+    def _add_load(self, watched: _SideCounts, add: Callable[[Load], None], load: Load) -> None:
         watched.lengths[load.job_id] = self._engine.requests[load.request_id].num_tokens
         add(load)
 
-    def _check_loads(self, watched: _WatchedSide) -> None:
+    def _check_loads(self, watched: _SideCounts) -> None:
         jobs, lengths = watched.jobs, watched.lengths
         loads = [load for load in jobs.loads() if jobs.is_loading(load.job_id)]
         if self._engine.shares_loads:

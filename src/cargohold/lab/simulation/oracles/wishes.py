@@ -21,7 +21,7 @@ from cargohold.protocol import ConnectorGuard, KVConnectorOutput, TransferOutcom
 
 
 @dataclass(slots=True)
-class _WatchedSide:
+class _SideWishes:
     """One offloading connector.
 
     Attributes:
@@ -63,7 +63,7 @@ class WishOracle(Oracle):
         self._engine = engine
         sides = offloading_sides(engine.scheduler.connector)
         self._sides = [
-            _WatchedSide(side, guards, plan, _innermost(side.manager))
+            _SideWishes(side, guards, plan, _innermost(side.manager))
             for (side, guards), plan in zip(sides, plans, strict=True)
         ]
         self._invalid_block_ids: set[int] = set()
@@ -92,7 +92,7 @@ class WishOracle(Oracle):
                 watched.failed.discard(job_id)
                 self._invalid_block_ids.difference_update(load.block_ids)
 
-    def _watch(self, watched: _WatchedSide) -> None:
+    def _watch(self, watched: _SideWishes) -> None:
         jobs, manager = watched.side.jobs, watched.manager
         add_load, add_store, prepare_stores = jobs.add_load, jobs.add_store, manager.prepare_stores
 
@@ -133,7 +133,7 @@ class WishOracle(Oracle):
                 f"{num_tokens} tokens are loaded for request {load.request_id}, which allows {limit}"
             )
 
-    def _check_store(self, watched: _WatchedSide, store: Store) -> None:
+    def _check_store(self, watched: _SideWishes, store: Store) -> None:
         if watched.plan.lookahead is not None:
             return
         allowed: set[OffloadKey] = set()
@@ -167,7 +167,7 @@ def _limit(request: Request, name: str) -> int | None:
     return limit
 
 
-def _storable(request: Request, engine: Replica, watched: _WatchedSide) -> set[OffloadKey]:
+def _storable(request: Request, engine: Replica, watched: _SideWishes) -> set[OffloadKey]:
     """The chunks of a request that may be stored."""
     plan, namespace = watched.plan, watched.side.namespace
     num_tokens = request.num_tokens

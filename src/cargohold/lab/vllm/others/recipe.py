@@ -17,7 +17,7 @@ from cargohold.lab.simulation.connectors import ConnectorPlan
 from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.fingerprints import GroupPlan, WrongTokenError
 from cargohold.lab.simulation.oracles import OracleError
-from cargohold.lab.simulation.run import Run, RunResult
+from cargohold.lab.simulation.run import RunResult, ScenarioRun
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
 from cargohold.lab.simulation.traffic import Abort, Action, Ask, Reset
 from cargohold.lab.simulation.transfers import CopyConflictError
@@ -169,7 +169,7 @@ class StrangerRecipe(VllmRecipe):
         )
         return replace(scenario, shape=shape, connector=plan, actions=actions)
 
-    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> Run:
+    def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> ScenarioRun:
         return StrangerRun(scenario, timeline=timeline, world=StrangerWorld(scenario))
 
     def timeline(self, num_lines: int) -> StepTable:
