@@ -68,13 +68,14 @@ pictures: $(VENV)/.demo ## Renew docs/pictures: page, dashboard, top, and the de
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python tools/pictures.py $(ARGS)
 
-check: $(VENV)/.dev $(VENV)/.pins ## Formatting, lint, types, import contracts, links in the documentation, pinned versions
+check: $(VENV)/.dev $(VENV)/.pins ## Formatting, lint, types, import contracts, links in the documentation, manifests, pinned versions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/options.py --check
+	$(BIN)/python tools/manifests.py --check
 
 docs: $(VENV)/.docs ## Build the documentation in build/site, offline, with all links checked
 	$(BIN)/python tools/diagrams.py --check

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +19,7 @@ from typing import Any
 import pytest
 
 from cargohold.cli import doctor
-from cargohold.cli.doctor import Level, check_disk
+from cargohold.cli.machine import Level, check_disk
 from cargohold.errors import TierError
 from tests.command import Command
 
@@ -54,7 +60,8 @@ def test_for_people_it_is_a_table(cargohold: Command, tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there_yet_is_judged_by_the_one_around_it(tmp_path: Path) -> None:
     speeds = {tmp_path: (2e9, 1e9)}
     finding = check_disk(tmp_path / "not" / "there", measure=speeds.__getitem__)
-    assert finding.level is Level.OK and "writes 2.00 GB/s and reads 1.00 GB/s" in finding.found
+    assert finding.level is Level.NOTE and f"would be made in {tmp_path}: is a mount missing?" in finding.advice
+    assert "writes 2.00 GB/s and reads 1.00 GB/s" in finding.found
     assert not (tmp_path / "not").exists()
 
 
@@ -68,7 +75,70 @@ def test_a_directory_that_everybody_may_write_to_is_not_private(tmp_path: Path) 
     place.mkdir()
     place.chmod(0o777)
     finding = check_disk(place, measure=None)
-    assert finding.level is Level.SET and finding.advice.endswith(f"chmod go-w '{place}'")
+    assert finding.level is Level.SET and finding.advice.endswith(f"chmod o-w '{place}'")
+
+
+def test_a_place_where_no_file_can_be_kept_is_named() -> None:
+    finding = check_disk(Path("/proc/kv"), measure=None)
+    assert finding.level is Level.SET and "its file system, proc, keeps no files" in finding.found
+
+
+INSIDE = """
+import json, sys
+from pathlib import Path
+from cargohold.cli import machine
+found = [*machine.findings(), *(machine.check_disk(Path(place), None) for place in sys.argv[1:])]
+print(json.dumps([[one.area, one.level.value, f"{one.found}; {one.advice}"] for one in found]))
+"""
+SEALED = "mount -t tmpfs -o size=64m shm /dev/shm && mount -o remount,bind,ro / && exec"
+LIMIT = 512 << 20
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group with a limit of memory, of version 1 or 2."""
+    for place, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(place) / f"cargohold-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limit).exists():
+                (group / limit).write_text(str(LIMIT), encoding="ascii")
+                yield group
+                return
+        finally:
+            group.rmdir()
+    pytest.skip("no control group can be made here")
+
+
+@pytest.fixture
+def in_namespace() -> list[str]:
+    """What runs a command in namespaces of its own: a small ``/dev/shm``, a read-only root."""
+    words = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*words, f"{SEALED} true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("no namespace of mounts can be made here")
+    return words
+
+
+def test_inside_a_container_its_limits_are_found_with_what_to_set_in_the_manifest(
+    memory_group: Path, in_namespace: list[str]
+) -> None:
+    """In a real control group, a real read-only root, with the ``/dev/shm`` that container engines give."""
+    inside = shlex.join([sys.executable, "-c", INSIDE, "/nvme/kv", "/dev/shm/kv"])
+    joined = f"echo $$ > {memory_group}/cgroup.procs; exec {shlex.join([*in_namespace, f'{SEALED} {inside}'])}"
+    done = subprocess.run(["sh", "-c", joined], capture_output=True, text=True, timeout=60, check=True)
+    said = {(area, level): text for area, level, text in json.loads(done.stdout)}
+    assert "512 MiB for this process by its control group" in said["memory", "ok"]
+    assert "resources.limits.memory" in said["memory", "ok"]
+    assert "the root is read-only; /tmp" in said["user", "set"] and "an emptyDir on /tmp" in said["user", "set"]
+    assert "medium: Memory on /dev/shm" in next(text for _, _, text in json.loads(done.stdout) if "64 MiB free" in text)
+    assert "/ is read-only" in said["disk", "set"] and "securityContext.fsGroup" in said["disk", "set"]
+    assert "tmpfs" in said["disk", "note"] and "counts for the limit of the container" in said["disk", "note"]
 
 
 def test_a_disk_that_fails_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
@@ -157,3 +227,32 @@ def test_a_card_that_computes_faster_than_it_loads_is_told(cargohold: Command, c
     of_host = findings(cargohold, *args)["does it pay"][0]
     assert of_host["level"] == "note" and "it does not pay" in of_host["found"]
     assert findings(cargohold, "--model", chat_model, "--quick")["does it pay"][0]["found"] == "not measured"
+
+
+def test_device_pool_and_host_memory_are_counted_together_in_tokens(cargohold: Command, chat_model: str) -> None:
+    args = ["--quick", "--model", chat_model, "--device", "49GiB"]
+    (both,) = findings(cargohold, *args, "--host", "49GiB")["cache"]
+    assert both["level"] == "ok" and "device pool 49 GiB, host memory 49 GiB: together 98 GiB, " in both["found"]
+    (little,) = findings(cargohold, *args, "--host", "4GiB")["cache"]
+    assert little["level"] == "note" and "adds less than a tenth" in little["advice"]
+    assert "both are one cache" in cargohold("doctor", *args).err
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "said"),
+    [
+        ({}, "ok", "served, as all its layers are of kinds that are kept: "),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "ok", "--mamba-cache-mode align"),
+        ({"layer_types": ["full_attention", "memory_palace"]}, "note", "lines at the start say whether it is served"),
+        ({"is_encoder_decoder": True}, "set", "not served inside vLLM"),
+    ],
+    ids=["attention", "states", "unknown", "encoder"],
+)
+def test_a_model_that_no_page_names_is_judged_by_its_layers(
+    config: dict[str, Any], level: str, said: str, cargohold: Command, tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    written = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes, **config}
+    (tmp_path / "config.json").write_text(json.dumps(written), encoding="utf-8")
+    (found,) = findings(cargohold, "--quick", "--model", str(tmp_path))["model"]
+    assert found["level"] == level and said in f"{found['found']}; {found['advice']}"

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 VLLM_FLAGS: Final = "vllm-flags"
+VLLM_BENCH: Final = "vllm-bench"
 
 
 def main() -> int:
@@ -37,13 +38,15 @@ def _flushed_run() -> int:
 
 
 def _run() -> int:
-    if sys.argv[1:2] == [VLLM_FLAGS]:  # needs nothing of what the others need
+    if sys.argv[1:2] in ([VLLM_FLAGS], [VLLM_BENCH]):  # which need nothing of what the others need
         from cargohold.cli import vllm_flags  # noqa: PLC0415  # slow to import
 
-        return vllm_flags.main(sys.argv[2:])
+        return (vllm_flags.main if sys.argv[1] == VLLM_FLAGS else vllm_flags.bench)(sys.argv[2:])
     if missing := [name for name in ("packaging", "rich", "typer") if find_spec(name) is None]:
         names = ", ".join(missing)
-        sys.stderr.write(f"cargohold: all commands but {VLLM_FLAGS} need {names}: pip install 'cargohold[cli]'\n")
+        sys.stderr.write(
+            f"cargohold: all commands but {VLLM_FLAGS} and {VLLM_BENCH} need {names}: pip install 'cargohold[cli]'\n"
+        )
         return 2
 
     import typer  # noqa: PLC0415  # slow to import

