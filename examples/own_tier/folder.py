@@ -42,7 +42,7 @@ class Folder(SharedTier):
     def close(self) -> None:
         """Nothing is open between calls."""
 
-    def _put(self, key: bytes, value: bytearray) -> StoreOutcome:
+    def _put(self, key: bytes, value: memoryview) -> StoreOutcome:
         with self._errors():
             self._folder.mkdir(parents=True, exist_ok=True)
             unfinished = self._folder / f"{os.getpid()}-{threading.get_ident()}"

@@ -32,7 +32,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.cache.retention import Retention
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE, Details, Note
-from cargohold.tiers.memory import Buffer
+from cargohold.tiers.memory import Buffer, Staging
 
 
 class StoreOutcome(Enum):
@@ -153,6 +153,13 @@ class Tier(ABC):
 
     def begin(self) -> None:  # noqa: B027  # most tiers have nothing to do
         """Get ready to serve an engine; called once before all other calls, and does not wait. By default, nothing."""
+
+    def staging(self) -> memoryview:
+        """Return memory for one chunk, which one caller may use for what it stores and loads, and which ``store`` may overwrite.
+
+        A tier may return a part of a larger memory, so that its medium reads and writes chunks where they lie.
+        """
+        return Staging(self.chunk_bytes).view
 
     @abstractmethod
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:

@@ -25,7 +25,7 @@ from cargohold.errors import TierError, one_line
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_NOTE
 from cargohold.tiers.health import BreakerConfig, BreakerState, MediumHealth, TierHealth
-from cargohold.tiers.memory import Buffer, Staging, copy_bytes
+from cargohold.tiers.memory import Buffer, copy_bytes
 from cargohold.tiers.port import (
     ACCESS_OF,
     LISTED_AT_ONCE,
@@ -62,7 +62,7 @@ class IoThread(threading.Thread):
         self.job: TierJob | None = None
         self._queue = queue
         self._tier = tier
-        self._staging = Staging(tier.chunk_bytes)
+        self._staging = tier.staging()
         self.start()
 
     def run(self) -> None:
@@ -107,14 +107,14 @@ class IoThread(threading.Thread):
     def _load(self, job: TierJob, at: int) -> LoadOutcome:
         if at == 0:
             self._tier.touch(job.keys)
-        staged = self._staging.view[: len(job.buffers[at])]
+        staged = self._staging[: len(job.buffers[at])]
         outcome = self._tier.load(job.keys[at], staged)
         if outcome is LoadOutcome.LOADED and not self._copy(job, job.buffers[at], staged):
             return LoadOutcome.ABSENT  # the job has ended, so nobody will see this answer
         return outcome
 
     def _store(self, job: TierJob, at: int) -> StoreOutcome:
-        staged = self._staging.view[: len(job.buffers[at])]
+        staged = self._staging[: len(job.buffers[at])]
         if not self._copy(job, staged, job.buffers[at]):
             return StoreOutcome.REFUSED
         parent = job.parents[at] if job.parents else None

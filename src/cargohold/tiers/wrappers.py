@@ -46,6 +46,9 @@ class WrappedTier(Tier):
     def begin(self) -> None:
         self.inner.begin()
 
+    def staging(self) -> memoryview:
+        return self.inner.staging()
+
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self.call("probe", 0, lambda: self.inner.probe(keys))
 

@@ -230,6 +230,22 @@ class TierConformance(ABC):
         assert self._load(tier, "a") == self._contents("a")
         tier.close()
 
+    def test_chunks_are_stored_from_and_loaded_into_its_staging_memory(self, place: Path) -> None:
+        """As the threads of a ``TierQueue`` do: each has one piece of it, for chunks of all sizes."""
+        tier = self.open(place)
+        pieces = [tier.staging() for _ in range(2)]
+        for size in (self.chunk_bytes, 1, self.chunk_bytes // 2 + 1):
+            for number, piece in enumerate(pieces):
+                piece[:size] = contents(f"{number}", size)
+            for number, piece in enumerate(pieces):
+                stored = tier.store(key(f"{number} of {size}"), piece[:size])
+                assert stored is StoreOutcome.STORED
+            for number, piece in enumerate(reversed(pieces)):
+                piece[:size] = bytes(size)
+                assert tier.load(key(f"{number} of {size}"), piece[:size]) is LoadOutcome.LOADED
+                assert piece[:size] == contents(f"{number}", size)
+        tier.close()
+
     def test_chunks_outlive_the_process(self, place: Path) -> None:
         """A tier that is closed and opened again holds the same chunks."""
         if not self.outlives_process:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, ChunkCodec, Note, details_are_sound
-from cargohold.tiers.memory import copy_bytes
+from cargohold.tiers.memory import Staging, address_of, copy_bytes
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
 
 logger = logging.getLogger(__name__)
@@ -31,10 +31,18 @@ class SharedTier(Tier):
         self.chunk_bytes = chunk_bytes
         self._codec = codec
         self._max_value_bytes = HEADER_BYTES + chunk_bytes + codec.namespace.details_bytes
+        self._staged: dict[int, memoryview] = {}  # memory of whole values, by the address of the chunk inside
         self._damage = SparingLog(logger)
         self._count_lock = threading.Lock()
         self._num_stored = 0
         self._stored_bytes = 0
+
+    def staging(self) -> memoryview:
+        """Return memory with room for a header before it and details behind it, so that a chunk is sent as it lies there."""
+        value = self._value_memory()
+        view = value[HEADER_BYTES : HEADER_BYTES + self.chunk_bytes]
+        self._staged[address_of(view)] = value
+        return view
 
     def store(
         self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
@@ -45,9 +53,10 @@ class SharedTier(Tier):
         header, body = self._codec.encode(key, payload, parent, self._codec.asked_now(note.retention))
         details = self._codec.encode_details(key, note.details)
         end = HEADER_BYTES + len(body)
-        value = bytearray(end + len(details))
+        num_bytes = end + len(details)
+        value = (self._staged.get(address_of(payload)) or memoryview(bytearray(num_bytes)))[:num_bytes]
+        _bring(value[HEADER_BYTES:end], body)
         value[:HEADER_BYTES], value[end:] = header, details
-        copy_bytes(memoryview(value)[HEADER_BYTES:end], body)
         outcome = self._put(key, value)
         if outcome is StoreOutcome.STORED:
             with self._count_lock:
@@ -60,7 +69,7 @@ class SharedTier(Tier):
 
         If it cannot be deleted, it is a miss all the same: that one chunk is bad says nothing about the others.
         """
-        value = self._get(key)
+        value = self._read(key, into)
         if value is None:
             return LoadOutcome.ABSENT
         if self._decode(key, value, into):
@@ -83,12 +92,20 @@ class SharedTier(Tier):
             return TierUsage(self._num_stored, self._stored_bytes, None)
 
     @abstractmethod
-    def _put(self, key: OffloadKey, value: bytearray) -> StoreOutcome:
+    def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
         """Write a value that is not there. Raises ``TierError``."""
 
     @abstractmethod
     def _get(self, key: OffloadKey) -> memoryview | None:
         """Return a value; ``None`` if it is not there. Raises ``TierError``."""
+
+    def _value_memory(self) -> memoryview:
+        return Staging(self._max_value_bytes).view
+
+    def _read(self, key: OffloadKey, into: memoryview) -> memoryview | None:
+        """Return a value whose payload may be in ``into`` already, if that is of ``staging``; by default, as ``_get``."""
+        del into
+        return self._get(key)
 
     def _decode(self, key: OffloadKey, value: memoryview, into: memoryview) -> bool:
         header = self._codec.header_of(value[:HEADER_BYTES], key, len(into))
@@ -96,5 +113,11 @@ class SharedTier(Tier):
         if header is None or len(value) < end or not details_are_sound(header, value[end:]):
             return False
         body = self._codec.body_for(into)
-        copy_bytes(body.view, value[HEADER_BYTES:end])
+        _bring(body.view, value[HEADER_BYTES:end])
         return self._codec.decode(header, key, body, into)
+
+
+def _bring(into: memoryview, source: memoryview) -> None:
+    """Copy bytes that are not there already."""
+    if address_of(into) != address_of(source):
+        copy_bytes(into, source)

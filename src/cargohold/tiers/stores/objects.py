@@ -345,7 +345,7 @@ class ObjectTier(SharedTier):
     def close(self) -> None:
         """Do nothing: connections close when the store's client is garbage-collected."""
 
-    def _put(self, key: OffloadKey, value: bytearray) -> StoreOutcome:
+    def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
         with self._errors():
             if self._budget is None:
                 return self._write(self._path(key), value)
@@ -355,7 +355,7 @@ class ObjectTier(SharedTier):
                     return self._write(self._path(key), value)
             return StoreOutcome.REFUSED if self._budget.is_full else StoreOutcome.LATER
 
-    def _write(self, path: str, value: bytearray) -> StoreOutcome:
+    def _write(self, path: str, value: memoryview) -> StoreOutcome:
         """Write an object, if there is room."""
         self._require_place()  # also after room was made, because that takes time
         try:

@@ -111,10 +111,10 @@ class RedisTier(SharedTier):
     def close(self) -> None:
         self._client.close()
 
-    def _put(self, key: OffloadKey, value: bytearray) -> StoreOutcome:
+    def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
         with self._errors():
             try:
-                self._client.set(self._name(key), memoryview(value), ex=self._ttl_s)
+                self._client.set(self._name(key), value, ex=self._ttl_s)
             except redis.exceptions.OutOfMemoryError:
                 return StoreOutcome.REFUSED
         return StoreOutcome.STORED
