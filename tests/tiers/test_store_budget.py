@@ -24,7 +24,8 @@ from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.namespace import Namespace
 from cargohold.tiers.stores import objects as store_budget
-from cargohold.tiers.stores.directory import StoredObject, list_ours
+from cargohold.tiers.stores.directory import list_ours
+from cargohold.tiers.stores.inventory import StoredObject
 from cargohold.tiers.stores.objects import StoreBudget
 from tests.tiers.bad_medium import ordinary_user
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload

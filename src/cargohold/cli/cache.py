@@ -31,7 +31,9 @@ app.add_typer(cache, name="cache")
 
 Place = Annotated[
     str,
-    typer.Argument(help="Directory of a disk tier, or URL of a shared one: s3://, gs://, az://, file://, redis://."),
+    typer.Argument(
+        help="Directory of a disk tier, or URL of a shared one: s3://, gs://, az://, file://, redis://, mooncake://."
+    ),
 ]
 Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id.")]
 IsDryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")]

@@ -44,7 +44,8 @@ def place_of(directory: Path) -> Path:
 
 OBJECT_SCHEMES: Final = ("s3", "gs", "az", "file")
 REDIS_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix")
-SCHEMES: Final = OBJECT_SCHEMES + REDIS_SCHEMES
+MOONCAKE: Final = "mooncake"
+SCHEMES: Final = (*OBJECT_SCHEMES, *REDIS_SCHEMES, MOONCAKE)
 PARALLEL_PROBES: Final = 32
 """Number of objects that a worker asks an object store for at the same time."""
 
@@ -111,8 +112,8 @@ def require_place(url: object) -> None:
                 f"the port must be a number from 1 to {_MAX_PORT}, and in a password : / ? # @ be written as %3A ..."
             )
             raise ConfigError("url", shown, expected)
-        is_place = not parts.fragment and _has_database(parts)
-        expected = f"it must be {_example(scheme)} or without the database, which is a number"
+        is_place = not parts.fragment and (_is_master(parts) or _has_database(parts))
+        expected = f"it must be {_example(scheme)} or, of Redis, without the database, which is a number"
     if not (is_whole and is_place):
         raise ConfigError("url", shown, expected)
 
@@ -120,7 +121,8 @@ def require_place(url: object) -> None:
 def _example(scheme: str) -> str:
     if scheme in REDIS_SCHEMES:
         return "unix:///path/of/socket?db=0" if scheme == "unix" else f"{scheme}://host:6379/0"
-    return {"file": "file:///absolute/path", "az": "az://container/prefix"}.get(scheme, f"{scheme}://bucket/prefix")
+    examples = {"file": "file:///absolute/path", "az": "az://container/prefix", MOONCAKE: "mooncake://master:50051"}
+    return examples.get(scheme, f"{scheme}://bucket/prefix")
 
 
 def _has_port(parts: SplitResult) -> bool:
@@ -131,8 +133,15 @@ def _has_port(parts: SplitResult) -> bool:
         return False
 
 
+def _is_master(parts: SplitResult) -> bool:
+    """Whether it names a master of Mooncake's and its port."""
+    return parts.scheme == MOONCAKE and bool(parts.hostname and parts.port) and not parts.path.strip("/")
+
+
 def _has_database(parts: SplitResult) -> bool:
     """Whether the database is a number, or left out. The client would silently use another database than an invalid one."""
+    if parts.scheme == MOONCAKE:
+        return False
     path = "" if parts.scheme == "unix" else unquote(parts.path).strip("/")
     names = [*parse_qs(parts.query, keep_blank_values=True).get("db", []), *([path] if path else [])]
     return all(name.isascii() and name.isdecimal() for name in names)

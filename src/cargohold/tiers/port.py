@@ -155,7 +155,7 @@ class Tier(ABC):
         """Get ready to serve an engine; called once before all other calls, and does not wait. By default, nothing."""
 
     def staging(self) -> memoryview:
-        """Return memory for one chunk, which one caller may use for what it stores and loads, and which ``store`` may overwrite.
+        """Return memory for one chunk, for one caller's stores and loads. ``store`` may overwrite it.
 
         A tier may return a part of a larger memory, so that its medium reads and writes chunks where they lie.
         """

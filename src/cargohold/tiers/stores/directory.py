@@ -26,7 +26,6 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -36,6 +35,7 @@ from obstore.store import LocalStore, ObjectStore
 
 from cargohold.tiers.disk.files import Descriptor
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN
+from cargohold.tiers.stores.inventory import StoredObject
 
 logger = logging.getLogger(__name__)
 
@@ -212,31 +212,6 @@ _NO_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EIS
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
 _ACCESS_ANSWER: Final = re.compile(r"AccessDenied|status code: 40[13]\b")
 """What a server says that refuses access. The package does not tell such errors of listing and deleting from others by type."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One of our objects in a store.
-
-    Attributes:
-        path: its path in the store.
-        namespace_id: id of its namespace.
-        key: the chunk's key; empty if the object is no whole chunk, but the namespace's description, or a file that is still
-            being written, or that a killed process left.
-        num_bytes: its size.
-        written_s: time of writing, in seconds since 1970.
-    """
-
-    path: str
-    namespace_id: str
-    key: bytes
-    num_bytes: int
-    written_s: float
-
-    @property
-    def age(self) -> tuple[float, str]:
-        """Orders objects, those written longest ago first."""
-        return self.written_s, self.path
 
 
 def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:

@@ -1,19 +1,16 @@
-"""The inventory of an object store, or of a shared directory."""
+"""The inventory of a store that several engines share: what is the same for all stores that can be listed."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final
 
-from obstore import exceptions as store_errors
-from obstore.store import ObjectStore
-
-from cargohold.errors import TierError
 from cargohold.tiers.inventory import (
-    PIECE_BYTES,
     Holding,
     Inventory,
     Verification,
@@ -23,94 +20,75 @@ from cargohold.tiers.inventory import (
     raise_noted,
     remarks_on,
 )
-from cargohold.tiers.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, as_facts, parse_description
-from cargohold.tiers.stores.directory import (
-    StoredObject,
-    delete_if_there,
-    delete_unfinished,
-    list_ours,
-    read_object,
-    read_pieces,
-)
-from cargohold.tiers.stores.objects import first_line, lacks_credentials
+from cargohold.tiers.namespace import as_facts, parse_description
 
-_NAME = "shared"
+NAME: Final = "shared"
 
 
-@dataclass(slots=True)
-class _Namespace:
-    chunks: list[StoredObject] = field(default_factory=list)
-    others: list[StoredObject] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One of our objects or values in a store.
 
-    @property
-    def objects(self) -> Iterator[StoredObject]:
-        return chain(self.chunks, self.others)
-
-
-class ObjectInventory(Inventory):
-    """The namespaces in an object store.
-
-    Args:
-        store: the bucket and prefix.
+    Attributes:
+        path: its path or name in the store.
+        namespace_id: id of its namespace.
+        key: the chunk's key; empty if the object is no whole chunk, but the namespace's description, or a file that is still
+            being written, or that a killed process left.
+        num_bytes: its size.
+        written_s: time of writing, in seconds since 1970; 0 if the store does not tell.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+    path: str
+    namespace_id: str
+    key: bytes
+    num_bytes: int
+    written_s: float = 0.0
+
+    @property
+    def age(self) -> tuple[float, str]:
+        """Orders objects, those written longest ago first."""
+        return self.written_s, self.path
+
+
+class StoreInventory(Inventory):
+    """The namespaces that a listing of the store shows."""
 
     def holdings(self) -> list[Holding]:
-        """Return the namespaces that a listing of the whole store shows."""
-        with _object_errors():
-            found = [self._describe(name, namespace) for name, namespace in self._namespaces("").items()]
-        return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
+        """Return the namespaces; their bytes are those of all objects."""
+        found: defaultdict[str, list[StoredObject]] = defaultdict(list)
+        with self._session():
+            for stored in self._listed(""):
+                found[stored.namespace_id].append(stored)
+            holdings = [self._describe(name, objects) for name, objects in sorted(found.items())]
+        return sorted(holdings, key=lambda holding: holding.last_used_s or 0.0)
 
     def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Verification]:
-        """Fetch and check every object."""
+        """Fetch and check every chunk."""
         troubles: list[str] = []
-        with _object_errors():
-            for chunk in self._namespace(namespace_id).chunks:
+        with self._session():
+            for chunk in self._chunks(namespace_id):
                 with noted(troubles, chunk.path):
                     finding = self._check(chunk)
                     if finding is Verification.DAMAGED and delete:
                         with noted(troubles, chunk.path):
-                            delete_if_there(self._store, chunk.path)
+                            self._delete(chunk.path)
                     if finding is not None:
                         yield finding
-        raise_noted(_NAME, troubles)
+        raise_noted(NAME, troubles)
 
     def remove(self, namespace_id: str) -> None:
         """Delete every object of a namespace."""
-        with _object_errors():
-            for known in self._namespace(namespace_id).objects:
-                delete_if_there(self._store, known.path)
-            delete_unfinished(self._store, f"{namespace_id}/", older_than_s=0.0)
+        with self._session():
+            for stored in self._listed(namespace_id):
+                self._delete(stored.path)
 
-    def trim(self, namespace_id: str, num_bytes: int) -> int:
-        """Delete the oldest chunks; engines that want them compute instead."""
-        gone = 0
-        with _object_errors():
-            delete_unfinished(self._store, f"{namespace_id}/")
-            for chunk in self._oldest(namespace_id, num_bytes):
-                delete_if_there(self._store, chunk.path)
-                gone += chunk.num_bytes
-        return gone
-
-    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
-        """See ``Inventory``. Unfinished files that ``trim`` would delete are not counted, as it does not count them either."""
-        with _object_errors():
-            return sum(chunk.num_bytes for chunk in self._oldest(holding.id, num_bytes))
-
-    def _oldest(self, namespace_id: str, num_bytes: int) -> Iterator[StoredObject]:
-        """Yield the chunks of a namespace stored longest ago, until they have ``num_bytes``."""
-        for chunk in sorted(self._namespace(namespace_id).chunks, key=lambda found: found.written_s):
-            if num_bytes <= 0:
-                return
-            yield chunk
-            num_bytes -= chunk.num_bytes
+    def _chunks(self, namespace_id: str) -> list[StoredObject]:
+        return [stored for stored in self._listed(namespace_id) if stored.key]
 
     def _check(self, chunk: StoredObject) -> Verification | None:
         """Verify a chunk; return ``None`` if it was deleted meanwhile. Raises the store's errors."""
         try:
-            return check_value(read_pieces(self._store, chunk.path, PIECE_BYTES), chunk.namespace_id, chunk.key)
+            return check_value(self._pieces(chunk), chunk.namespace_id, chunk.key)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -118,44 +96,38 @@ class ObjectInventory(Inventory):
                 raise
             return Verification.DAMAGED  # a bad place on the medium; the other chunks may well be good
 
-    def _namespace(self, namespace_id: str) -> _Namespace:
-        return self._namespaces(f"{namespace_id}/").get(namespace_id, _Namespace())
-
-    def _namespaces(self, prefix: str) -> dict[str, _Namespace]:
-        found: dict[str, _Namespace] = {}
-        for known in list_ours(self._store, prefix):
-            namespace = found.setdefault(known.namespace_id, _Namespace())
-            (namespace.chunks if known.key else namespace.others).append(known)
-        return found
-
-    def _describe(self, name: str, namespace: _Namespace) -> Holding:
+    def _describe(self, namespace_id: str, objects: Sequence[StoredObject]) -> Holding:
         facts: dict[str, str] = {}
         remarks: list[str] = []
-        with noted(remarks, f"{name}/{DESCRIPTION}"):
-            facts = self._facts(name)
+        with noted(remarks, namespace_id):
+            facts = as_facts(parse_description(self._description(namespace_id)))
             remarks += remarks_on(facts)
         return Holding(
-            id=name,
+            id=namespace_id,
             facts=facts,
-            num_chunks=len(namespace.chunks),
-            num_bytes=sum(known.num_bytes for known in namespace.objects),
-            last_used_s=max((known.written_s for known in namespace.objects), default=None),
+            num_chunks=sum(bool(stored.key) for stored in objects),
+            num_bytes=sum(stored.num_bytes for stored in objects),
+            last_used_s=max(stored.written_s for stored in objects) or None,
             is_in_use=False,
             remark=in_short(remarks),
         )
 
-    def _facts(self, name: str) -> dict[str, str]:
-        try:
-            found = read_object(self._store, f"{name}/{DESCRIPTION}", MAX_DESCRIPTION_BYTES)
-        except FileNotFoundError:
-            return {}
-        return as_facts(parse_description(bytes(found)))
+    @abstractmethod
+    def _session(self) -> AbstractContextManager[None]:
+        """Surrounds all that one call asks the store; raises ``TierError`` for the store's errors."""
 
+    @abstractmethod
+    def _listed(self, namespace_id: str) -> Iterator[StoredObject]:
+        """Yield our objects, each once; those of one namespace, unless ``namespace_id`` is empty."""
 
-@contextmanager
-def _object_errors() -> Iterator[None]:
-    try:
-        yield
-    except (store_errors.BaseError, OSError, ValueError) as error:
-        reason = "no credentials were found in the environment" if lacks_credentials(error) else first_line(error)
-        raise TierError(_NAME, reason) from error
+    @abstractmethod
+    def _pieces(self, chunk: StoredObject) -> Iterator[memoryview]:
+        """Yield a chunk's bytes in pieces, the first no shorter than a header. Raises ``FileNotFoundError`` if it is gone."""
+
+    @abstractmethod
+    def _description(self, namespace_id: str) -> bytes:
+        """Return the description of a namespace; empty if there is none."""
+
+    @abstractmethod
+    def _delete(self, path: str) -> None:
+        """Delete an object, unless it is gone."""

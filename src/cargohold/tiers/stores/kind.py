@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from cargohold.errors import ConfigError
 from cargohold.option_values import format_bytes, is_positive_int, parse_bytes
-from cargohold.options import SIZE, checked, must
+from cargohold.options import SIZE, checked, must, one_of
 from cargohold.tiers import places
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import (
@@ -23,7 +23,7 @@ from cargohold.tiers.config import (
     require_chunk_within,
 )
 from cargohold.tiers.inventory import Inventory
-from cargohold.tiers.places import PARALLEL_PROBES, REDIS_SCHEMES, is_url, place_of
+from cargohold.tiers.places import MOONCAKE, PARALLEL_PROBES, REDIS_SCHEMES, is_url, place_of
 from cargohold.tiers.port import Tier
 
 MAX_VALUE_BYTES: Final = {
@@ -41,11 +41,14 @@ class SharedTierConfig(TierConfig):
 
     Attributes:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///absolute/directory``
-            or ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``). Credentials come from the
-            environment, as the store's own tools read them.
+            or ``redis://host:port/db`` (also ``rediss``, ``valkey``, ``valkeys``, ``unix``), or ``mooncake://master:port``.
+            Credentials come from the environment, as the store's own tools read them.
         max_bytes: for object stores and directories, the maximum size of all chunks of Cargohold there, of all models and
             workers; the oldest are deleted first. ``None`` leaves the size to the store. One engine alone never exceeds it.
         ttl_s: for Redis and Valkey only, the age in seconds at which the server deletes chunks; ``None`` for never.
+        lend_bytes: for Mooncake only, memory of this machine that the engine lends to the cluster, over all of its workers.
+        protocol: for Mooncake only, ``tcp`` or ``rdma``; ``None`` for what ``MOONCAKE_PROTOCOL`` says, or ``tcp``.
+        devices: for Mooncake only, names of RDMA devices, with commas between; ``None`` for ``MOONCAKE_DEVICE``, or all.
     """
 
     names_elsewhere: ClassVar[Mapping[str, str]] = NAMES_ELSEWHERE
@@ -55,16 +58,23 @@ class SharedTierConfig(TierConfig):
     url: Annotated[str, _URL]
     max_bytes: Annotated[int | str | None, SIZE] = None
     ttl_s: Annotated[int | None, must(is_positive_int, "a whole number of seconds from 1, or nothing")] = None
+    lend_bytes: Annotated[int | str | None, SIZE] = None
+    protocol: Annotated[str | None, one_of("tcp", "rdma")] = None
+    devices: str | None = None
 
     def __post_init__(self) -> None:
         TierConfig.__post_init__(self)
-        is_redis = self.scheme in REDIS_SCHEMES
-        if self.ttl_s is not None and not is_redis:
+        module = _module(self.url)
+        if self.ttl_s is not None and module != "redis":
             raise ConfigError(
                 "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
             )
-        if self.max_bytes is not None and is_redis:
-            raise ConfigError("max_bytes", self.max_bytes, "here the server keeps the limit: set its maxmemory")
+        if self.max_bytes is not None and module != "objects":
+            limit = "set its maxmemory" if module == "redis" else "it is what machines lend"
+            raise ConfigError("max_bytes", self.max_bytes, f"here the server keeps the limit: {limit}")
+        for name in ("lend_bytes", "protocol", "devices"):
+            if getattr(self, name) is not None and module != MOONCAKE:
+                raise ConfigError(name, getattr(self, name), f"only {MOONCAKE}:// has it")
 
     def __repr__(self) -> str:
         """The options without user and password, because options end up in logs."""
@@ -83,7 +93,12 @@ class SharedTierConfig(TierConfig):
     @property
     def num_asked_at_once(self) -> int | None:
         """See ``TierConfig``. A server takes any number of questions in one round trip, an object store one per request."""
-        return None if self.scheme in REDIS_SCHEMES else PARALLEL_PROBES
+        return PARALLEL_PROBES if _module(self.url) == "objects" else None
+
+    @property
+    def num_lent_bytes(self) -> int:
+        """``lend_bytes`` as a number."""
+        return 0 if self.lend_bytes is None else parse_bytes("lend_bytes", self.lend_bytes)
 
     @property
     def scheme(self) -> str:
@@ -118,13 +133,20 @@ class SharedTierConfig(TierConfig):
     def open(self, opening: Opening) -> Tier:
         """See ``TierConfig``. Refuses missing or wrong credentials, a bucket that is not there, and a missing package."""
         with _needs_extra(self.url):
-            if _module(self.url) == "redis":
-                from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
+            match _module(self.url):
+                case "redis":
+                    from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
 
-                return RedisTier(self.url, self.ttl_s, opening)
-            from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # an optional package
+                    return RedisTier(self.url, self.ttl_s, opening)
+                case "mooncake":
+                    from cargohold.tiers.stores.mooncake import MooncakeTier, Network  # noqa: PLC0415  # the same
 
-            return ObjectTier(self.url, self.num_max_bytes, opening)
+                    network = Network(self.url, self.protocol, self.devices)
+                    return MooncakeTier(network, opening, self.num_threads, self.num_lent_bytes)
+                case _:
+                    from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # the same
+
+                    return ObjectTier(self.url, self.num_max_bytes, opening)
 
     def require_packages(self) -> None:
         """See ``TierConfig``. Each kind of store needs a package."""
@@ -132,7 +154,9 @@ class SharedTierConfig(TierConfig):
             import_module(f"cargohold.tiers.stores.{_module(self.url)}")
 
     def require_place(self) -> None:
-        """Refuse a directory that cannot be made or written to."""
+        """Refuse a directory that cannot be made or written to, and a machine that lacks a library of Mooncake's."""
+        if _module(self.url) == MOONCAKE:
+            _client(self.url)
         if self.directory is not None:
             try:
                 place_of(self.directory)
@@ -169,19 +193,26 @@ def _needs_extra(url: str) -> Iterator[None]:
 
 def _module(url: str) -> str:
     """Return the name of the module for a store, which is also that of the extra that it needs."""
-    return "redis" if places.scheme_of(url) in REDIS_SCHEMES else "objects"
+    scheme = places.scheme_of(url)
+    return "redis" if scheme in REDIS_SCHEMES else MOONCAKE if scheme == MOONCAKE else "objects"
 
 
 def _client(url: str) -> Any:
-    """Make a client of a store, which asks it nothing. Raises ``ConfigError``."""
+    """Make a client of a store, which asks it nothing; of Mooncake, only see if that is possible. Raises ``ConfigError``."""
     with _needs_extra(url):
-        if _module(url) == "redis":
-            from cargohold.tiers.stores.redis import open_client  # noqa: PLC0415  # an optional package
+        match _module(url):
+            case "redis":
+                from cargohold.tiers.stores.redis import open_client  # noqa: PLC0415  # an optional package
 
-            return open_client(url)
-        from cargohold.tiers.stores.objects import open_store  # noqa: PLC0415  # an optional package
+                return open_client(url)
+            case "mooncake":
+                from cargohold.tiers.stores.mooncake import require_libraries  # noqa: PLC0415  # the same
 
-        return open_store(url)
+                return require_libraries(url)
+            case _:
+                from cargohold.tiers.stores.objects import open_store  # noqa: PLC0415  # the same
+
+                return open_store(url)
 
 
 def _inventory(url: str) -> Inventory:
@@ -189,10 +220,16 @@ def _inventory(url: str) -> Inventory:
     if directory is not None and not directory.is_dir():
         raise ConfigError("url", url, "there is no such directory")  # a tier would create it
     client = _client(url)
-    if _module(url) == "redis":
-        from cargohold.tiers.stores.redis_inventory import RedisInventory  # noqa: PLC0415  # an optional package
+    match _module(url):
+        case "redis":
+            from cargohold.tiers.stores.redis_inventory import RedisInventory  # noqa: PLC0415  # an optional package
 
-        return RedisInventory(client)
-    from cargohold.tiers.stores.inventory import ObjectInventory  # noqa: PLC0415  # an optional package
+            return RedisInventory(client)
+        case "mooncake":
+            from cargohold.tiers.stores.mooncake_inventory import MooncakeInventory  # noqa: PLC0415  # the same
 
-    return ObjectInventory(client)
+            return MooncakeInventory(url)
+        case _:
+            from cargohold.tiers.stores.object_inventory import ObjectInventory  # noqa: PLC0415  # the same
+
+            return ObjectInventory(client)

@@ -44,7 +44,6 @@ from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.directory import (
     DirectoryPlace,
-    StoredObject,
     delete_if_there,
     delete_unfinished,
     directory_of,
@@ -56,6 +55,7 @@ from cargohold.tiers.stores.directory import (
     refuses_access,
     try_listing,
 )
+from cargohold.tiers.stores.inventory import StoredObject
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,362 @@
+"""The shared tier on Mooncake Store: memory that machines of a cluster lend.
+
+A chunk is the value of ``cargohold:<namespace id>:<key>``, in hexadecimal; the value of ``cargohold:<namespace id>`` describes
+the namespace, and is never evicted. What is asked for or was just stored has a lease of the master's, so it is not evicted for
+that time (``--default_kv_lease_ttl``, 10 s): as long as a hand-off needs.
+
+Mooncake's client runs in a process of its own (``mooncake_process``): where the master does not answer, its ``setup`` holds the
+interpreter's lock for 90 s. A call that takes too long ends that process, and the next call starts another one. Both processes
+have the memory that chunks are staged in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.deadlines import ANSWER
+from cargohold.errors import ConfigError, TierError, one_line
+from cargohold.tiers import places
+from cargohold.tiers.chunk_format import HEADER_BYTES, unpack_header
+from cargohold.tiers.config import REQUEST_S, Opening
+from cargohold.tiers.memory import Staging, address_of, copy_bytes, padded
+from cargohold.tiers.port import StoreOutcome
+from cargohold.tiers.stores.base import SharedTier
+from cargohold.tiers.stores.inventory import NAME
+from cargohold.tiers.stores.mooncake_process import MAX_MESSAGE_BYTES
+
+if find_spec("mooncake") is None:
+    raise ImportError("mooncake")  # imported where the client runs: it brings Go's runtime and handlers of signals
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "cargohold:"
+_PROGRAM: Final = Path(__file__).with_name("mooncake_process.py")
+_LOG_LEVEL: Final = "MC_LOG_LEVEL"
+"""Mooncake's variable for what its log is to say. Where it is not set there is no log: to it, each miss is an error."""
+_KEYS_AT_ONCE: Final = 256
+_LEAVE_S: Final = 1.0
+_MAX_PIN_S: Final = 1800.0
+"""Seconds for which hints keep a chunk: what the master allows unless told otherwise."""
+_NEVER_EVICTED: Final = -1
+_PACKAGES: Final = {
+    "libibverbs.so.1": "apt-get install libibverbs1",
+    "libcurl.so.4": "apt-get install libcurl4",
+    "libnuma.so.1": "apt-get install libnuma1",
+    "libcudart.so.12": "pip install mooncake-transfer-engine-non-cuda>=0.3.13.post1",
+}
+"""Libraries that Mooncake's package needs and does not bring, and what does."""
+_NO_ROOM, _NOT_READY, _NOT_FOUND = -200, -703, -704
+_MEANINGS: Final = {
+    -800: "a machine that lends memory does not answer",
+    -900: "the master does not answer, or is of another version of Mooncake",
+    -901: "the master has not answered in time",
+}
+
+
+@cache
+def require_libraries(url: str) -> None:
+    """Raise ``ConfigError`` if Mooncake's client cannot be imported on this machine, or its own configuration is wrong."""
+    text = "import mooncake.store; from mooncake.mooncake_config import MooncakeConfig; MooncakeConfig.load_from_env()"
+    environment = {**os.environ, "MOONCAKE_MASTER": urlsplit(url).netloc}
+    trial = subprocess.run(  # noqa: S603  # our own interpreter, and no shell
+        [sys.executable, "-c", text],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ANSWER.seconds(),
+        check=False,
+    )
+    if trial.returncode:
+        reason = (trial.stderr.splitlines() or [f"it ends with {trial.returncode}"])[-1]
+        library = re.search(r"(\S+): cannot open shared object file", reason)
+        remedy = f"; {_PACKAGES[library[1]]}" if library and library[1] in _PACKAGES else ""
+        raise ConfigError("url", places.without_secrets(url), f"Mooncake's client cannot be used: {reason}{remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How the store is reached.
+
+    Attributes:
+        url: names the master.
+        protocol, devices: what the engine's options say; ``None`` for what Mooncake's own environment says.
+    """
+
+    url: str
+    protocol: str | None = None
+    devices: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """One run of the client's process: the process, and the ends of the sockets over which no request is under way."""
+
+    process: subprocess.Popen[bytes]
+    free: queue.SimpleQueue[socket.socket]
+    lines: Sequence[socket.socket]
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """End the process, and wait until it can write to no memory any more. Calls under way get no answer."""
+        for line in self.lines:
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        with suppress(queue.Empty):
+            while True:
+                self.free.get_nowait().close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of the client's process: the process, and the sockets over which no request is under way."""
+
+    process: subprocess.Popen[bytes]
+    free: queue.SimpleQueue[socket.socket]
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """End the process, and wait until it can write to no memory any more. Calls under way get no answer."""
+        with suppress(queue.Empty):
+            while True:
+                self.free.get_nowait().close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)
+        self.process.kill()
+        self.process.wait()
+
+
+class ClientProcess:
+    """Mooncake's client, in a process of its own that is started when it is needed. Thread-safe.
+
+    Args:
+        network: how the store is reached.
+        limit_s: maximum time of a call, with the start of the process.
+        num_bytes: bytes of ``memory``.
+        num_lines: number of calls at the same time.
+        lent_bytes: bytes that it lends to the store.
+
+    Attributes:
+        memory: memory that calls read and write, by offset.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        limit_s: float = REQUEST_S,
+        *,
+        num_bytes: int = 1,
+        num_lines: int = 1,
+        lent_bytes: int = 0,
+    ) -> None:
+        self._file = os.fdopen(os.memfd_create("cargohold"), "rb+", buffering=0)
+        self._file.truncate(num_bytes)
+        self.memory = memoryview(mmap.mmap(self._file.fileno(), num_bytes))
+        self._settings = {
+            "master": urlsplit(network.url).netloc,
+            "protocol": network.protocol,
+            "devices": network.devices,
+            "lent_bytes": lent_bytes,
+            "num_bytes": num_bytes,
+            "limit_s": limit_s,
+            "parent": os.getpid(),
+        }
+        self._shown = places.without_secrets(network.url)
+        self._limit_s, self._num_lines = limit_s, num_lines
+        self._lock = threading.Lock()
+        self._run: _Run | None = None
+
+    def call(self, operation: str, *arguments: object) -> Any:
+        """Carry out an operation of ``mooncake_process.Store``, and return its answer.
+
+        Raises ``TierError`` if it has taken too long, the process has ended, or it cannot reach the master.
+        """
+        ends_at = time.monotonic() + self._limit_s
+        run = self.begin()
+        answer: Any = f"it has not answered for {self._limit_s:g} s"
+        with suppress(queue.Empty):
+            line = run.free.get(timeout=self._limit_s)
+            try:
+                line.settimeout(max(0.001, ends_at - time.monotonic()))
+                line.send(json.dumps([operation, *arguments]).encode())
+                answer = json.loads(line.recv(MAX_MESSAGE_BYTES) or '"Mooncake\'s client has ended"')
+            except OSError as error:
+                answer = answer if isinstance(error, TimeoutError) else one_line(error)
+            if not isinstance(answer, str):
+                run.free.put(line)
+                return answer[0]
+            line.close()
+            run.end()
+        raise TierError(NAME, f"{self._shown}: {answer}")
+
+    def begin(self) -> _Run:
+        """Start the process, if it does not run, without waiting for it."""
+        with self._lock:
+            if self._run is not None and self._run.process.poll() is not None:
+                self._run.end()
+                self._run = None
+            self._run = self._run or self._start()
+            return self._run
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """End the process, with so much time to take leave of the master. Nothing may be called any more."""
+        with self._lock:
+            if self._run is not None:
+                self._run.end(patience_s)
+        self._file.close()
+
+    def _start(self) -> _Run:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(self._num_lines)]
+        passed = [self._file.fileno(), *(their.fileno() for _, their in pairs)]
+        process = subprocess.Popen(  # noqa: S603  # our own interpreter and file, and no shell
+            [sys.executable, "-P", str(_PROGRAM), json.dumps({**self._settings, "descriptors": passed})],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None if _LOG_LEVEL in os.environ else subprocess.DEVNULL,
+        )
+        run = _Run(process, queue.SimpleQueue())
+        for our, their in pairs:
+            their.close()
+            run.free.put(our)
+        return run
+
+
+class MooncakeTier(SharedTier):
+    """A tier that keeps chunks in a Mooncake Store.
+
+    Args:
+        network: how the store is reached.
+        opening: what this worker keeps there. The store keeps the limit of all its clients.
+        num_threads: number of calls at the same time.
+        lend_bytes: bytes that all workers together lend to the store.
+
+    Raises:
+        ConfigError: Mooncake's client cannot be imported, or its own configuration is wrong.
+    """
+
+    def __init__(self, network: Network, opening: Opening, num_threads: int, lend_bytes: int) -> None:
+        require_libraries(network.url)
+        super().__init__(opening.codec, opening.chunk_bytes)
+        description = json.dumps(opening.codec.namespace.describe()).encode()
+        slot_bytes = padded(max(self._max_value_bytes, len(description)))
+        num_bytes = slot_bytes * (num_threads + 1)
+        self._client = ClientProcess(network, opening.request_s, num_bytes=num_bytes, num_lines=num_threads)
+        self._lent_bytes = lend_bytes // opening.num_shards
+        self._lender = ClientProcess(network, lent_bytes=self._lent_bytes)
+        memory = self._client.memory
+        self._spare, *self._slots = (memory[at : at + slot_bytes] for at in range(0, num_bytes, slot_bytes))
+        self._spare_lock = threading.Lock()  # of the slot for what is not in a slot
+        self._first = address_of(memory)
+        self._prefix = f"{PREFIX}{opening.codec.namespace.id}"
+        self._description = description
+        self._introduce()
+
+    def begin(self) -> None:
+        """Begin to lend memory."""
+        if self._lent_bytes:
+            self._lender.begin()
+
+    def staging(self) -> memoryview:
+        """As for ``SharedTier``, in memory that is registered with the store, while there is some left."""
+        return super().staging() if self._slots else Staging(self.chunk_bytes).view
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Ask for many keys at once. What is there gets a lease."""
+        return [code == 1 for code in self._of_each("exist", keys, {0, 1})]
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove values, also those with a lease."""
+        self._of_each("remove", keys, {0, _NOT_FOUND, _NOT_READY})
+
+    def close(self) -> None:
+        """End the client, and give up what was lent."""
+        self._client.close()
+        self._lender.close(_LEAVE_S)
+
+    def _value_memory(self) -> memoryview:
+        return self._slots.pop()
+
+    def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
+        header = unpack_header(value[:HEADER_BYTES])
+        assert header is not None
+        pin_s = min(_MAX_PIN_S, header.retention.until_s - time.time())
+        outcome = self._write(self._name(key), value, int(1000 * pin_s) if pin_s > 0 else None)
+        if outcome is StoreOutcome.STORED and self._description:
+            self._introduce()
+        return outcome
+
+    def _write(self, name: str, value: memoryview, pin_ms: int | None) -> StoreOutcome:
+        at = address_of(value) - self._first
+        if not 0 <= at < len(self._client.memory):
+            with self._spare_lock:
+                slot = self._spare[: len(value)]
+                copy_bytes(slot, value)
+                return self._write(name, slot, pin_ms)
+        code, is_there = self._client.call("put", name, at, len(value), pin_ms)
+        if code == _NO_ROOM or (code, is_there) == (0, 0):
+            return StoreOutcome.LATER  # the master is evicting, or another client is writing it
+        self._require([code, is_there], {0, 1})
+        return StoreOutcome.STORED
+
+    def _get(self, key: OffloadKey) -> memoryview | None:
+        with self._spare_lock:
+            found = self._get_into(key, self._spare)
+            return None if found is None else memoryview(bytes(found))
+
+    def _read(self, key: OffloadKey, into: memoryview) -> memoryview | None:
+        slot = self._staged.get(address_of(into))
+        return self._get(key) if slot is None else self._get_into(key, slot)
+
+    def _get_into(self, key: OffloadKey, slot: memoryview) -> memoryview | None:
+        """Read a value into a slot; return it, empty if it is too large to be ours."""
+        size = self._client.call("get", self._name(key), address_of(slot) - self._first, self._max_value_bytes)
+        if size in {_NOT_FOUND, _NOT_READY}:
+            return None
+        self._require([min(size, 0)], {0})
+        return slot[: size if size <= self._max_value_bytes else 0]
+
+    def _of_each(self, operation: str, keys: Sequence[OffloadKey], good: AbstractSet[int]) -> list[int]:
+        codes: list[int] = []
+        for at in range(0, len(keys), _KEYS_AT_ONCE):
+            codes += self._client.call(operation, [self._name(key) for key in keys[at : at + _KEYS_AT_ONCE]])
+        self._require(codes, good)
+        return codes
+
+    def _require(self, codes: Iterable[int], good: AbstractSet[int]) -> None:
+        """Raise ``TierError`` for the first code that is none of those."""
+        for code in codes:
+            if code not in good:
+                raise TierError(NAME, f"{_MEANINGS.get(code, 'Mooncake reports an error')} ({code})")
+
+    def _name(self, key: OffloadKey) -> str:
+        return f"{self._prefix}:{key.hex()}"
+
+    def _introduce(self) -> None:
+        """Store the description of the namespace, for ``cargohold cache``, once: the first lender may come later."""
+        try:
+            if self._write(self._prefix, memoryview(self._description), _NEVER_EVICTED) is StoreOutcome.STORED:
+                self._description = b""
+        except TierError as error:
+            logger.warning("shared tier: the store does not answer yet as it should: %s", error.reason)

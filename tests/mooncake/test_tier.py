@@ -1,0 +1,62 @@
+"""The conformance suite over a real Mooncake Store, and what is this store's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from cargohold.cache.manager import OffloadKey
+from cargohold.lab.conformance.tier import TierConformance
+from cargohold.tiers import Opening, SharedTierConfig, Tier
+from cargohold.tiers.stores.mooncake import ClientProcess, Network
+from tests.mooncake.cluster import Cluster
+from tests.tiers.common import codec
+
+SECONDS = 2.0
+"""Of a request: where the master is gone, Mooncake's client tries for four."""
+
+
+def open_tier(
+    store: Cluster,
+    weights: str = "w",
+    secret: bytes | None = None,
+    size: int = 10_000,
+    options: SharedTierConfig | None = None,
+) -> Tier:
+    opening = Opening(codec=codec(secret, weights=weights), chunk_sizes=[size], request_s=SECONDS)
+    return (options or SharedTierConfig(url=store.url, num_threads=3)).open(opening)
+
+
+class TestMooncake(TierConformance):
+    is_shared = True
+    secret: bytes | None = None
+    store: Cluster
+
+    @pytest.fixture
+    def place(self, store: Cluster, tmp_path: Path) -> Iterator[Path]:
+        type(self).store = store
+        yield tmp_path
+        if not store.is_up():
+            store.master.start()
+            store.await_segments(1)
+
+    def open(self, place: Path) -> Tier:
+        return open_tier(self.store, str(place), self.secret, self.chunk_bytes)
+
+    def damage(self, place: Path, chunk: OffloadKey) -> None:
+        name = f"cargohold:{codec(self.secret, weights=str(place)).namespace.id}:{chunk.hex()}"
+        with closing(ClientProcess(Network(self.store.url), num_bytes=2 * self.chunk_bytes)) as client:
+            size = client.call("get", name, 0, 2 * self.chunk_bytes)
+            client.memory[size // 2] ^= 1
+            assert client.call("remove", [name]) == [0]
+            assert client.call("put", name, 0, size, None) == [0, 1]
+
+    def break_medium(self, place: Path) -> None:
+        self.store.master.stop()
+
+
+class TestEncrypted(TestMooncake):
+    secret = bytes(range(32))
