@@ -40,6 +40,7 @@ NAMES = (
     "vllm_load",
     "vllm_prefetch",
     "found",
+    "neighbours",
     "sglang",
 )
 
