@@ -188,7 +188,7 @@ class ClientProcess:
         self._run: _Run | None = None
 
     def call(self, operation: str, *arguments: object) -> Any:
-        """Carry out an operation of ``mooncake_process.Store``, and return its answer.
+        """Carry out an operation of ``mooncake_process.MooncakeStore``, and return its answer.
 
         Raises ``TierError`` if it has taken too long, the process has ended, or it cannot reach the master.
         """

@@ -25,7 +25,7 @@ _CLOSE_S: Final = 5
 _RETRY_S: Final = 1.0
 
 
-class Store:
+class MooncakeStore:
     """The operations, with values in shared memory.
 
     Args:
@@ -95,11 +95,11 @@ class Store:
         self._store.close()
 
 
-def reached(settings: dict[str, Any], lines: list[socket.socket]) -> Store:
+def reached(settings: dict[str, Any], lines: list[socket.socket]) -> MooncakeStore:
     """Connect to the store. A process that only lends memory tries until it succeeds; another says why it cannot, and ends."""
     while os.getppid() == settings["parent"]:
         try:
-            return Store(settings)
+            return MooncakeStore(settings)
         except Exception as error:  # noqa: BLE001  # goes to the one who can report it
             if not settings["lent_bytes"]:
                 answered, *_ = select.select(lines, (), ())
@@ -111,7 +111,7 @@ def reached(settings: dict[str, Any], lines: list[socket.socket]) -> Store:
     sys.exit(1)
 
 
-def serve(store: Store, line: socket.socket) -> None:
+def serve(store: MooncakeStore, line: socket.socket) -> None:
     """Carry out requests until the other end is closed."""
     while message := line.recv(MAX_MESSAGE_BYTES):
         operation, *arguments = json.loads(message)
@@ -119,7 +119,7 @@ def serve(store: Store, line: socket.socket) -> None:
     leave(store)
 
 
-def leave(store: Store) -> None:
+def leave(store: MooncakeStore) -> None:
     """End the process, with good manners if that does not take long."""
     signal.alarm(_CLOSE_S)
     store.close()
