@@ -21,18 +21,23 @@ class Pace:
     Args:
         clock: monotonic time in seconds.
         max_age_s: time without a measurement after which nothing is predicted any more.
+        least_weight: the least that a measurement counts, from 0 to 1, if it took longer than expected. Below 1, one that took
+            twice as long counts half: other work on the machine only ever adds time.
     """
 
-    def __init__(self, clock: Clock, max_age_s: float) -> None:
+    def __init__(self, clock: Clock, max_age_s: float, least_weight: float = 1.0) -> None:
         self._clock = clock
         self._max_age_s = max_age_s
+        self._least_weight = least_weight
         self._noted_at = 0.0
         # Weighted sums over measurements: of 1, amount, seconds, amount², amount·seconds.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def note(self, amount: float, seconds: float) -> None:
         """Add a measurement: ``amount`` took ``seconds``."""
-        fresh = (1.0, amount, seconds, amount * amount, amount * seconds)
+        expected_s = self.predict(amount) or seconds
+        counts = 1.0 if seconds <= expected_s else max(self._least_weight, expected_s / seconds)
+        fresh = (counts, counts * amount, counts * seconds, counts * amount * amount, counts * amount * seconds)
         keep = _KEEP if self._is_known() else 0.0
         weight, x, y, xx, xy = (keep * old + new for old, new in zip(self._sums, fresh, strict=True))
         self._sums = (weight, x, y, xx, xy)

@@ -201,6 +201,24 @@ def test_a_load_that_ends_after_its_deadline_is_measured() -> None:
     assert any("computing was expected to be faster than loading from disk: 0.06" in note for note in notes), notes
 
 
+def test_one_load_that_took_long_on_a_busy_machine_does_not_make_a_fast_tier_slow() -> None:
+    tiering = SimulatedTiering(400)
+    for at in range(8):
+        serve(make_engine(tiering), tiering, f"first {at}", prompt(at, 45))
+    engine, queue = measured_engine(tiering)
+    for at in range(8):
+        evict_everything(engine)
+        queue.held = frozenset({JobKind.LOAD} if at == 5 else ())
+        engine.add(f"r{at}", prompt(at, 45), 1)
+        began = engine.clock()
+        while queue.held and engine.clock() < began + 0.3:
+            engine.step()
+        if queue.pending:
+            queue.complete(queue.pending[0])
+        finish(engine, tiering)
+    assert [restored(engine, f"r{at}") for at in (4, 6, 7)] == [{"disk": 44}] * 3
+
+
 @pytest.mark.parametrize("timeout_s", [60.0, 1.5])
 def test_the_slower_of_two_tiers_is_left_out_when_it_is_too_slow(timeout_s: float) -> None:
     """What is not worth loading is computed, not all of the prompt, even if the slow tier would not be done in time."""

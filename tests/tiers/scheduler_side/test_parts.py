@@ -155,11 +155,19 @@ class TestPace:
         pace.note(1, 5.0)
         assert pace.predict(1) == pytest.approx(5.0)
 
-    def test_a_medium_that_has_become_slow_is_found_slow(self) -> None:
-        pace = Pace(VirtualClock(), 60)
+    def test_a_measurement_that_other_work_has_made_long_counts_less(self) -> None:
+        pace = Pace(VirtualClock(), 60, least_weight=0.25)
+        for _ in range(10):
+            pace.note(10, 0.1)
+        pace.note(10, 1.0)
+        assert pace.predict(10) == pytest.approx(0.16, abs=0.01), "a quarter of its weight; with all of it, 0.27"
+
+    @pytest.mark.parametrize("least_weight", [1.0, 0.25])
+    def test_a_medium_that_has_become_slow_is_found_slow(self, least_weight: float) -> None:
+        pace = Pace(VirtualClock(), 60, least_weight)
         for amount in range(1, 20):
             pace.note(amount, 0.001 * amount)
-        for amount in range(1, 20):
+        for amount in range(1, 40):
             pace.note(amount, 0.1 * amount)
         assert pace.predict(100) == pytest.approx(10, rel=0.1)
 

@@ -176,6 +176,8 @@ MAX_ANSWER_AGE_S = 10.0
 """Seconds for which an answer of the tier counts: it may evict chunks, and other engines may write to it."""
 REMEASURE_S = 30.0
 """Seconds after which the pace of a tier is forgotten, so that a tier that was too slow is tried again."""
+SLOW_WEIGHT = 0.25
+"""The least that a slower measurement than expected counts; see ``Pace``. A busy machine must not look like a slow tier."""
 MAX_ANNOUNCED = 2**18
 """Maximum number of a tier's chunks that KV events announce at the same time, even if it can hold more."""
 MAX_KNOWN = 2**21
@@ -228,8 +230,8 @@ class TierState:
         self._retry_at: float | None = None
         num_answers = min(MAX_ANSWERS, max(MIN_ANSWERS, ANSWERS_PER_SLOT * host_capacity))
         self.lookup_cache = LookupCache(num_answers, MAX_ANSWER_AGE_S, clock)
-        self.pace = Pace(clock, REMEASURE_S)
-        self.look_up_pace = Pace(clock, REMEASURE_S)
+        self.pace = Pace(clock, REMEASURE_S, SLOW_WEIGHT)
+        self.look_up_pace = Pace(clock, REMEASURE_S, SLOW_WEIGHT)
         self.look_up_gain = LookUpGain()
         self.probing: set[OffloadKey] = set()
         self.knows_all = False
