@@ -296,7 +296,7 @@ def test_a_directory_that_cannot_be_is_refused_by_name(directory: str, tiny_mode
     [
         ("directory", {"directory": "/dev/null/kv"}),
         ("max_bytes", {"max_bytes": "1000000GiB"}),
-        ("max_bytes", {"max_bytes": "1KiB"}),
+        ("max_bytes", {"max_bytes": "4KiB"}),
         ("encryption_key", {"encryption_key": "env:CARGOHOLD_NO_SUCH_KEY"}),
     ],
 )

@@ -226,10 +226,11 @@ class Grants:
         return len(new) - len(covered)
 
     def _replace(self, grant: Grant, keys: Iterable[OffloadKey]) -> None:
-        """Let a grant's chunks count once: older grants that ask the same for them, and end sooner, let go of them."""
-        for key in keys:
+        """Let a grant's chunks count once: older ones without a name that ask the same, and end sooner, let go of them."""
+        same = (grant.tenant, grant.level, None)
+        for key in keys if grant.budget is not Budget.PINNED else ():
             for older in self.of(key):
-                if (older.tenant, older.level) == (grant.tenant, grant.level) and older.ends_at <= grant.ends_at:
+                if (older.tenant, older.level, older.hint.lease) == same and older.ends_at <= grant.ends_at:
                     self._displace(older, [key])
 
     def _make_room(self, grant: Grant, num_chunks: int) -> None:

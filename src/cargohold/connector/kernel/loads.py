@@ -162,8 +162,10 @@ class TierLookup:
         groups = [GroupUnits(keys.group, keys.chunk_tokens, ChunkStates(self._manager, keys)) for keys in state.keys]
         hit = longest_hit(groups, num_tokens, num_computed_tokens, limit_tokens)
         shared_end = _shared_end(groups, hit, num_tokens, num_computed_tokens) if len(groups) > 1 else 0
-        if hit.num_tokens - num_computed_tokens < state.chunk_tokens:
-            # Not worth a transfer: less than one chunk beyond the computed tokens.
+        # Not worth a transfer: less than one chunk beyond the computed tokens, or the last chunk of a request alone. Its last
+        # token is computed again anyway, and the rest of a chunk in the same step takes no longer.
+        least_tokens = state.chunk_tokens + (hit.num_tokens == num_tokens)
+        if hit.num_tokens - num_computed_tokens < least_tokens:
             return Lookup(
                 num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis, shared_end=shared_end
             )
