@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError, one_line
 from cargohold.lab.replay.advice import disk_problems, disk_table, plan_table, unit_of_gain
 from cargohold.lab.replay.planning import BASELINE, Plan, Planner
-from cargohold.lab.replay.replaying import BOUNDS, INFINITE, OPTIMUM, ReplayResult
+from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult
 from cargohold.lab.replay.report import (
     Report,
     describe_amount,
@@ -25,29 +27,12 @@ from cargohold.lab.replay.report import (
 )
 from cargohold.option_values import format_bytes
 
-# Small, so that text can still be read where a phone shrinks it.
-_WIDTH: Final = 520
-_HEIGHT: Final = 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 104, 20, 46
-_LABEL_GAP: Final = 16
-_MAX_X_TICKS: Final = 5
-_NUM_Y_TICKS: Final = 5
+_COLOURS: Final = ("#2a7de1", "#d1590f", "#12876a", "#a34fc4", "#997000", "#cf3480")
+"""One per policy, to be seen on light and on dark paper."""
+_GREY: Final = "#858d96"
+_DASHES: Final = {OPTIMUM: "--", INFINITE: ":", "price": ":"}
 _LOGARITHMIC_FROM: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class ChartSeries:
-    """One line.
-
-    Attributes:
-        name: written at the end of the line.
-        style: class of its elements, for which the style sheet has colour and dashes.
-        points: pairs of x and y, in ascending order of x.
-    """
-
-    name: str
-    style: str
-    points: Sequence[tuple[float, float]]
+_LEAST_GAIN: Final = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,149 +55,70 @@ class Axes:
     mark: tuple[float, str] | None = None
 
 
-class _Scale:
-    """Converts values to places in the chart, in pixels."""
+def line_chart(lines: Mapping[str, Sequence[tuple[float, float]]], axes: Axes) -> str:
+    """An ``svg`` element with a line per name, given as pairs of x and y in ascending order of x, which is above 0.
 
-    def __init__(self, series: Sequence[ChartSeries], *, is_log_y: bool) -> None:
-        xs = sorted({x for line in series for x, _ in line.points})
-        self.xs = xs
-        self._is_log = xs[-1] > _LOGARITHMIC_FROM * xs[0]
-        self._first, self._last = self._place(xs[0]), self._place(xs[-1])
-        ys = [y for line in series for _, y in line.points]
-        self._is_log_y = is_log_y
-        self.y_ticks = _powers(ys) if is_log_y else _multiples(max(ys, default=0.0))
+    Bounds are grey. Its text and its paper have the page's colours.
+    """
+    from matplotlib import rc_context  # noqa: PLC0415  # half a second, for those who ask for a page
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    def x(self, value: float) -> float:
-        """Pixels from the left."""
-        width = _WIDTH - _LEFT - _RIGHT
-        if self._last == self._first:
-            return _LEFT + width / 2
-        return _LEFT + width * (self._place(value) - self._first) / (self._last - self._first)
-
-    def y(self, value: float) -> float:
-        """Pixels from the top."""
-        low, high, at = self.y_ticks[0], self.y_ticks[-1], value
-        if self._is_log_y:
-            low, high, at = math.log(low), math.log(high), math.log(value)
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (at - low) / (high - low)
-
-    def _place(self, value: float) -> float:
-        return math.log(value) if self._is_log else value
-
-
-def line_chart(series: Sequence[ChartSeries], axes: Axes) -> str:
-    """An ``svg`` element. There must be at least one point, and every x be above 0."""
-    if axes.is_log_y:
-        series = [ChartSeries(line.name, line.style, [(x, y) for x, y in line.points if y > 0]) for line in series]
-        series = [line for line in series if line.points]
-    scale = _Scale(series, is_log_y=axes.is_log_y)
-    parts = [
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(axes.title)}">',
-        *_grid(scale, axes),
-        *(element for line in series for element in _line(line, scale, axes)),
-        *_labels(series, scale),
-        *_mark(series, scale, axes),
-        "</svg>",
-    ]
-    return "\n".join(parts)
-
-
-def _grid(scale: _Scale, axes: Axes) -> Iterator[str]:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    for value in scale.y_ticks:
-        y = scale.y(value)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(axes.show_y(value))}</text>'
-    for value in _spread(scale.xs):
-        x = scale.x(value)
-        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>'
-        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{escape(axes.show_x(value))}</text>'
-    middle = (_LEFT + right) / 2
-    yield f'<text class="tick" x="{middle:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(axes.x_title)}</text>'
+    xs = sorted({x for points in lines.values() for x, _ in points})
+    colours = iter(_COLOURS * len(lines))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": axes.title, "font.size": 9}):
+        figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+        plot = figure.add_subplot()
+        for name, points in lines.items():
+            colour = _GREY if name in _DASHES else next(colours)
+            plot.plot(
+                *zip(*points, strict=True),
+                _DASHES.get(name, "-"),
+                marker=".",
+                color=colour,
+                label=name,
+                gid=f"line {name}",
+            )
+        if axes.mark is not None:
+            plot.axvline(min(max(axes.mark[0], xs[0]), xs[-1]), color=_COLOURS[2], gid="mark", label=axes.mark[1])
+        if xs[-1] > _LOGARITHMIC_FROM * xs[0]:
+            plot.set_xscale("log")
+        plot.set_xticks(xs[:: -(-len(xs) // 5)], minor=False)
+        plot.set_xticks([], minor=True)
+        plot.xaxis.set_major_formatter(lambda x, _: axes.show_x(x))
+        plot.set_xlabel(axes.x_title)
+        if axes.is_log_y:
+            plot.set_yscale("log", nonpositive="mask")
+        else:
+            plot.set_ylim(bottom=0)
+        plot.yaxis.set_major_formatter(lambda y, _: axes.show_y(y))
+        plot.grid(visible=True, axis="y", color=_GREY, alpha=0.4)
+        plot.spines[:].set_color(_GREY)
+        plot.legend(framealpha=0)
+        text = StringIO()
+        figure.savefig(
+            text, format="svg", transparent=True, metadata={"Title": axes.title, "Date": None, "Creator": None}
+        )
+    return _SIZES.sub("<svg", text.getvalue()[text.getvalue().index("<svg") :], count=1)
 
 
-def _line(line: ChartSeries, scale: _Scale, axes: Axes) -> Iterator[str]:
-    points = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in line.points)
-    yield f'<polyline class="line {line.style}" points="{points}"/>'
-    for x, y in line.points:
-        place = f'cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="4"'
-        text = escape(f"{line.name} at {axes.show_x(x)}: {axes.show_y(y)}")
-        yield f'<circle class="dot {line.style}" {place}><title>{text}</title></circle>'
-
-
-def _labels(series: Sequence[ChartSeries], scale: _Scale) -> Iterator[str]:
-    """Names at the ends of the lines, pushed apart so that none covers another."""
-    lines = sorted(series, key=lambda line: line.points[-1][1])
-    places: list[float] = []
-    for line in lines:
-        places.append(min(scale.y(line.points[-1][1]), (places or [math.inf])[-1] - _LABEL_GAP))
-    highest = -math.inf
-    for line, place in zip(reversed(lines), reversed(places), strict=True):
-        highest = max(place, _TOP, highest + _LABEL_GAP)
-        x = scale.x(line.points[-1][0]) + 10
-        yield f'<text class="name {line.style}" x="{x:.1f}" y="{highest + 4:.1f}">{escape(line.name)}</text>'
-
-
-def _mark(series: Sequence[ChartSeries], scale: _Scale, axes: Axes) -> Iterator[str]:
-    if axes.mark is None:
-        return
-    value, name = axes.mark
-    x = scale.x(min(max(value, scale.xs[0]), scale.xs[-1]))
-    yield f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-    yield f'<text class="tick" x="{x:.1f}" y="{_TOP - 3}" text-anchor="middle">{escape(name)}</text>'
-
-
-def _spread(values: Sequence[float]) -> Sequence[float]:
-    step = -(-len(values) // _MAX_X_TICKS)
-    return values[::step]
-
-
-def _multiples(largest: float) -> Sequence[float]:
-    step = _nice_step(largest)
-    return [tick * step for tick in range(max(1, math.ceil(largest / step - 1e-9)) + 1)]
-
-
-def _powers(values: Sequence[float]) -> Sequence[float]:
-    """Powers of ten around all values, which are above 0."""
-    lowest = math.floor(math.log10(min(values)))
-    highest = max(lowest + 1, math.ceil(math.log10(max(values)) - 1e-9))
-    return [10.0**power for power in range(lowest, highest + 1)]
-
-
-def _nice_step(largest: float) -> float:
-    """A round number, five of which cover ``largest``."""
-    if largest <= 0:
-        return 1.0
-    rough = largest / _NUM_Y_TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
-
-
-# --- pages of a report and of a plan ----------------------------------------------------------------------------------
-
-_NUM_STYLES: Final = 6
-_LEAST_GAIN: Final = 1e-4
+_SIZES: Final = re.compile(r"<svg[^>]*?(?= viewBox)")
+"""What says how large a picture is, which is the page's to say."""
 
 _STYLE: Final = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --paper: #ffffff; --rule: #d9dee4; --card: #f6f8fa;
-  --c0: #0b62a4; --c1: #c2410c; --c2: #0f7b5f; --c3: #8b3fa8; --c4: #8a6100; --c5: #b3175c; }
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --paper: #ffffff; --rule: #d9dee4; --card: #f6f8fa; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa5b1; --paper: #14181d; --rule: #333b45;
-  --card: #1c2229; --c0: #6cb6ff; --c1: #ff9f6b; --c2: #4fd1a5; --c3: #d6a1f0; --c4: #e3c04b; --c5: #ff8bbd; } }
+  --card: #1c2229; } }
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .25rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .25rem; }
 p { margin: .25rem 0 .75rem; max-width: 46rem; } .soft { color: var(--soft); }
-.remark { background: var(--card); border-left: 4px solid var(--c1); padding: .5rem .75rem; }
-svg { width: 100%; max-width: 40rem; height: auto; display: block; font: 14px system-ui, sans-serif; }
-.answer { background: var(--card); border-left: 4px solid var(--c2); padding: .75rem 1rem; font-size: 1.1rem; }
+.remark { background: var(--card); border-left: 4px solid #d1590f; padding: .5rem .75rem; }
+.answer { background: var(--card); border-left: 4px solid #12876a; padding: .75rem 1rem; font-size: 1.1rem; }
+svg { width: 100%; max-width: 40rem; height: auto; display: block; } svg text { fill: var(--ink) !important; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 0 2.5rem; }
-.grid { stroke: var(--rule); } .mark { stroke: var(--c2); stroke-width: 1.5; }
-.tick { fill: var(--soft); } .line { fill: none; stroke-width: 2.25; }
-.dot { stroke: var(--paper); stroke-width: 1.5; } .name { font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.optimum.line { stroke-dasharray: 7 5; } .infinite.line, .price.line { stroke-dasharray: 2 5; }
 """
 
 
@@ -292,7 +198,7 @@ def _document(kind: str, report: Report, body: str) -> str:
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{_STYLE}{_colours(report)}</style></head>
+<title>{escape(title)}</title><style>{_STYLE}</style></head>
 <body>
 <h1>{escape(title)}</h1>
 <p class="soft">{escape(describe_trace(report))}</p>
@@ -309,11 +215,9 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     if most <= 0:
         return
     # So small a gain is none; on a logarithmic axis it would take most of the room.
-    lines = [ChartSeries("next GiB", "p0", [(x, gain) for x, gain in gains if gain > most * _LEAST_GAIN])]
+    lines = {"next GiB": [(x, gain) for x, gain in gains if gain > most * _LEAST_GAIN]}
     if planner.has_rates and planner.has_seconds:
-        lines.append(
-            ChartSeries("price", "price", [(x, planner.budget.host_price_s) for x, _ in (gains[0], gains[-1])])
-        )
+        lines["price"] = [(x, planner.budget.host_price_s) for x, _ in (gains[0], gains[-1])]
     yield (
         f"<h2>What the next GiB is worth</h2><p>What one more GiB of host memory brings, in {escape(unit_of_gain(planner))}. "
         f"It pays where the line is above the price.</p>"
@@ -323,32 +227,25 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
     found = {plan.policy: [step.result for step in judged]}
     found.setdefault(BASELINE, [step.baseline for step in judged if step.baseline is not None])
     found[OPTIMUM] = [step.optimum for step in judged if step.optimum is not None]
-    lines = [
-        ChartSeries(
-            name,
-            OPTIMUM if name == OPTIMUM else f"p{at}",
-            _points(planner, results, lambda r: 100 * r.prefix_hit_ratio),
-        )
-        for at, (name, results) in enumerate(found.items())
+    ratios = {
+        name: _points(planner, results, lambda r: 100 * r.prefix_hit_ratio)
+        for name, results in found.items()
         if results
-    ]
+    }
     yield (
         "<h2>Prefix hits</h2><p>Blocks found with all blocks before them, once the cache is full. Only the optimum knows the "
-        "future.</p>" + line_chart(lines, plan_axes("Prefix-hit ratio against size", lambda y: f"{y:g}%"))
+        "future.</p>" + line_chart(ratios, plan_axes("Prefix-hit ratio against size", lambda y: f"{y:g}%"))
     )
     pairs = [step.with_disk for step in plan.steps if step.with_disk is not None]
     if pairs and plan.disk is not None and not disk_problems(planner, plan.disk):
-        lines = [
-            ChartSeries(name, style, _points(planner, results, lambda r: 100 * planner.saved_share(r)))
-            for name, style, results in (
-                ("host alone", "p0", [alone for alone, _ in pairs]),
-                ("with disk", "p1", [both for _, both in pairs]),
-            )
-        ]
+        saved = {
+            name: _points(planner, results, lambda r: 100 * planner.saved_share(r))
+            for name, results in zip(("host alone", "with disk"), zip(*pairs, strict=True), strict=True)
+        }
         disk = format_bytes(planner.budget.disk_bytes or 0)
         yield (
             f"<h2>Host memory and disk together</h2><p>Share of prefill saved, by host memory alone and with {disk} of disk "
-            f"below it.</p>" + line_chart(lines, plan_axes("Prefill saved against size", lambda y: f"{y:g}%"))
+            f"below it.</p>" + line_chart(saved, plan_axes("Prefill saved against size", lambda y: f"{y:g}%"))
         )
 
 
@@ -366,14 +263,6 @@ def _points(
     planner: Planner, results: Sequence[ReplayResult], value: Callable[[ReplayResult], float]
 ) -> list[tuple[float, float]]:
     return [(float(result.capacities[0] * planner.chunk_bytes), max(0.0, value(result))) for result in results]
-
-
-def _colours(report: Report) -> str:
-    """Style rules with a colour per policy; bounds are grey."""
-    rules = [f".{bound} {{ --c: var(--soft); }}" for bound in (*BOUNDS, "price")]
-    own = [policy for policy in report.policies if policy not in BOUNDS]
-    rules += [f".p{at} {{ --c: var(--c{at % _NUM_STYLES}); }}" for at in range(len(own))]
-    return "\n".join([*rules, ".line { stroke: var(--c); } .dot, .name { fill: var(--c); }"])
 
 
 def _ratio(result: ReplayResult) -> float | None:
@@ -402,8 +291,7 @@ def _chart(report: Report, measure: Measure) -> str:
     sizes = report.sizes
     if not sizes:
         return '<p class="soft">Nothing to draw: only an infinite cache was replayed.</p>'
-    series = []
-    own = [policy for policy in report.policies if policy not in (OPTIMUM, INFINITE)]
+    lines = {}
     for policy in report.policies:
         found = [(float(size[0]), report.find(policy, size)) for size in sizes]
         points = [
@@ -412,8 +300,8 @@ def _chart(report: Report, measure: Measure) -> str:
             if result is not None and (y := measure.value(result)) is not None
         ]
         if points:
-            series.append(ChartSeries(policy, f"p{own.index(policy)}" if policy in own else policy, points))
-    if not series:
+            lines[policy] = points
+    if not lines:
         return f'<p class="soft">Nothing to draw: the {OPTIMUM} does not say how it does it.</p>'
     below = f", with {describe_size(report, sizes[0][1:])} of disk below" if len(sizes[0]) > 1 else ""
     axes = Axes(
@@ -422,7 +310,7 @@ def _chart(report: Report, measure: Measure) -> str:
         show_x=lambda x: format_amount(report, x),
         show_y=lambda y: f"{y:,.4g}{measure.suffix}",
     )
-    return line_chart(series, axes)
+    return line_chart(lines, axes)
 
 
 def _table(report: Report) -> str:
