@@ -21,6 +21,14 @@ MAX_CODE_COLUMNS = 102
 """What fits beside the site's menu in a window of 1,280 pixels: ``docs/_static/cargohold.css``."""
 AS_PRINTED = {"CHANGELOG.md"}
 TABLE = "|"
+NOT_CODE = re.compile(r"^```.*?^```$|^    [^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+UNNATURAL = re.compile(
+    r"\b(whoever|somebody|nobody|everybody|but for|anew|of one's own|heard?|hears|told by|(?:is|are|was|were|be) told)\b",
+    re.IGNORECASE,
+)
+"""Words that a native writer of technical English would not have chosen in these pages."""
+SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+|\n\n|\n *(?:\*|\d+\.) ")
+MAX_WORDS = 45
 
 
 def main() -> int:
@@ -54,9 +62,24 @@ def problems_of(file: Path) -> Iterator[str]:
     for target in LINK.findall(CODE.sub("", text)):
         if not target.startswith(("http://", "https://", "mailto:")) and not leads_somewhere(file, target):
             yield f"{name}: link to {target} leads nowhere"
+    yield from unnatural(text, name)
     for path in SOURCE_PATH.findall(text):
         if not (ROOT / path).exists():
             yield f"{name}: {path} does not exist"
+
+
+def unnatural(text: str, name: Path) -> Iterator[str]:
+    """Sentences that are hard to read: with words of a list, or longer than anyone remembers.
+
+    No package of the index does this for a list of our own without fetching itself first.
+    """
+    prose = NOT_CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
+    for number, line in enumerate(prose.splitlines(), 1):
+        for word in UNNATURAL.findall(line):
+            yield f"{name}:{number}: {word!r}: say it in plain English: name the subject, or use *except*, *again*, *reported*"
+    for sentence in SENTENCE_END.split("\n".join(line for line in prose.splitlines() if not line.startswith(TABLE))):
+        if len(words := sentence.split()) > MAX_WORDS:
+            yield f"{name}: {len(words)} words in one sentence, which begins {' '.join(words[:6])!r}: make two of it"
 
 
 def code_lines(text: str) -> Iterator[tuple[int, str]]:

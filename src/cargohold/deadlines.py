@@ -71,7 +71,7 @@ WAIT: Final = Timer(
 ESTIMATE: Final = Timer("a load from a lower tier, by its estimate", "it is not begun", ENGINE, RESTORE, part=0.5)
 FETCHED: Final = Timer(
     "chunks that were fetched for a request, from when it asks until it is admitted",
-    "they may be evicted; the request begins anew",
+    "they may be evicted; the request starts over",
     ENGINE,
     RESTORE,
     part=2.0,

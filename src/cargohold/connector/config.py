@@ -90,8 +90,8 @@ class TenantQuota(Options):
         reserved: what no other tenant can take from it. What it does not use is for others until it does.
         soft: above this, its own chunks are evicted before those of others; ``None`` for no such limit.
         hard: it never has more than this; ``None`` for no such limit.
-        label: what metrics call it; by default its place among the quotas, such as ``tenant 1``. A salt is no label: whoever
-            knows it can find out what is cached under it.
+        label: what metrics call it; by default its place among the quotas, such as ``tenant 1``. A salt is no label: anyone
+            who knows it can find out what is cached under it.
     """
 
     tenant: Annotated[str, _NAME]
@@ -211,7 +211,7 @@ class OffloadConfig(KernelConfig):
     Attributes:
         mode: ``eager`` copies KV down as it is computed; ``lazy`` only what the device is about to evict. That moves far fewer
             bytes if most blocks are used again before they are evicted; blocks that are evicted faster than they can be copied
-            are lost, and nobody knows whose they are.
+            are lost.
         policy: which chunks are evicted: one of ``arc``, ``fifo``, ``lru``, ``reuse-index``, or ``MODULE:CLASS`` for your own;
             ``auto`` is ``reuse-index``, and ``lru`` in mode ``lazy``, where a policy has no prefixes to learn from.
         tiers: the tiers below host memory, the fastest first. They keep chunks that host memory has no room for, and chunks
@@ -221,7 +221,7 @@ class OffloadConfig(KernelConfig):
         hints: what hints may do.
         quotas: how much of host memory single tenants may have.
         lookahead_blocks: number of blocks ahead of eviction that are kept copied. By default twice what one step can allocate.
-        guests: features of your own that hear what the connector does, as ``MODULE:CLASS``; see
+        guests: your own features that are notified of what the connector does, as ``MODULE:CLASS``; see
             ``cargohold.connector.kernel.guest.Guest``.
     """
 

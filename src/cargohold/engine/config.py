@@ -91,7 +91,7 @@ class EngineConfig(Options):
         load_failure_policy: ``recompute`` or ``fail``: what becomes of a request whose KV could not be loaded.
         kv_events: whether KV events are collected.
         kv_events_salted: whether that includes events of salted requests' blocks. Their tokens are others' prompts, and routers
-            that do not know of salts take them for everybody's.
+            that ignore salts treat them as everyone's.
         kv_events_endpoint: publish KV events over ZeroMQ, bound to this address, such as ``tcp://127.0.0.1:5557``; needs the
             extra ``events``.
         kv_events_topic: the topic of messages with KV events, such as ``kv@pod@model`` for llm-d.
