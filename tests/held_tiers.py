@@ -16,7 +16,7 @@ from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, by_rows,
 from cargohold.protocol import Clock, SchedulerEnvironment, WorkerEnvironment
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.health import MediumHealth
-from cargohold.tiers.port import ACCESS_OF, NO_LOSSES, Losses
+from cargohold.tiers.port import ACCESS_OF, EMPTY, NO_LOSSES, Losses, TierUsage
 from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
 from cargohold.tiers.worker import TierWorker
 from cargohold.transfer import TransferWorker
@@ -127,9 +127,9 @@ class HeldQueue:
         """Those of the chunks that are not there."""
         return self.medium.lacking(keys)
 
-    def num_bytes(self) -> int:
+    def usage(self) -> TierUsage:
         """Nothing: fingerprints take no room."""
-        return 0
+        return EMPTY
 
     def health(self) -> TierHealth:
         """The health of the medium, judged as a real queue does."""

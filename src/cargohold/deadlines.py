@@ -131,6 +131,12 @@ ANSWER: Final = Timer(
     "a tier's directory, when a start looks at it before it loads the model", "the start fails", SYSTEM, plus_s=60.0
 )
 LOCK: Final = Timer("a start, while another process uses the same files of a disk tier", "it fails", SYSTEM, plus_s=3.0)
+MOVE: Final = Timer(
+    "a start, while it moves chunks because ``max_bytes`` of a disk tier is lower than before",
+    "chunks that were not moved are deleted",
+    SYSTEM,
+    plus_s=60.0,
+)
 ROOM: Final = Timer(
     "another process that makes or deletes files in a disk tier's directory",
     "no files are added, and it is tried again later",
@@ -155,8 +161,8 @@ PROGRESS: Final = Timer(
 )
 
 TIMERS: Final = (
-    WAIT, ESTIMATE, FETCHED, HOLD, PROMISE, START, END, CONNECTOR, WRITE, REQUEST, FINISH, STOP, CLOSE, ANSWER, LOCK, ROOM,
-    GROWTH, SLEEP, AHEAD, SETTLE, PROGRESS,
+    WAIT, ESTIMATE, FETCHED, HOLD, PROMISE, START, END, CONNECTOR, WRITE, REQUEST, FINISH, STOP, CLOSE, ANSWER, LOCK, MOVE,
+    ROOM, GROWTH, SLEEP, AHEAD, SETTLE, PROGRESS,
 )  # fmt: skip
 
 

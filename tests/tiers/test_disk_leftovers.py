@@ -37,7 +37,13 @@ def test_a_description_that_cannot_be_read_costs_no_chunk(tmp_path: Path, monkey
     assert present(disk_tier(tmp_path), 20) == list(range(20))
 
 
-@pytest.mark.parametrize("why", ["shard.json is missing or damaged", "they do not fit into max_bytes"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "segments with chunks, because shard.json is missing or damaged",
+        "chunks used longest ago are deleted, because max_bytes is lower than before",
+    ],
+)
 def test_chunks_that_are_deleted_at_a_start_are_told(
     tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -50,7 +56,7 @@ def test_chunks_that_are_deleted_at_a_start_are_told(
     else:
         max_bytes = MIB
     tier = disk_tier(tmp_path, max_bytes)
-    assert f"segments with chunks, because {why}" in caplog.text and len(present(tier, 100)) < 100
+    assert why in caplog.text and len(present(tier, 100)) < 100
     tier.remove([key(number) for number in range(100)])
     tier.close()
     caplog.clear()

@@ -63,7 +63,7 @@ def test_a_process_that_may_open_few_files_keeps_a_quarter_of_them(
         with ExitStack() as others:
             for _ in range(most // 4 - 2):  # of which the lock for growing was one
                 others.callback(os.close, os.dup(0))
-        assert "cannot become larger, because no more files can be opened" in caplog.text
+        assert "because no more files can be opened" in caplog.text
         tier.check()
         tier.close()
     del tier
@@ -113,7 +113,7 @@ def test_a_process_that_can_open_no_more_files_goes_on_with_those_it_has(
             outcomes = fill(tier, 4 * per_segment)
         assert StoreOutcome.STORED in outcomes and set(outcomes) <= {StoreOutcome.STORED, StoreOutcome.PRESENT}
         assert tier.usage().num_chunks == per_segment and len(list(tmp_path.glob("*/segment-*"))) == 3
-    assert "cannot become larger, because no more files can be opened: Too many open files" in caplog.text
+    assert "because no more files can be opened: Too many open files" in caplog.text
     fill(tier, 4 * per_segment)
     assert tier.usage().num_chunks == 4 * per_segment
 
@@ -160,6 +160,34 @@ def test_the_reserve_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.M
     assert len(present(tier, 800)) > 200
 
 
+def test_a_disk_that_has_less_room_than_its_limit_says_so_once_and_how_large_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by use: it stayed small for ever, and the log was silent; the gauge showed the limit of the options."""
+    free = [10 * MIB]
+    monkeypatch.setattr(disk_shard, "free_bytes", lambda directory: free[0] - bytes_in(tmp_path))
+    tier = disk_tier(tmp_path, 4 * MIB, reserve_bytes=9 * MIB)
+    limit = tier.usage().capacity_bytes or 0
+    assert 3.5 * MIB < limit <= 4 * MIB
+    fill(tier, 300)
+    used = tier.usage()
+    assert used.num_bytes == used.capacity_bytes is not None and used.num_bytes < MIB
+    (line,) = caplog.messages
+    assert "it cannot become larger than" in line and "of which reserve_bytes keeps 9.0 MiB" in line
+    free[0] = 100 * MIB
+    for number in range(300, 400):
+        store(tier, number)
+    assert tier.usage().capacity_bytes == limit and len(caplog.messages) == 1
+
+
+def test_a_disk_whose_room_others_take_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.joinpath("foreign").write_bytes(bytes(3 * MIB))
+    tier = disk_tier(tmp_path, 4 * MIB)
+    fill(tier, 300)
+    assert f"because other files take the rest of max_bytes in {tmp_path}" in caplog.text
+    assert (tier.usage().capacity_bytes or 0) < MIB
+
+
 def full_disk(*arguments: object) -> None:
     del arguments
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,7 +195,7 @@ def full_disk(*arguments: object) -> None:
 
 @pytest.mark.parametrize("place", ["for data", "for a file"])
 def test_a_disk_without_room_refuses_and_goes_on_when_there_is_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
     tier = disk_tier(tmp_path, 4 * MIB)
     with monkeypatch.context() as patch:
@@ -177,6 +205,7 @@ def test_a_disk_without_room_refuses_and_goes_on_when_there_is_some(
             patch.setattr(disk_files.Segment, "_reopen_direct", full_disk)
         assert fill(tier, 3) == [StoreOutcome.REFUSED] * 3
         assert present(tier, 3) == [] and not list(tmp_path.glob("*/segment-*"))
+        assert tier.usage().capacity_bytes == 0 and "No space left on device" in caplog.text
     outcomes = fill(tier, 100)
     assert outcomes[-1] is StoreOutcome.STORED
     tier.check()

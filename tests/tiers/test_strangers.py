@@ -19,7 +19,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cargohold.cache.policies import find_policy
@@ -157,6 +157,10 @@ SPOILED = st.tuples(FORGED, st.integers(0, HEADER_BYTES - 1), st.integers(0, 255
 )
 
 
+def forged(number: int) -> bytes:
+    return Header(codec().namespace.digest, key(number), key(0), 0, bytes(16), 7).pack()
+
+
 class Linked(Segment):
     """A segment of which only the links are read."""
 
@@ -169,6 +173,12 @@ class Linked(Segment):
 
 @pytest.mark.parametrize("plan", [SlotPlan(CHUNK), SlotPlan(CHUNK, 1, 3), SlotPlan(CHUNK, 2, 3)], ids=str)
 @pytest.mark.parametrize("policy", ["lru", "fifo", "arc", "reuse-index"])
+@example(
+    # The second header's chunk has the slot of the third, and is there twice: both reasons to wipe that slot.
+    found=[forged(1), forged(1), forged(0)],
+    uses=[0] * 12,
+    linked=[(2, 0), (3, 0), (2**32 - 1, 0), (2**32 - 1, 0), (0, 0)] + [(2**32 - 1, 0)] * 7,
+)
 @given(
     found=st.lists(st.one_of(FORGED, SPOILED, st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)), max_size=12),
     uses=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=12, max_size=12),

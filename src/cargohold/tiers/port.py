@@ -71,12 +71,16 @@ class TierUsage:
     Attributes:
         num_chunks: number of chunks that are there; in a shared store, only those that this worker stored.
         num_bytes: bytes that they take, headers and padding included.
-        capacity_bytes: bytes that they may take; ``None`` if the medium sets the limit.
+        capacity_bytes: bytes that they can take, which may be less than the limit in the options, because a file system has
+            less room, for instance; ``None`` if the medium sets the limit.
     """
 
     num_chunks: int
     num_bytes: int
     capacity_bytes: int | None
+
+
+EMPTY: Final = TierUsage(0, 0, None)
 
 
 @dataclass(frozen=True, slots=True)

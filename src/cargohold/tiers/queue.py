@@ -28,6 +28,7 @@ from cargohold.tiers.health import BreakerConfig, BreakerState, MediumHealth, Ti
 from cargohold.tiers.memory import Buffer, copy_bytes
 from cargohold.tiers.port import (
     ACCESS_OF,
+    EMPTY,
     LISTED_AT_ONCE,
     URGENT,
     Access,
@@ -40,6 +41,7 @@ from cargohold.tiers.port import (
     StoreOutcome,
     Tier,
     TierJob,
+    TierUsage,
 )
 
 logger = logging.getLogger(__name__)
@@ -236,13 +238,13 @@ class TierQueue:
         with self._changed:
             return replace(self._health.report(), is_off=self._is_off)
 
-    def num_bytes(self) -> int:
-        """Return the bytes of the chunks that the tier holds, as far as is known here; 0 if it cannot say."""
+    def usage(self) -> TierUsage:
+        """Return how full the tier is, as far as is known here; empty if it cannot say."""
         try:
-            return self.tier.usage().num_bytes
+            return self.tier.usage()
         except Exception as error:  # noqa: BLE001  # a tier of somebody's own; it is counted, and nothing depends on it
             logger.info("tier %s does not say how full it is: %s", self.tier.name, one_line(error))
-            return 0
+            return EMPTY
 
     def take_losses(self) -> Losses:
         """Return what the tier has lost since the last call, as far as it knows."""

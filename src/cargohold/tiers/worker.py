@@ -12,6 +12,7 @@ from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.memory import Buffer, ByteRows, Pieces
 from cargohold.tiers.messages import TierCommand, TierMessage, TierReport
 from cargohold.tiers.port import (
+    EMPTY,
     LISTED_AT_ONCE,
     NO_LOSSES,
     ONE_BY_ONE,
@@ -24,6 +25,7 @@ from cargohold.tiers.port import (
     Losses,
     StoreOutcome,
     TierJob,
+    TierUsage,
 )
 
 _NOT_TRIED = {JobKind.STORE: bytes([OPEN])}
@@ -63,8 +65,8 @@ class JobQueue(Protocol):
         """Return those of the chunks that the tier does not have, by its index: only asked of a tier that told of losses."""
         ...
 
-    def num_bytes(self) -> int:
-        """Return the bytes of the chunks that the tier holds, as far as is known here."""
+    def usage(self) -> TierUsage:
+        """Return how full the tier is, as far as is known here."""
         ...
 
     def shutdown(self) -> None:
@@ -109,9 +111,9 @@ class NoOpQueue:
         del keys
         return []
 
-    def num_bytes(self) -> int:
+    def usage(self) -> TierUsage:
         """Nothing: what is there is counted by the other worker."""
-        return 0
+        return EMPTY
 
     def shutdown(self) -> None:
         """Do nothing: there is nothing in flight."""
@@ -186,8 +188,8 @@ class TierWorker:
         self._clock = clock
         self._rank = rank
         self._health = [HEALTHY] * len(queues)
-        self._num_bytes = [0] * len(queues)
-        self._knows_bytes = False
+        self._usage = [EMPTY] * len(queues)
+        self._knows_usage = False
         self._answers: dict[int, tuple[bytes, int]] = {}
         self._listings: dict[int, Listing] = {}
         self._seconds: dict[int, float] = {}
@@ -242,7 +244,7 @@ class TierWorker:
         ended = [queue.poll() for queue in self._queues]
         for name, jobs in zip(self._names, ended, strict=True):
             for job in jobs:
-                self._knows_bytes = False
+                self._knows_usage = False
                 self._queue_of.pop(job.job_id, None)
                 self._count(name, job)
                 assert job.status is not None
@@ -278,7 +280,7 @@ class TierWorker:
 
     def take_stats(self) -> Stats:
         """Return the bytes moved and the chunks that failed their check, per tier, since the last call, and changed levels."""
-        self._count_bytes()
+        self._count_usage()
         stats, self._stats = self._stats, Tally()
         return stats
 
@@ -287,14 +289,16 @@ class TierWorker:
         for queue in self._queues:
             queue.shutdown()
 
-    def _count_bytes(self) -> None:
-        """Note how much more, or less, the tiers hold than when this was last counted."""
-        if self._knows_bytes:
+    def _count_usage(self) -> None:
+        """Note how much more, or less, the tiers hold, and can hold, than when this was last counted."""
+        if self._knows_usage:
             return
-        self._knows_bytes = True
+        self._knows_usage = True
         for at, (name, queue) in enumerate(zip(self._names, self._queues, strict=True)):
-            before, self._num_bytes[at] = self._num_bytes[at], queue.num_bytes()
-            self._stats[metrics.TIER_READY.of(name)] += self._num_bytes[at] - before
+            before, self._usage[at] = self._usage[at], (now := queue.usage())
+            self._stats[metrics.TIER_READY.of(name)] += now.num_bytes - before.num_bytes
+            if now.capacity_bytes is not None:
+                self._stats[metrics.TIER_CAPACITY.of(name)] += now.capacity_bytes - (before.capacity_bytes or 0)
 
     def _memory_of(self, slot: Slot) -> Buffer:
         return self._chunks[slot].data if isinstance(slot, int) else Pieces([self._rows[row].data for row in slot])

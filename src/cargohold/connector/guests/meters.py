@@ -82,8 +82,7 @@ class Meters(Guest):
         self.chunk_bytes = plan.row_bytes * plan.most * layout.num_shards * shared.config.blocks_per_chunk
         # What the manager counts in: chunks, or rows where chunks differ in size.
         self._unit_bytes = self.chunk_bytes * shared.manager.capacity // shared.manager.fill[1]
-        lower_bytes = {} if lower is None else lower.max_bytes
-        self._limits = {metrics.TIER_CAPACITY.of(name): num_bytes for name, num_bytes in lower_bytes.items()}
+        self._limits: dict[Series, float] = {}
         quotas = getattr(shared.config, "quotas", ())
         self._labels = {quota.tenant: quota.label or f"tenant {at}" for at, quota in enumerate(quotas, 1)}
         for tenant, limits in shared.manager.quotas.items():

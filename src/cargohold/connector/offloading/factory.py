@@ -158,7 +158,6 @@ def _options(tier: TierConfig, name: str, sizes: Sequence[int]) -> TierOptions:
         name=name,
         admission=Admission(tier.admission),
         write_mode=WriteMode(tier.write),
-        max_bytes=tier.num_max_bytes,
         max_chunks=_chunks_in(tier.num_max_bytes, min(sizes)),
         max_daily_chunks=_chunks_in(tier.num_daily_bytes, most),
         chunk_parts=() if min(sizes) == most else tuple([size / most for size in sizes]),

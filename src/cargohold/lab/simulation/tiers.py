@@ -19,7 +19,7 @@ from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutco
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.memory import Buffer, bytes_in, copy_bytes
-from cargohold.tiers.port import ACCESS_OF, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses
+from cargohold.tiers.port import ACCESS_OF, EMPTY, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses, TierUsage
 from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.worker import JobQueue, NoOpQueue, TierWorker
@@ -234,9 +234,9 @@ class LinkedQueue:
     def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return self._medium.lacking(keys)
 
-    def num_bytes(self) -> int:
+    def usage(self) -> TierUsage:
         """Nothing: fingerprints take no room."""
-        return 0
+        return EMPTY
 
     def health(self) -> TierHealth:
         """The health of the medium, judged as a real queue does."""

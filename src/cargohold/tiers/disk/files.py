@@ -38,6 +38,8 @@ _PRIVATE: Final = 0o600
 _PIECE_BYTES: Final = 1024**2
 _PUNCH_HOLE: Final = 1 | 2
 """Of ``fallocate``: free the space, and keep the size of the file. Python's own function cannot do that."""
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that say that nothing more can be written: the disk, or what a user may have of it, or a file is full."""
 _NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR})
 """Errors of opening a link, a socket, or a directory."""
 

@@ -9,16 +9,18 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Final
 
-from cargohold.deadlines import LOCK
+from cargohold.deadlines import LOCK, MOVE
 from cargohold.errors import ConfigError, SparingLog
 from cargohold.option_values import format_bytes, format_count
 from cargohold.process import allow_open_files, leaves_files
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.config import Opening
 from cargohold.tiers.disk.files import (
+    FULL,
     DirectoryLock,
     Geometry,
     Segment,
@@ -39,7 +41,8 @@ from cargohold.tiers.disk.root import (
     warn_of_strangers,
     write_description,
 )
-from cargohold.tiers.disk.slots import Place, SlotPlan, runs_of
+from cargohold.tiers.disk.slots import Place, SlotPlan, place_in
+from cargohold.tiers.disk.trimming import move_down
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
 from cargohold.tiers.places import place_of, warn_of_owners, warn_of_writers
 
@@ -60,7 +63,6 @@ _LOCK_POLL_S: Final = 0.05
 _RANK: Final = re.compile(r"^rank \d+ ")
 """The worker's rank at the start of a namespace's ``split``. Namespaces that differ only in it are of one engine's workers."""
 _USABLE: Final = "it must be a directory where files can be written"
-_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TOO_MANY_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -110,6 +112,7 @@ class Shard:
         self.path = self._root / namespace.id
         self._segments: list[Segment] = []
         self._growth_pause = 0
+        self._is_hindered = False
         self._shortage = SparingLog(logger)
         try:
             self._lock = self._take_lock()
@@ -117,7 +120,6 @@ class Shard:
                 check_budget(self._root, budget)
                 self.geometry = self._find_geometry(namespace)
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
-                allow_open_files(4 * _FILES_PER_SEGMENT * self._most_segments())
                 self._open_segments(namespace)
                 warn_of_strangers(self._root)
                 if not namespace.encryption:
@@ -135,6 +137,11 @@ class Shard:
             raise _unusable(budget.root, error) from error
 
     @property
+    def num_reachable(self) -> int:
+        """Maximum number of slots as things are: those that there are, if there could be no more at the last attempt."""
+        return self.num_slots if self._is_hindered else self.capacity
+
+    @property
     def num_slots(self) -> int:
         """Number of slots in the segments that there are."""
         return len(self._segments) * self.geometry.slots_per_segment
@@ -146,10 +153,7 @@ class Shard:
 
     def place_of(self, slots: Sequence[int]) -> Place:
         """Return a chunk's slots in the files."""
-        if len(slots) == 1:
-            return Place(slots, [(*self.segment_of(slots[0]), 1)])
-        runs = runs_of(slots, self.geometry.slots_per_segment)
-        return Place(slots, [(*self.segment_of(first), count) for first, count in runs])
+        return place_in(self._segments, slots)
 
     def header_tables(self) -> Iterator[bytes]:
         """Yield, per segment, the headers of its slots.
@@ -194,22 +198,26 @@ class Shard:
         return is_larger
 
     def _try_to_grow(self) -> bool:
+        obstacle = ""
         try:
             with brief_lock(self._root):
-                if not self._make_room():
-                    return False
-                self._add_segment()
+                obstacle = self._make_room()
+                if not obstacle:
+                    self._add_segment()
         except OSError as error:
             if error.errno in _TOO_MANY_FILES:
-                self._shortage.warning(
-                    "disk tier in %s: it cannot become larger, because no more files can be opened: %s (see ulimit -n)",
-                    self.path,
-                    error.strerror,
-                )
-            elif error.errno not in _NO_SPACE:
+                obstacle = f"no more files can be opened: {error.strerror} (see ulimit -n)"
+            elif error.errno in FULL:
+                obstacle = f"{error.strerror}; {format_bytes(free_bytes(self._root))} are free"
+            else:
                 raise
-            return False
-        return True
+        was_hindered, self._is_hindered = self._is_hindered, bool(obstacle)
+        if obstacle and not was_hindered:
+            per_slot = self.geometry.segment_bytes // self.geometry.slots_per_segment
+            sizes = [format_bytes(count * per_slot) for count in (self.num_slots, self.capacity)]
+            message = "disk tier in %s: it cannot become larger than %s, of %s that it may take, because %s"
+            self._shortage.warning(message, self.path, *sizes, obstacle)
+        return not obstacle
 
     def wipe_header(self, slot: int) -> None:
         """Mark a slot as empty on the disk. Raises ``OSError``."""
@@ -286,17 +294,21 @@ class Shard:
     def _open_segments(self, namespace: Namespace) -> None:
         """Open the segments that are whole and within the limits, and delete the others.
 
-        Then delete unused shards in the directory, if it is above its budget.
+        What fits of them is moved first. Then delete unused shards in the directory, if it is above its budget.
         """
-        while len(self._segments) < self._most_segments():
-            path = self._segment_path(len(self._segments))
-            if not all(file.exists() for file in segment_files(path)):
-                break
-            segment = Segment(path, self.geometry, direct_io=self._direct_io)
-            if not segment.is_whole():
-                break
-            self._segments.append(segment)
-        self._delete_segments(len(self._segments), "they do not fit into max_bytes, or are damaged")
+        paths = map(self._segment_path, count())
+        found = list(takewhile(lambda path: all(file.exists() for file in segment_files(path)), paths))
+        most = self._most_segments()
+        allow_open_files(4 * _FILES_PER_SEGMENT * max(most, len(found)))
+        segments = (Segment(path, self.geometry, direct_io=self._direct_io) for path in found)
+        self._segments = list(takewhile(Segment.is_whole, segments))
+        self._delete_segments(len(self._segments), "they are damaged")
+        if len(self._segments) > most:
+            if num_lost := move_down(self._segments, most, time.monotonic() + MOVE.seconds()):
+                message = "disk tier in %s: %s used longest ago are deleted, because max_bytes is lower than before"
+                logger.warning(message, self.path, format_count(num_lost, "chunk"))
+            del self._segments[most:]
+            self._delete_segments(most)
         with brief_lock(self._root):  # the budget may have been larger before
             excess = bytes_in(self._root) - self._others_excess(namespace) - self._budget.root_bytes
             make_smaller(self._root, self.path, excess)
@@ -311,24 +323,30 @@ class Shard:
         others = (path for path in shards_in(self._root) if path != self.path and _may_be_of(path, own))
         return sum(max(0, bytes_in(path) - self._budget.shard_bytes) for path in others)
 
-    def _delete_segments(self, first: int, why: str) -> None:
-        """Delete all segments from number ``first`` on; if they have chunks, log ``why``. Raises ``OSError``."""
+    def _delete_segments(self, first: int, why: str = "") -> None:
+        """Delete all segments from number ``first`` on; if they have chunks, log ``why``, if given. Raises ``OSError``."""
         files = [file for file in self.path.glob("segment-*") if is_own(file.name) and _number_of(file) >= first]
         num_lost = sum(file.suffix == ".headers" and may_hold_chunks(file) for file in files)
-        if num_lost:
+        if num_lost and why:
             lost = format_count(num_lost, "segment")
             logger.warning("disk tier in %s: deleting %s with chunks, because %s", self.path, lost, why)
         for file in files:
             file.unlink()
 
-    def _make_room(self) -> bool:
-        """Delete unused shards if that makes room for a segment; return whether there is room. Raises ``OSError``."""
+    def _make_room(self) -> str:
+        """Delete unused shards if that makes room for a segment; return why there is none, if so. Raises ``OSError``."""
         need, budget = self.geometry.segment_bytes, self._budget
         least_free = need + budget.reserve_bytes
         excess = bytes_in(self._root) + need + _OTHER_BYTES - budget.root_bytes
         missing = least_free - free_bytes(self._root)
-        # What was deleted may take space all the same, if somebody has it open.
-        return make_room(self._root, self.path, max(excess, missing)) and free_bytes(self._root) >= least_free
+        has_room = make_room(self._root, self.path, max(excess, missing))
+        # What was deleted may take space all the same, if another process has it open.
+        if (free := free_bytes(self._root)) < least_free:
+            reserve = (
+                f", of which reserve_bytes keeps {format_bytes(budget.reserve_bytes)}" if budget.reserve_bytes else ""
+            )
+            return f"the next {format_bytes(need)} do not fit: {format_bytes(free)} are free{reserve}"
+        return "" if has_room else f"other files take the rest of max_bytes in {self._root}"
 
     def _add_segment(self) -> None:
         """Add a segment, or leave nothing of it. Raises ``OSError``."""

@@ -394,13 +394,13 @@ def _sort_out(
     for header, place in found:
         other = newest.get(header.key)
         if other is not None and other[0].stored_ns > header.stored_ns:
-            bad += place
+            bad.append(place[0])
             continue
         if other is not None:
-            bad += other[1]
+            bad.append(other[1][0])
         newest[header.key] = (header, place)
     for key in _strange(newest):
-        bad += newest.pop(key)[1]
+        bad.append(newest.pop(key)[1][0])
     return sorted(newest.values(), key=lambda found: (found[0].stored_ns, found[1])), bad
 
 

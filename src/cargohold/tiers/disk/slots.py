@@ -150,6 +150,13 @@ class Place:
         return ((segment, slot) for segment, at, count in self._runs for slot in range(at, at + count))
 
 
+def place_in(segments: Sequence[Segment], slots: Sequence[int]) -> Place:
+    """Return the place of a chunk that has these slots of equal segments."""
+    per_segment = segments[0].num_slots
+    runs = [(slots[0], 1)] if len(slots) == 1 else runs_of(slots, per_segment)
+    return Place(slots, [(segments[first // per_segment], first % per_segment, count) for first, count in runs])
+
+
 class Links:
     """The links of all slots, as they are on the disk. Those that cannot be read lead nowhere.
 

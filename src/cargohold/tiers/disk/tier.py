@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from cargohold.deadlines import GROWTH
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import NO_NOTE, Details, Note, unpack_header
 from cargohold.tiers.config import Opening
+from cargohold.tiers.disk.files import FULL
 from cargohold.tiers.disk.shard import Shard, ShardBudget
 from cargohold.tiers.disk.slot_index import LastUses, SlotIndex, parents_first, restore_index
 from cargohold.tiers.disk.slots import Links
@@ -35,7 +35,6 @@ from cargohold.tiers.port import (
 
 logger = logging.getLogger(__name__)
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CURSOR_BYTES: Final = 8
 
 
@@ -93,7 +92,7 @@ class DiskTier(Tier):
             except BaseException as error:
                 with self._lock:
                     self._index.forfeit(number)
-                if isinstance(error, OSError) and error.errno in _FULL:
+                if isinstance(error, OSError) and error.errno in FULL:
                     return StoreOutcome.REFUSED
                 raise
             with self._lock:
@@ -198,11 +197,11 @@ class DiskTier(Tier):
             self._lost, self._is_all_lost = [], True
 
     def usage(self) -> TierUsage:
-        """Return the number of chunks, the bytes of their slots with headers, and the bytes of all slots in the budget."""
+        """Return the number of chunks, the bytes of their slots with headers, and the bytes of all slots that there can be."""
         with self._lock:
             shard, index = self._shard, self._index
             slot_bytes = shard.geometry.segment_bytes // shard.geometry.slots_per_segment
-            return TierUsage(index.num_ready, index.num_ready_slots * slot_bytes, shard.capacity * slot_bytes)
+            return TierUsage(index.num_ready, index.num_ready_slots * slot_bytes, shard.num_reachable * slot_bytes)
 
     def close(self) -> None:
         """Save the last uses, let other processes use the directory, and close the files."""

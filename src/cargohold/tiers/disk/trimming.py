@@ -1,23 +1,29 @@
-"""Makes a shard that nobody uses smaller: the chunks used longest ago go, and the file system gets back what no chunk takes.
+"""Makes a shard that no engine uses smaller: the chunks used longest ago go, and the file system gets back what no chunk takes.
 
-The files keep their size, and what was given back becomes a hole in them. A later write to a slot there takes space again, or
-is refused if the disk is full by then.
+For ``cargohold cache prune`` the files keep their size, and what was given back becomes a hole in them. A later write to a slot
+there takes space again, or is refused if the disk is full by then. At a start with a lower limit the last files are deleted,
+after what is worth keeping of them was moved into the others.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
 from cargohold.tiers.disk.files import USE_BYTES, Segment
-from cargohold.tiers.disk.slots import Links, SlotPlan, gather
+from cargohold.tiers.disk.slots import Found, Links, SlotPlan, gather, place_in
+from cargohold.tiers.memory import Staging
 
 _EMPTY = bytes(HEADER_BYTES)
+_USES: Final = np.dtype("<i8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +43,107 @@ class TrimPlan:
     unused: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What is in a shard.
+
+    Attributes:
+        chunks: the chunks that are there as a whole, in the order in which they go: their headers and slots.
+        bad: slots of no such chunk that have a header, damaged or of a chunk that is not there as a whole.
+        num_slots: number of slots.
+    """
+
+    chunks: Sequence[Found]
+    bad: Sequence[int]
+    num_slots: int
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> _Contents:
+        """Read what is in a shard. Raises ``OSError``."""
+        found: list[tuple[Header, int]] = []
+        bad: list[int] = []
+        used_ns: dict[int, int] = {}
+        for slot, data, used in _headers(segments):
+            header = unpack_header(data)
+            if header is None:
+                bad += [] if data == _EMPTY else [slot]
+            else:
+                found.append((header, slot))
+                used_ns[slot] = max(header.stored_ns, used, int(header.retention.until_s) * 10**9)
+        links = Links(segments, segments[0].num_slots if segments else 0)
+        slot_bytes = segments[0].slot_bytes if segments else 1
+        chunks, left = gather(found, links, SlotPlan(slot_bytes, most=links.num_slots))
+        taken = {slot for _, slots in chunks for slot in slots}
+        chunk_at = {slots[0]: (header, slots) for header, slots in chunks}
+        order = least_worth_first({first: header for first, (header, _) in chunk_at.items()}, used_ns)
+        bad = [slot for slot in (*bad, *left) if slot not in taken]
+        return cls([chunk_at[first] for first in order], bad, links.num_slots)
+
+
 def plan(segments: Sequence[Segment], num_bytes: int) -> TrimPlan:
     """Return how to delete at least ``num_bytes`` bytes of chunks, or all chunks. Raises ``OSError``."""
     slot_bytes = segments[0].slot_bytes if segments else 1
-    found: list[tuple[Header, int]] = []
-    doomed: list[int] = []
-    used_ns: dict[int, int] = {}
-    for slot, data, used in _headers(segments):
-        header = unpack_header(data)
-        if header is None:
-            doomed += [] if data == _EMPTY else [slot]
-        else:
-            found.append((header, slot))
-            used_ns[slot] = max(header.stored_ns, used, int(header.retention.until_s) * 10**9)
-    links = Links(segments, segments[0].num_slots if segments else 0)
-    chunks, left = gather(found, links, SlotPlan(slot_bytes, most=links.num_slots))
-    taken = {slot for _, slots in chunks for slot in slots}.union(doomed, left)
-    unused = [slot for slot in range(links.num_slots) if slot not in taken]
-    doomed += left
-    num_left, num_slots = len(chunks), -(-num_bytes // slot_bytes)
-    del doomed[num_slots:]
-    slots_of = {slots[0]: slots for _, slots in chunks}
-    for first in least_worth_first({slots[0]: header for header, slots in chunks}, used_ns):
+    contents, num_slots = _Contents.of(segments), -(-num_bytes // slot_bytes)
+    taken = {slot for _, slots in contents.chunks for slot in slots}.union(contents.bad)
+    unused = [slot for slot in range(contents.num_slots) if slot not in taken]
+    doomed, num_left = list(contents.bad[:num_slots]), len(contents.chunks)
+    for _, slots in contents.chunks:
         if len(doomed) >= num_slots:
             break
-        doomed += slots_of[first]
+        doomed += slots
         num_left -= 1
     return TrimPlan(doomed, num_left, len(doomed) * slot_bytes, unused)
+
+
+def move_down(segments: Sequence[Segment], num_kept: int, ends: float) -> int:
+    """Move the chunks used last into the first segments, as far as they fit; return how many chunks do not.
+
+    Args:
+        segments: all of a shard that the caller has locked.
+        num_kept: number of segments that will be left.
+        ends: when to stop, by ``time.monotonic``.
+
+    Raises ``OSError``.
+    """
+    chunks, per_segment, kept = _Contents.of(segments).chunks, segments[0].num_slots, list[Found]()
+    num_slots = num_free = num_kept * per_segment
+    for header, slots in reversed(chunks):
+        if len(slots) <= num_free:
+            num_free -= len(slots)
+            kept.append((header, slots))
+    free = set(range(num_slots)).difference(*[slots for _, slots in kept])
+    uses = np.array([used for _, _, used in _headers(segments)], dtype=_USES)
+    buffer = Staging(segments[0].slot_bytes).view
+    num_left = len(chunks)
+    for header, old in kept:
+        if time.monotonic() >= ends:
+            break
+        new = [slot if slot < num_slots else free.pop() for slot in old]
+        with suppress(OSError):  # a bad place on the disk costs its chunk alone
+            _move(segments, header, old, new, buffer)
+            num_left -= 1
+        uses[new[0]] = uses[old[0]]
+    for at, segment in enumerate(segments[:num_kept]):
+        segment.write_uses(uses[at * per_segment :][:per_segment].tobytes())
+    return num_left
+
+
+def _move(
+    segments: Sequence[Segment], header: Header, old: Sequence[int], new: Sequence[int], buffer: memoryview
+) -> None:
+    """Move a chunk to other slots, some of which may be its own. Raises ``OSError``."""
+    moved = [(before, after) for before, after in zip(old, new, strict=True) if before != after]
+    if not moved:
+        return
+    source, target, per_segment = place_in(segments, old), place_in(segments, new), segments[0].num_slots
+    details = source.read_details()
+    source.wipe()
+    target.wipe()
+    for before, after in moved:
+        segments[before // per_segment].read_payload(before % per_segment, buffer)
+        segments[after // per_segment].write_payload(after % per_segment, buffer)
+    target.write_details(details)
+    target.write_header(header.pack())
 
 
 def _headers(segments: Sequence[Segment]) -> Iterator[tuple[int, bytes, int]]:
@@ -71,7 +151,7 @@ def _headers(segments: Sequence[Segment]) -> Iterator[tuple[int, bytes, int]]:
     first = 0
     for segment in segments:
         table, uses = segment.read_headers(), segment.read_uses()
-        times = np.frombuffer(uses, np.dtype("<i8"), len(uses) // USE_BYTES)
+        times = np.frombuffer(uses, _USES, len(uses) // USE_BYTES)
         for slot in range(segment.num_slots):
             used = int(times[slot]) if slot < len(times) else 0
             yield first + slot, table[slot * HEADER_BYTES :][:HEADER_BYTES], used

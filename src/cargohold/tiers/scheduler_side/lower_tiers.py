@@ -113,11 +113,6 @@ class LowerTiers:
         return self._fetches.num_never_there
 
     @property
-    def max_bytes(self) -> Mapping[str, int]:
-        """The bytes that each tier may take, by its name, for those that have a limit of ours."""
-        return {tier.name: most for tier in self.tiers if (most := tier.options.max_bytes) is not None}
-
-    @property
     def has_renamed(self) -> bool:
         """Whether chunks have other names in the tiers than their keys."""
         return self._tasks.is_renamed

@@ -32,7 +32,6 @@ class TierOptions:
         name: the tier's name for users.
         admission: which chunks are written to it.
         write_mode: when they are written.
-        max_bytes: maximum number of bytes that it may take; ``None`` if the medium sets the limit.
         max_chunks: maximum number of chunks that it can hold; ``None`` if that is not known.
         max_daily_chunks: maximum number of the largest chunks written per day; ``None`` for no limit.
         chunk_parts: which part of the largest chunk one of each group is; empty if all are as large.
@@ -50,7 +49,6 @@ class TierOptions:
     name: str
     admission: Admission = Admission.ALL
     write_mode: WriteMode = WriteMode.THROUGH
-    max_bytes: int | None = None
     max_chunks: int | None = None
     max_daily_chunks: int | None = None
     chunk_parts: Sequence[float] = ()

@@ -33,7 +33,7 @@ import obstore
 from obstore import exceptions as store_errors
 from obstore.store import LocalStore, ObjectStore
 
-from cargohold.tiers.disk.files import Descriptor
+from cargohold.tiers.disk.files import FULL, Descriptor
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN
 from cargohold.tiers.stores.inventory import StoredObject
 
@@ -49,7 +49,6 @@ _NAMESPACE: Final = re.compile(ID_PATTERN)
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _UNFINISHED: Final = re.compile(rf"{ID_PATTERN}/([0-9a-f]{{2}}/([0-9a-f]{{2}})+|[a-z.]+)#[0-9]+")
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PRIVATE: Final = 0o700
 _told: Final[set[str]] = set()
 """Paths of namespaces of which was logged that we may not look into them: whenever room is needed, they are looked at again."""
@@ -102,7 +101,7 @@ def make_directory(directory: Path) -> None:
 
 def is_full(error: Exception) -> bool:
     """Whether an error means that a file could not be written because there is no room."""
-    return not _FULL.isdisjoint(_numbers_of(error))
+    return not FULL.isdisjoint(_numbers_of(error))
 
 
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
