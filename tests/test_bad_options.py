@@ -105,7 +105,7 @@ def bad(expected: str, kind: type, **option: Any) -> Any:
         bad("such as 2GiB", DiskTierConfig, reserve_bytes=False),
         bad("true or false", DiskTierConfig, direct_io="no"),
         bad("from 1 to 256", DiskTierConfig, num_threads=10**9),
-        bad("here that is nothing to set: a start waits 3 s", DiskTierConfig, lock_wait_s=9),
+        bad("here that is nothing to set: a start waits 20 s", DiskTierConfig, lock_wait_s=9),
         bad("such as s3://bucket/prefix", SharedTierConfig, url=5),
         bad("the scheme must be one of", SharedTierConfig, url="/var/kv"),
         bad("a third of the connector's transfer_timeout_s", SharedTierConfig, request_timeout_s=5),

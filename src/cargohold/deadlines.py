@@ -130,7 +130,12 @@ CLOSE: Final = Timer(
 ANSWER: Final = Timer(
     "a tier's directory, when a start looks at it before it loads the model", "the start fails", SYSTEM, plus_s=60.0
 )
-LOCK: Final = Timer("a start, while another process uses the same files of a disk tier", "it fails", SYSTEM, plus_s=3.0)
+LOCK: Final = Timer(
+    "a start, while another process uses the same files of a disk tier, as one that is being replaced",
+    "it fails",
+    SYSTEM,
+    plus_s=20.0,
+)
 MOVE: Final = Timer(
     "a start, while it moves chunks because ``max_bytes`` of a disk tier is lower than before",
     "chunks that were not moved are deleted",

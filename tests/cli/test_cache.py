@@ -246,8 +246,12 @@ def test_namespaces_are_deleted_by_the_start_of_their_id(place: Place) -> None:
 def test_what_is_in_use_is_shown_and_left_alone(place: Place) -> None:
     name = place.fill(3, is_closed=False)
     assert listed(place)[name]["in_use"] is True
-    assert "is in use and was not looked at" in run("verify", place.name)
-    assert "deleted 0 B" in run("prune", place.name, "--max-bytes", "4KiB")
+    assert "is in use and was not looked at" in run("verify", place.name, status=1)
+    for words in (["prune", "--max-bytes", "4KiB"], ["prune", "--max-days", "0"]):
+        pruned = CliRunner().invoke(app, ["cache", *words, place.name])
+        assert pruned.exit_code == 1 and pruned.stderr == f"cargohold: tier disk: {name} is in use\n"
+        assert pruned.stdout.startswith("deleted 0 B; ")
+    assert run("prune", place.name, "--max-bytes", "1GiB").startswith("deleted 0 B; "), "it is not in the way"
     result = CliRunner().invoke(app, ["cache", "rm", place.name, name])
     assert result.exit_code == 1 and result.stderr == f"cargohold: tier disk: {name} is in use\n"
     assert result.stdout == "deleted 0 namespaces, 0 B\n"
@@ -327,7 +331,7 @@ def test_a_lock_that_cannot_be_opened_may_be_held(place: Place, tmp_path: Path) 
     looked = CliRunner().invoke(app, ["cache", "verify", place.name])
     assert looked.stdout == f"5 chunks are good, 0 damaged\n{name[:8]} is perhaps in use and was not looked at\n"
     assert looked.stderr == f"{name[:8]}: {lock} is no regular file\n"
-    run("prune", place.name, "--max-bytes", "4KiB")
+    run("prune", place.name, "--max-bytes", "4KiB", status=1)
     assert set(listed(place)) == {name}
     assert run("rm", place.name, "--all", status=1) == "deleted 0 namespaces, 0 B\n"
     assert other not in listed(place)
@@ -551,10 +555,10 @@ def test_a_dry_run_says_what_is_in_use(place: Place) -> None:
     used = place.fill(3, is_closed=False)
     user = place.tier
     other = place.fill(3, weights="other")
-    said = run("rm", place.name, "--all", "--dry-run").splitlines()
-    assert said[0].startswith("would delete 1 namespace, ") and said[0].endswith(f": {other[:8]}")
-    assert said[1:] == [f"{used[:8]} is in use and would stay"]
-    assert used[:8] not in run("prune", place.name, "--max-bytes", "4KiB", "--dry-run")
+    for words in (["rm", "--all"], ["prune", "--max-bytes", "4KiB"]):
+        said = CliRunner().invoke(app, ["cache", *words, "--dry-run", place.name])
+        assert said.exit_code == 1 and said.stderr == f"cargohold: tier disk: {used} is in use\n"
+        assert said.stdout.startswith("would delete ") and other[:8] in said.stdout and used[:8] not in said.stdout
     assert set(listed(place)) == {used, other} and load(user, 1) == payload(1)
 
 

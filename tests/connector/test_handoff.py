@@ -219,11 +219,33 @@ def test_nothing_is_announced_while_writes_are_suspended() -> None:
 def test_what_a_tier_puts_off_is_written_in_time_and_announced(stores: str, outcome: StoreOutcome) -> None:
     """Found by use: while a store with ``max_bytes`` was listed, 320 tokens were announced, and 0 came."""
     tiering = SimulatedTiering(60, [shared()], make_stores=STORES[stores])
+    engine = make_engine(tiering)
+    engine.add("before", prompt(1, 41), 1, kv_transfer_params=REMOTE_DECODE)
+    finish(engine, tiering)
     tiering.media[0][0].not_now = [outcome] * 14
-    engine = prefill(tiering)
+    engine.add("r", prompt(0, 41), 1, kv_transfer_params=REMOTE_DECODE)
+    finish(engine, tiering)
     assert announcement(engine)[0] == 40
     assert metrics.FAILURES.of("promise") not in tiering.lower.take_stats()
     assert restored(decode(tiering, params=engine.outputs["r"].kv_transfer_params), "r") == {"shared": 40}
+
+
+@pytest.mark.parametrize("stores", STORES)
+def test_a_tier_that_has_put_off_everything_so_far_gets_no_promises(stores: str) -> None:
+    """Found by use: at the start of a store with ``max_bytes``, three requests were announced, waited 3 s each, and got 0."""
+    tiering = SimulatedTiering(60, [shared()], make_stores=STORES[stores])
+    tiering.media[0][0].not_now = [StoreOutcome.LATER] * 10**6
+    engine = make_engine(tiering)
+    for number in range(3):
+        engine.add(f"r{number}", prompt(number, 41), 1, kv_transfer_params=REMOTE_DECODE)
+        engine.run()
+        assert announcement(engine, f"r{number}") == (0, 0)
+        assert "tier shared has put off all writes so far" in notes(engine, f"r{number}")
+    tiering.media[0][0].not_now = []
+    finish(engine, tiering)
+    engine.add("after", prompt(7, 41), 1, kv_transfer_params=REMOTE_DECODE)
+    finish(engine, tiering)
+    assert announcement(engine, "after")[0] == 40
 
 
 def test_what_a_tier_has_no_room_for_is_not_announced_and_the_note_says_so() -> None:
@@ -238,11 +260,11 @@ def test_what_a_tier_has_no_room_for_is_not_announced_and_the_note_says_so() -> 
 
 def test_a_tier_that_has_put_off_everything_for_long_gets_no_more_promises() -> None:
     tiering = SimulatedTiering(60, [shared()], restore_timeout_s=2.0)
+    engine = prefill(tiering)
     tiering.media[0][0].not_now = [StoreOutcome.LATER] * 10**6
-    engine = make_engine(tiering)
     announced = []
     for number in range(3):
-        engine.add(f"r{number}", prompt(number, 41), 1, kv_transfer_params=REMOTE_DECODE)
+        engine.add(f"r{number}", prompt(number + 1, 41), 1, kv_transfer_params=REMOTE_DECODE)
         finish(engine, tiering)
         announced.append(announcement(engine, f"r{number}")[0])
     assert announced == [40, 0, 0]

@@ -16,7 +16,7 @@ from cargohold.connector.multi_worker import MultiConnectorWorker, MultiMetadata
 from cargohold.connector.offloading import OffloadingWorker
 from cargohold.errors import ConfigError, RequestError
 from cargohold.lab.conformance.strict import CodedExecutor
-from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, VirtualClock, simulated_layout
 from cargohold.protocol import (
     BlockIds,
     BlockRemoved,
@@ -41,8 +41,11 @@ from cargohold.protocol import (
     add_stats,
     metrics,
 )
+from cargohold.tiers import StoreOutcome
+from cargohold.tiers.scheduler_side import Admission, TierOptions
 from tests.connector.common import alone, evict_everything, finish, play_any_schedule, prompt
 from tests.effort import examples
+from tests.held_tiers import SimulatedTiering
 
 SHAPES: dict[str, Callable[[Sequence[SimulatedOffloading]], KVConnectorFactory]] = {
     "flat": lambda tiers: MultiConnectorFactory(tuple(tiers)),
@@ -91,6 +94,25 @@ def test_loads_come_from_the_first_that_has_something_and_stores_go_to_all() -> 
     finish(engine, *tiers)
     assert loads in ([1, 1], [1, 0])
     assert engine.tokens("third") == engine.tokens("first")
+
+
+@pytest.mark.parametrize("shape", ["flat", "nested"])
+def test_uses_are_reported_to_children_behind_the_one_that_loads(shape: str) -> None:
+    """Found by use: behind a child that loads, ``admission="reused"`` never wrote, and what was refused stayed so."""
+    reused = SimulatedTiering(60, [TierOptions(name="disk", admission=Admission.REUSED)])
+    refusing = SimulatedTiering(60, [TierOptions(name="disk")])
+    tiers: list[Any] = [SimulatedOffloading(60), reused, refusing]
+    engine = SimulatedEngine(simulated_layout(60), SHAPES[shape](tiers))
+    refusing.media[0][0].not_now = [StoreOutcome.REFUSED] * 7
+    engine.add("first", prompt(0, 30), 1)
+    finish(engine, *tiers)
+    assert [len(tier.media[0][0].chunks) for tier in (reused, refusing)] == [0, 0]
+    evict_everything(engine)
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance(100.0)
+    engine.add("second", prompt(0, 30), 1)
+    finish(engine, *tiers)
+    assert [len(tier.media[0][0].chunks) for tier in (reused, refusing)] == [7, 7]
 
 
 # --- scripted children ------------------------------------------------------------------------------------------------

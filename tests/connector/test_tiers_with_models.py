@@ -18,7 +18,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, RequestOutput, SamplingParams
 from cargohold.connector.offloading import OffloadingFactory, OffloadingScheduler
-from cargohold.deadlines import ANSWER, PROGRESS
+from cargohold.deadlines import ANSWER, LOCK, PROGRESS
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
 from cargohold.protocol import BlockStored, SchedulerEnvironment, metrics
@@ -431,6 +431,24 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
     (tier,) = memory.values()
     assert tier.usage().num_chunks >= 3 * 25
     assert restored(ask(make_llm(tiny_model("llama"), offload=config, **OPTIONS), prompts(3)))[0]["disk"] == 100
+
+
+def test_a_directory_that_another_engine_uses_for_the_model_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by use: in a rolling restart it was refused when all weights had been loaded."""
+    monkeypatch.setattr("cargohold.tiers.disk.shard.LOCK", replace(LOCK, plus_s=0.0))
+    first = make_llm(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS)
+    expected = tokens(ask(first, prompts(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr("cargohold.base_llm.build_engine", lambda *_: pytest.fail("it was built"))
+        with pytest.raises(ConfigError, match="it is used for the same model already"):
+            LLM(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS)
+    make_llm(tiny_model("qwen3"), offload=offload(disk(tmp_path)), **OPTIONS)  # which has files of its own there
+    first.close()
+    assert (
+        tokens(ask(make_llm(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS), prompts(1))) == expected
+    )
 
 
 def test_what_is_being_written_when_the_engine_stops_is_there_after_a_restart(

@@ -9,22 +9,24 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cargohold.deadlines import GROWTH, LOCK, ROOM
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers import DiskTierConfig, LoadOutcome, StoreOutcome
+from cargohold.tiers import DiskTierConfig, LoadOutcome, SharedTierConfig, StoreOutcome, TierConfig
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk import shard as disk_shard
 from cargohold.tiers.disk.files import brief_lock
 from cargohold.tiers.disk.root import bytes_in, delete_shard
 from cargohold.tiers.opening import open_tier
+from cargohold.tiers.places import warn_of_writers
 from tests.tiers.common import (
     CHUNK,
     NAMESPACE,
@@ -53,6 +55,14 @@ def test_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+def disk_config(directory: Path) -> TierConfig:
+    return DiskTierConfig(directory=directory, max_bytes="1MiB", reserve_bytes=0)
+
+
+def shared_config(directory: Path) -> TierConfig:
+    return SharedTierConfig(url=f"file://{directory}")
+
+
 def test_two_engines_never_share_a_directory(tmp_path: Path) -> None:
     first = disk_tier(tmp_path)
     store(first, 1)
@@ -60,11 +70,13 @@ def test_two_engines_never_share_a_directory(tmp_path: Path) -> None:
         disk_tier(tmp_path)
     script = (
         "import sys; sys.path.insert(0, '.');"
-        "from pathlib import Path; from tests.tiers.common import disk_tier;"
+        "from dataclasses import replace; from pathlib import Path; from tests.tiers.common import disk_tier;"
+        "from cargohold.tiers.disk import shard; shard.LOCK = replace(shard.LOCK, plus_s=0.25);"
         f"disk_tier(Path({str(tmp_path)!r}))"
     )
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert other.returncode and "it is used for the same model already" in other.stderr
+    assert other.returncode and "it is used for the same model already" in other.stderr.splitlines()[-1]
+    assert f"disk tier in {tmp_path}: another process uses it; waiting 0.25 s for it to end" in other.stderr
     first.close()
     assert load(disk_tier(tmp_path), 1) == payload(1)
 
@@ -150,6 +162,50 @@ def test_a_forked_child_does_not_give_a_directory_away(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     with pytest.raises(ConfigError, match="it is used for the same model already"):
         disk_tier(tmp_path)
+
+
+def test_links_in_a_circle_and_the_root_are_no_directories(tmp_path: Path) -> None:
+    """Found by use: a circle raised ``RuntimeError`` at the start, and for ``/`` all of ``/proc`` was counted."""
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for directory in (circle, circle / "kv"):
+        config = DiskTierConfig(directory=directory, max_bytes="1MiB")
+        with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
+            config.check([CHUNK], 1)
+        with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
+            config.require_place()
+    with pytest.raises(ConfigError, match="it must be a directory of its own"):
+        DiskTierConfig(directory="/", max_bytes="1MiB").require_place()
+    warn_of_writers("disk", (circle,))
+
+
+def test_what_is_mounted_in_the_directory_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "mounted" / "large").write_bytes(bytes(10 * MIB))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.path.ismount", lambda path: path == str(tmp_path / "mounted"))
+        assert bytes_in(tmp_path) == 0
+    assert bytes_in(tmp_path) >= 10 * MIB
+
+
+@pytest.mark.parametrize("make", [disk_config, shared_config])
+def test_a_read_only_file_system_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], TierConfig]
+) -> None:
+    """Found by use: it was said that permission was denied."""
+    really_ask = os.statvfs
+
+    def ask(path: Path) -> object:
+        told = really_ask(path)
+        return SimpleNamespace(
+            f_flag=os.ST_RDONLY, f_blocks=told.f_blocks, f_frsize=told.f_frsize, f_bavail=told.f_bavail
+        )
+
+    monkeypatch.setattr(os, "statvfs", ask)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        make(tmp_path).check([CHUNK], 1)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        make(tmp_path).require_place()
 
 
 def test_a_lock_that_cannot_be_let_go_of_is_gone_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

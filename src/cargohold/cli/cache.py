@@ -66,7 +66,7 @@ def verify(
 ) -> None:
     """Read every chunk and check it, of all namespaces if no id is given.
 
-    Exits with 1 if one is damaged or cannot be checked.
+    Exits with 1 if one is damaged or cannot be checked, for instance because an engine uses it.
     """
     inventory = open_inventory(place)
     chosen = _chosen(_listed(inventory), ids)
@@ -85,7 +85,7 @@ def verify(
             typer.echo(f"{held.short_id} is {_use(held)} and was not looked at")
         _tell_remarks(skipped)
     failures.end()
-    if damaged:
+    if damaged or skipped:
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -98,7 +98,10 @@ def prune(
     ] = None,
     dry_run: IsDryRun = False,
 ) -> None:
-    """Make room: what was used longest ago goes first. What is in use on this machine stays."""
+    """Make room: what was used longest ago goes first.
+
+    What is in use on this machine stays. Exits with 1 if more is left for that than was asked for.
+    """
     if max_bytes is None and max_days is None:
         raise ConfigError("--max-bytes", None, "prune needs --max-bytes or --max-days")
     limit = None if max_bytes is None else parse_room("--max-bytes", max_bytes)
@@ -109,9 +112,10 @@ def prune(
         raise ConfigError("--max-days", max_days, "nothing here says when it was used last; use --max-bytes")
     deleted = _Deletions(inventory)
     with errors.status("deleting"):
+        deleted.spare_bytes += inventory.tidy()
         if max_days is not None:
             for holding in holdings:
-                if not holding.is_in_use and _age_s(holding) > max_days * DAY_S:
+                if _age_s(holding) > max_days * DAY_S:
                     deleted.remove(holding)
         if limit is not None:
             deleted.trim([holding for holding in holdings if holding not in deleted.holdings], limit)
@@ -135,18 +139,14 @@ def rm(
         raise ConfigError("--all", None, "say what to delete: one or more ids, or --all")
     inventory = _to_delete_in(place, dry_run=dry_run)
     chosen = _chosen(_listed(inventory), ids)
-    used = [holding for holding in chosen if holding.is_in_use] if dry_run else []
     deleted = _Deletions(inventory)
     with errors.status("deleting"):
         for holding in chosen:
-            if holding not in used:
-                deleted.remove(holding)
+            deleted.remove(holding)
     which = f": {_short_ids(deleted.holdings)}" if deleted.holdings else ""
     number = format_count(len(deleted.holdings), "namespace")
     verb = "would delete" if dry_run else "deleted"
     typer.echo(f"{verb} {number}, {format_bytes(deleted.num_bytes + deleted.spare_bytes)}{which}")
-    for holding in used:
-        typer.echo(f"{holding.short_id} is {_use(holding)} and would stay")
     deleted.failures.end()
 
 
@@ -215,8 +215,8 @@ class _Deletions:
         """
         excess = sum(holding.num_bytes for holding in holdings) - limit
         spare = sum(holding.spare_bytes for holding in holdings)
-        for holding in holdings:
-            if excess + spare > 0 and not holding.is_in_use and holding.id not in self.failures.ids:
+        for holding in sorted(holdings, key=lambda holding: holding.is_in_use):  # which fails, if it comes to that
+            if excess + spare > 0 and holding.id not in self.failures.ids:
                 with self.failures.noted(holding):
                     gone = self._inventory.trim(holding.id, max(0, excess))
                     self._count(holding, gone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -68,7 +68,7 @@ NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "dir": "directory of kind=disk",
         "enable_kv_events": "nothing to set: there are events for all tiers if vLLM publishes events",
         "io_threads": "num_threads",
-        "lock_wait_s": "nothing to set: a start waits 3 s for another process with the same files to end",
+        "lock_wait_s": "nothing to set: a start waits 20 s for another process with the same files to end",
         "locality": "nothing to set: a disk is LOCAL and a shared store REMOTE",
         "module_path": "the first half of kind=MODULE:CLASS",
         "n_read_threads": "num_threads, which read and write",
@@ -181,6 +181,12 @@ class TierConfig(Options):
 
     def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:  # most media are asked by ``open``
         """Raise ``ConfigError`` for what ``open`` would refuse with these sizes and workers, before anything is loaded."""
+
+    def require_unused(self, namespace_ids: Callable[[], Iterable[str]]) -> None:  # most are for many processes
+        """Raise ``ConfigError`` if another process has one of these namespaces to itself and does not end in time.
+
+        ``namespace_ids`` may take long, and is called only if any process uses the place.
+        """
 
     @classmethod
     def inventory_of(cls, place: str) -> Inventory | None:

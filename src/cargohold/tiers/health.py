@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
-from cargohold.errors import SparingLog
 from cargohold.protocol import Clock
 from cargohold.tiers.port import (
     ACCESS_OF,
@@ -191,7 +190,6 @@ class MediumHealth:
         # When the medium last carried out anything in time, per access, and for which job.
         self._worked: dict[Access, tuple[float, TierJob | None]] = dict.fromkeys(Access, (float("-inf"), None))
         self._reasons: dict[Access, str] = dict.fromkeys(Access, "")
-        self._failed_trials = SparingLog(logger)
 
     def state_of(self, kind: JobKind) -> BreakerState:
         return self._breakers[ACCESS_OF[kind]].state
@@ -223,6 +221,8 @@ class MediumHealth:
         told = set(job.answers) - self._told_by_index
         match job.status:
             case JobStatus.DONE if told - {StoreOutcome.FAILED}:
+                if breaker.state is BreakerState.HALF_OPEN:
+                    logger.info("tier %s: %s work again", self._name, ACCESS_OF[job.kind].value)
                 breaker.note_success()
             case JobStatus.DONE if not told:
                 breaker.note_cancelled()
@@ -251,9 +251,8 @@ class MediumHealth:
             return None
         self._reasons[access] = job.reason
         if was_trial:  # of a medium that stays bad, trials fail every minute, for days
-            message = "tier %s: %s stay suspended: a trial failed; the reason: %s"
-            self._failed_trials.warning(message, self._name, access.value, job.reason)
+            logger.info("tier %s: %s stay suspended: a trial failed: %s", self._name, access.value, job.reason)
         else:
-            message = "tier %s: %s are suspended after several failures in a row; the last: %s"
+            message = "tier %s: %s are suspended after several failures in a row, until a trial succeeds; the last: %s"
             logger.warning(message, self._name, access.value, job.reason)
         return access

@@ -84,6 +84,10 @@ class Inventory(ABC):
     def remove(self, namespace_id: str) -> None:
         """Delete a namespace with all its chunks. Raises ``TierError``, also if it is in use."""
 
+    def tidy(self) -> int:
+        """Delete what belongs to no chunk and will never, such as files of killed writers; return the bytes. Most have none."""
+        return 0
+
     def trim(self, namespace_id: str, num_bytes: int) -> int:
         """Delete the oldest chunks, of at least ``num_bytes`` bytes; return how many bytes were deleted.
 
@@ -202,18 +206,22 @@ class DryRun(Inventory):
         return self._inner.verify(namespace_id, delete=False)
 
     def remove(self, namespace_id: str) -> None:
-        """Take a namespace for deleted. Only a disk says what is in use."""
-        holding = self._known().get(namespace_id)
-        if holding is not None and holding.is_in_use:
-            raise TierError("disk", f"{namespace_id} is in use")
+        """Take a namespace for deleted."""
+        self._require_unused(namespace_id)
         self._known().pop(namespace_id, None)
 
     def trim(self, namespace_id: str, num_bytes: int) -> int:
         """Take chunks of a namespace for deleted."""
+        self._require_unused(namespace_id)
         holding = self._known()[namespace_id]
         gone = self._inner.bytes_to_trim(holding, num_bytes)
         self._known()[namespace_id] = replace(holding, num_bytes=holding.num_bytes - gone, spare_bytes=0)
         return gone
+
+    def _require_unused(self, namespace_id: str) -> None:
+        holding = self._known().get(namespace_id)
+        if holding is not None and holding.is_in_use:
+            raise TierError("disk", f"{namespace_id} is in use")  # only a disk says so
 
     def _known(self) -> dict[str, Holding]:
         if self._left is None:

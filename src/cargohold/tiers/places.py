@@ -29,7 +29,7 @@ def place_of(directory: Path) -> Path:
     """Return the directory, or the one above in which it would be made. Raises ``OSError`` if files cannot be written there."""
     place = next(each for each in (directory, *directory.parents) if os.path.lexists(each))
     problem = None
-    if not place.is_dir():
+    if not stat.S_ISDIR(place.stat().st_mode):
         problem = errno.ENOTDIR
     elif os.statvfs(place).f_flag & os.ST_RDONLY:
         problem = errno.EROFS
@@ -179,7 +179,7 @@ def warn_of_readers(tier: str, directory: Path, file: Path) -> None:
 
 def _everybody_may(right: int, path: Path) -> bool:
     """Whether all users have ``right`` on ``path``, and may enter all directories above it. Raises ``OSError``."""
-    place = path.resolve()
+    place = Path(os.path.realpath(path))  # unlike ``resolve``, which raises something else for links in a circle
     return bool(place.stat().st_mode & right) and all(above.stat().st_mode & stat.S_IXOTH for above in place.parents)
 
 

@@ -166,13 +166,15 @@ class KernelScheduler(KVConnectorScheduler):
         self._stores.note_blocks(state, blocks)
         self._guests.request_placed(state, blocks)
         lookup, state.lookup = state.lookup, None
-        if lookup is None:
-            state.was_admitted = True
-            return  # no look-up came before: the load has ended, or the engine did not ask
+        if lookup is None and state.was_admitted:
+            return  # the load has ended
         # Chunks are marked as used by no look-up, which may be repeated any number of times.
         state.extend_keys()
         num_ready = self._mark_used(state)
         state.is_marked = False
+        if lookup is None:
+            state.was_admitted = True
+            return  # nothing was asked here: another connector loads, which is a use all the same
         num_hit_tokens = lookup.num_computed_tokens + num_external_tokens
         sources: Mapping[str, int] = {}
         if num_external_tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from cargohold.cache import OffloadManager, make_manager
@@ -92,6 +93,14 @@ def check_tiers(config: OffloadConfig, layout: KVCacheLayout) -> None:
     for at, tier in enumerate(config.tiers):
         with option_path(f"tiers[{at}]."):
             check_tier(tier, chunk_sizes(config, layout), layout.num_shards)
+            tier.require_unused(partial(_namespace_ids, tier, config, layout))
+
+
+def _namespace_ids(tier: TierConfig, config: OffloadConfig, layout: KVCacheLayout) -> set[str]:
+    """Return the ids of all workers' namespaces in a tier. Reads the model's files."""
+    of_first = namespace_of(layout, 0, config.blocks_per_chunk, config.plan_rows(layout))
+    of_all = [replace(of_first, split=_split(layout, rank)) for rank in range(layout.world_size)]
+    return {namespace_in(tier, of_one).id for of_one in of_all}
 
 
 def require_memory(host_bytes: int | str, num_bytes: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Self
 
 from cargohold.cache.policies.registry import POLICY
+from cargohold.errors import ConfigError
 from cargohold.option_values import format_bytes, is_number, parse_bytes, parse_path, parse_room
 from cargohold.options import SIZE, checked, must
 from cargohold.tiers.chunk_format import HEADER_BYTES
@@ -23,7 +24,7 @@ from cargohold.tiers.config import (
 from cargohold.tiers.disk.files import USE_BYTES
 from cargohold.tiers.disk.inventory import DiskInventory
 from cargohold.tiers.disk.root import REPLICA_DIRECTORY
-from cargohold.tiers.disk.shard import ShardBudget, check_place, require_place
+from cargohold.tiers.disk.shard import ShardBudget, check_place, require_place, require_unused
 from cargohold.tiers.disk.slots import SlotPlan
 from cargohold.tiers.disk.tier import DiskTier
 from cargohold.tiers.places import is_url
@@ -120,6 +121,9 @@ class DiskTierConfig(TierConfig):
         """Refuse a directory that cannot be used, and an impossible budget."""
         check_place(self._budget(num_shards), chunk_sizes)
 
+    def require_unused(self, namespace_ids: Callable[[], Iterable[str]]) -> None:
+        require_unused(self._budget(1), namespace_ids)
+
     def bytes_taken(self, chunk_sizes: Sequence[int], details_bytes: int) -> Sequence[int]:
         """See ``TierConfig``. Headers, the room for details, and what stays empty of slots are a part of it."""
         plan = SlotPlan.of(chunk_sizes)
@@ -128,6 +132,8 @@ class DiskTierConfig(TierConfig):
 
     def _budget(self, num_shards: int, share: float = 1.0) -> ShardBudget:
         root, total = parse_path("directory", self.directory).absolute(), self.num_max_bytes
+        if root == Path(root.anchor):
+            raise ConfigError("directory", str(root), "it must be a directory of its own: all that is in it counts")
         return ShardBudget(root, total, int(total * share) // num_shards, self.num_reserve_bytes)
 
     @classmethod

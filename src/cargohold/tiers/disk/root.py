@@ -192,7 +192,7 @@ def last_used(shard: Path) -> float:
 
 
 def bytes_in(directory: Path) -> int:
-    """Return the bytes of all files below a directory, except those of further engine replicas.
+    """Return the bytes of all files below a directory, except those of further engine replicas, and of what is mounted there.
 
     A file counts with its size, or its space on the disk if that is more. Files that are deleted meanwhile do not count, nor
     files in directories that we may not list or enter. Raises ``OSError`` for other failures: files that could not be counted
@@ -203,6 +203,7 @@ def bytes_in(directory: Path) -> int:
     for path, directories, names in os.walk(top, onerror=_raise_unless_skippable):
         if path == top:
             directories[:] = [name for name in directories if not is_replica(name)]
+        directories[:] = [name for name in directories if not os.path.ismount(f"{path}/{name}")]
         for name in names:
             try:
                 status = os.lstat(os.path.join(path, name))  # noqa: PTH118  # many files: pathlib takes three times as long

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -25,6 +26,7 @@ from cargohold.tiers.disk.files import (
     Geometry,
     Segment,
     brief_lock,
+    is_in_use,
     may_hold_chunks,
     segment_files,
     uses_file,
@@ -128,11 +130,6 @@ class Shard:
             except BaseException:
                 self._lock.release()
                 raise
-        except BlockingIOError as error:
-            reason = (
-                "it is used for the same model already; give each engine, and each tier of one, a directory of its own"
-            )
-            raise ConfigError("directory", str(self._root), reason) from error
         except OSError as error:
             raise _unusable(budget.root, error) from error
 
@@ -236,22 +233,16 @@ class Shard:
 
     def _take_lock(self) -> DirectoryLock:
         """Make and lock the shard's folder. Raises ``ConfigError``, or ``OSError``."""
-        end = time.monotonic() + LOCK.seconds()
         make_private(self._root)
-        while True:
-            try:
-                with brief_lock(self._root):  # so that nobody deletes the shard while it is being opened
-                    make_private(self.path)
-                    if os.path.lexists(self.path / DESCRIPTION):
-                        reason = (
-                            f"a shared store has its chunks there, in {self.path}; give each a directory of its own"
-                        )
-                        raise ConfigError("directory", str(self._root), reason)
-                    return DirectoryLock(self.path)
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise
-            time.sleep(_LOCK_POLL_S)
+        for _ in _tries(self._root):
+            # Under the lock, so that no process deletes the shard while it is being opened.
+            with suppress(BlockingIOError), brief_lock(self._root):
+                make_private(self.path)
+                if os.path.lexists(self.path / DESCRIPTION):
+                    reason = f"a shared store has its chunks there, in {self.path}; give each a directory of its own"
+                    raise ConfigError("directory", str(self._root), reason)
+                return DirectoryLock(self.path)
+        raise _used(self._root)
 
     def _find_geometry(self, namespace: Namespace) -> Geometry:
         """Return the geometry of the existing files; if there are none, or they do not fit, delete them and choose a new one.
@@ -388,9 +379,8 @@ def check_place(budget: ShardBudget, chunk_sizes: Sequence[int]) -> None:
     """
     root = budget.root
     try:
+        place_of(root)
         make_private(root)
-        if not os.access(root, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         check_budget(root, budget)
     except OSError as error:
         raise _unusable(budget.root, error) from error
@@ -404,6 +394,38 @@ def require_place(budget: ShardBudget) -> None:
         check_budget(place_of(budget.root), budget)
     except OSError as error:
         raise _unusable(budget.root, error) from error
+
+
+def require_unused(budget: ShardBudget, namespace_ids: Callable[[], Iterable[str]]) -> None:
+    """Raise ``ConfigError`` if another process uses one of these namespaces, and does not end in time. Creates nothing."""
+    try:
+        if any(_is_used(shard) for shard in shards_in(budget.root)):
+            shards = [budget.root / name for name in namespace_ids()]
+            if all(any(map(_is_used, shards)) for _ in _tries(budget.root)):
+                raise _used(budget.root)
+    except OSError as error:
+        raise _unusable(budget.root, error) from error
+
+
+def _is_used(shard: Path) -> bool:
+    with brief_lock(shard.parent):
+        return is_in_use(shard)
+
+
+def _tries(root: Path) -> Iterator[None]:
+    """Yield again and again, as long as a start waits for another process to end."""
+    yield
+    if wait_s := LOCK.seconds():
+        logger.warning("disk tier in %s: another process uses it; waiting %g s for it to end", root, wait_s)
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        time.sleep(_LOCK_POLL_S)
+        yield
+
+
+def _used(root: Path) -> ConfigError:
+    reason = "it is used for the same model already; give each engine, and each tier of one, a directory of its own"
+    return ConfigError("directory", str(root), reason)
 
 
 def check_budget(root: Path, budget: ShardBudget) -> None:

@@ -59,6 +59,7 @@ class Writes:
         self._clock = clock
         # While a tier puts everything off, it is asked seldom; but for chunks that other engines wait for.
         self._pause_s, self._paused_until, self._puts_off_since = 0.0, 0.0, float("inf")
+        self._has_taken_any = False
         self.num_writing = 0
         self.touching: set[OffloadKey] = set()
         self.is_promised: Callable[[OffloadKey], bool] = lambda _: False
@@ -189,11 +190,13 @@ class Writes:
     def will_take(self, keys: Sequence[OffloadKey], within_s: float) -> Iterator[OffloadKey]:
         """Yield the promised chunks among ``keys`` that will be written here ``within_s`` seconds, unless something fails.
 
-        Those that are being written, and as many more, in this order, as the daily allowance lasts for; none of these if
-        writes are suspended, or if the tier has put off everything for so long.
+        Those that are being written, and as many more, in this order, as the daily allowance lasts for; none if writes are
+        suspended, or if the tier has put off everything so far, or for so long.
         """
+        if self._obstacle(within_s):
+            return iter(())
         waiting = [key for key in keys if key not in self._writing]
-        num_left = 0 if self._obstacle(within_s) else len(waiting)
+        num_left = len(waiting)
         if self._allowance is not None:
             num_others = len(self.promised) - sum(key in self.promised for key in waiting)
             num_left = min(num_left, max(0, self._allowance.available - num_others))
@@ -211,8 +214,8 @@ class Writes:
     def _obstacle(self, within_s: float) -> str:
         if self.tier.health.of(Access.WRITE) is BreakerState.OPEN:
             return f"takes no writes now: {self.tier.health.reason}"
-        if self._clock() >= self._puts_off_since + within_s:
-            return "has put off all writes for too long"
+        if self._clock() >= self._puts_off_since + (within_s if self._has_taken_any else 0.0):
+            return "has put off all writes " + ("for too long" if self._has_taken_any else "so far")
         return ""
 
     def _end_write(
@@ -247,6 +250,7 @@ class Writes:
         """Let a tier rest that puts off all that it is offered."""
         now = self._clock()
         if is_any_taken:
+            self._has_taken_any = True
             self._pause_s, self._paused_until, self._puts_off_since = 0.0, 0.0, float("inf")
         elif now >= self._paused_until:
             self._pause_s = min(max(RETRY_S, 2 * self._pause_s), MAX_RETRY_S)

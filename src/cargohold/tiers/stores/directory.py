@@ -25,7 +25,7 @@ import re
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -124,8 +124,8 @@ def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_r
                     yield from _files(namespace, [], [entry])
 
 
-def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float = LEFT_AFTER_S) -> None:
-    """Delete our unfinished files that nobody will finish. Does nothing for stores that are not directories.
+def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float = LEFT_AFTER_S) -> int:
+    """Delete our unfinished files that no writer will finish; return their bytes. There are none where a server is the store.
 
     Raises ``OSError``.
 
@@ -134,15 +134,16 @@ def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float 
         prefix: start of the paths: empty, or a namespace's id and a slash.
         older_than_s: seconds since the last write to a file after which it is deleted.
     """
-    directory = directory_of(store)
+    directory, num_bytes = directory_of(store), 0
     if directory is None:
-        return
+        return 0
     for path, status in files_in(directory, prefix):
         if _UNFINISHED.fullmatch(path) and time.time() - status.st_mtime >= older_than_s:
-            try:
+            # Finished or deleted meanwhile, or another user's, whose engines will delete it.
+            with suppress(FileNotFoundError, PermissionError):
                 (directory / path).unlink()
-            except (FileNotFoundError, PermissionError):
-                continue  # finished or deleted meanwhile, or another user's, whose engines will delete it
+                num_bytes += status.st_size
+    return num_bytes
 
 
 def _numbers_of(error: Exception) -> set[int]:
@@ -229,7 +230,7 @@ def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
         match = _OURS.fullmatch(path)
         if match is not None:
             key = b"" if match["unfinished"] else bytes.fromhex(match["key"] or "")
-            yield StoredObject(path, match["namespace"], key, num_bytes, written_s)
+            yield StoredObject(path, match["namespace"], key, num_bytes, written_s, match["unfinished"] is not None)
 
 
 def _listed(store: ObjectStore, prefix: str) -> Iterator[tuple[str, int, float]]:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
+from cargohold.option_values import format_bytes
 from cargohold.tiers.inventory import (
     Holding,
     Inventory,
@@ -32,10 +33,10 @@ class StoredObject:
     Attributes:
         path: its path or name in the store.
         namespace_id: id of its namespace.
-        key: the chunk's key; empty if the object is no whole chunk, but the namespace's description, or a file that is still
-            being written, or that a killed process left.
+        key: the chunk's key; empty if the object is no whole chunk, but the namespace's description, or unfinished.
         num_bytes: its size.
         written_s: time of writing, in seconds since 1970; 0 if the store does not tell.
+        is_unfinished: whether it is a file that is still being written, or that a killed process left.
     """
 
     path: str
@@ -43,6 +44,7 @@ class StoredObject:
     key: bytes
     num_bytes: int
     written_s: float = 0.0
+    is_unfinished: bool = False
 
     @property
     def age(self) -> tuple[float, str]:
@@ -102,11 +104,16 @@ class StoreInventory(Inventory):
         with noted(remarks, namespace_id):
             facts = as_facts(parse_description(self._description(namespace_id)))
             remarks += remarks_on(facts)
+        left_bytes = sum(stored.num_bytes for stored in objects if stored.is_unfinished)
+        if left_bytes:
+            remarks.append(
+                f"{format_bytes(left_bytes)} are unfinished; `cargohold cache prune` deletes what is left of them"
+            )
         return Holding(
             id=namespace_id,
             facts=facts,
             num_chunks=sum(bool(stored.key) for stored in objects),
-            num_bytes=sum(stored.num_bytes for stored in objects),
+            num_bytes=sum(stored.num_bytes for stored in objects) - left_bytes,
             last_used_s=max(stored.written_s for stored in objects) or None,
             is_in_use=False,
             remark=in_short(remarks),

@@ -164,7 +164,8 @@ class SharedTierConfig(TierConfig):
                 raise ConfigError("url", self.shown_url, f"the store cannot be used: {error}") from error
 
     def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:
-        """Refuse what can be refused without asking the store: a missing package, an incomplete URL."""
+        """Refuse what can be refused without asking a server: a missing package, an incomplete URL, a directory."""
+        self.require_place()
         _client(self.url)
 
     @classmethod

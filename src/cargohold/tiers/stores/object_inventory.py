@@ -32,18 +32,22 @@ class ObjectInventory(StoreInventory):
         with self._session():
             delete_unfinished(self._store, f"{namespace_id}/", older_than_s=0.0)
 
+    def tidy(self) -> int:
+        """Delete files that killed writers have left."""
+        with self._session():
+            return delete_unfinished(self._store)
+
     def trim(self, namespace_id: str, num_bytes: int) -> int:
         """Delete the oldest chunks; engines that want them compute instead."""
         gone = 0
         with self._session():
-            delete_unfinished(self._store, f"{namespace_id}/")
             for chunk in self._oldest(namespace_id, num_bytes):
                 self._delete(chunk.path)
                 gone += chunk.num_bytes
         return gone
 
     def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
-        """See ``Inventory``. Unfinished files that ``trim`` would delete are not counted, as it does not count them either."""
+        """See ``Inventory``."""
         with self._session():
             return sum(chunk.num_bytes for chunk in self._oldest(holding.id, num_bytes))
 

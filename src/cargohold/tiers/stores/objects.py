@@ -24,6 +24,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -40,7 +41,7 @@ from cargohold.tiers.config import REQUEST_S, Opening
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
 from cargohold.tiers.namespace import DESCRIPTION
 from cargohold.tiers.places import PARALLEL_PROBES, warn_of_readers, warn_of_writers
-from cargohold.tiers.port import StoreOutcome
+from cargohold.tiers.port import StoreOutcome, TierUsage
 from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.directory import (
     DirectoryPlace,
@@ -284,7 +285,9 @@ def open_store(url: str, request_s: float = REQUEST_S) -> ObjectStore:
         may_use_http = any(os.environ.get(f"{cloud}_ALLOW_HTTP") == "true" for cloud in ("AWS", "AZURE", "GOOGLE"))
         client = {"timeout": limit, "connect_timeout": limit, "allow_http": may_use_http}
         retry = {"max_retries": 1, "retry_timeout": limit}
-        return from_url(url, client_options=client, retry_config=retry)  # type: ignore[call-overload, no-any-return]  # its overloads are one per store, by literal options
+        # The answer to a deletion of several objects would be read to its end, however long it is; that of one is not.
+        options = {"disable_bulk_delete": "true"} if places.scheme_of(url) == "s3" else {}
+        return from_url(url, config=options, client_options=client, retry_config=retry)  # type: ignore[call-overload, no-any-return]  # its overloads are one per store, by literal options
     except (store_errors.BaseError, OSError, ValueError) as error:
         raise _unusable(places.without_secrets(url), error) from error
 
@@ -307,8 +310,9 @@ class ObjectTier(SharedTier):
         self._shown_url = places.without_secrets(url)
         self._store = open_store(url, opening.request_s)
         self._directory = directory_of(self._store)
-        self._budget = None
+        self._budget = self._capacity_bytes = None
         if max_bytes is not None:
+            self._capacity_bytes = max_bytes // opening.num_shards
             self._budget = StoreBudget(self._store, max_bytes, opening.num_shards, self._max_value_bytes)
         self._prefix = opening.codec.namespace.id
         self._place = self._find_place()
@@ -333,14 +337,20 @@ class ObjectTier(SharedTier):
                 delete_if_there(self._store, self._path(key))
 
     def begin(self) -> None:
-        """List a store with a limit in a thread of its own: that may take long, and nobody waits for it."""
-        if self._budget is not None:
+        """List a directory, or a store with a limit, in a thread of its own: that may take long, and no step waits for it."""
+        if self._budget is not None or self._directory is not None:
             threading.Thread(target=self._look_ahead, name=f"cargohold-{self.name}-list", daemon=True).start()
 
     def _look_ahead(self) -> None:
-        assert self._budget is not None
-        with suppress(TierError), self._errors():  # the first chunk tries again, and tells of it
-            self._budget.look_ahead()
+        with suppress(TierError), self._errors():  # the first chunk tries again, and its job reports it
+            if self._budget is None:
+                delete_unfinished(self._store, f"{self._prefix}/")
+            else:
+                self._budget.look_ahead()
+
+    def usage(self) -> TierUsage:
+        """Return what this worker has stored, and its part of the limit."""
+        return replace(super().usage(), capacity_bytes=self._capacity_bytes)
 
     def close(self) -> None:
         """Do nothing: connections close when the store's client is garbage-collected."""
