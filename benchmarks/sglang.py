@@ -244,7 +244,8 @@ class _Bench:
 
     def _on_a_hanging_disk(self, name: str) -> dict[str, object]:
         from cargohold.integrations.sglang import page_store  # noqa: PLC0415  # after the stand-ins
-        from cargohold.tiers import FaultyTier, Tier, open_tier  # noqa: PLC0415
+        from cargohold.tiers import Tier, open_tier  # noqa: PLC0415
+        from tests.wrapped_tiers import FaultyTier  # noqa: PLC0415
 
         place, hangs, released = self._directory / f"hangs-{name}", threading.Event(), threading.Event()
 

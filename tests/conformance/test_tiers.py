@@ -13,10 +13,11 @@ import pytest
 
 from cargohold.cache import OffloadKey
 from cargohold.lab.conformance import TierConformance
-from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
+from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, Note
 from cargohold.tiers.port import NO_LOSSES, Listing, Losses
 from tests.tiers.common import codec, disk_tier, shared_tier
+from tests.wrapped_tiers import CountingTier, MemoryTier
 
 
 class TestMemory(TierConformance):

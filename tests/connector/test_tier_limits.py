@@ -16,20 +16,12 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.connector.offloading.factory import tier_options
 from cargohold.lab.simulation import VirtualClock, simulated_layout
 from cargohold.protocol import ServedModel, TransferOutcome, metrics
-from cargohold.tiers import (
-    BreakerState,
-    DiskTierConfig,
-    FaultyTier,
-    JobKind,
-    MemoryTier,
-    QueueConfig,
-    TierHealth,
-    TierQueue,
-)
+from cargohold.tiers import BreakerState, DiskTierConfig, JobKind, QueueConfig, TierHealth, TierQueue
 from cargohold.tiers.messages import TierCommand, TierReport
 from cargohold.tiers.scheduler_side import LowerTiers, TieringConfig
 from cargohold.tiers.worker import TierWorker
 from tests.tiers.scheduler_side.tiering_manager import TieringManager
+from tests.wrapped_tiers import FaultyTier, MemoryTier
 
 WAIT_S = 30.0  # a bound on hangs, not a measure
 NUM_SLOTS = 8192

@@ -22,19 +22,11 @@ from cargohold.deadlines import ANSWER, LOCK, PROGRESS
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
 from cargohold.protocol import BlockStored, SchedulerEnvironment, metrics
-from cargohold.tiers import (
-    DiskTierConfig,
-    FaultyTier,
-    MemoryTier,
-    SharedTierConfig,
-    Tier,
-    TierConfig,
-    TierQueue,
-    open_tier,
-)
+from cargohold.tiers import DiskTierConfig, SharedTierConfig, Tier, TierConfig, TierQueue, open_tier
 from tests.forks import fork_server
 from tests.llms import SettledLLM
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
+from tests.wrapped_tiers import FaultyTier, MemoryTier
 
 SAMPLING = SamplingParams(max_tokens=9)
 OPTIONS: dict[str, Any] = {"block_tokens": 4, "num_device_blocks": 200, "max_model_len": 200}

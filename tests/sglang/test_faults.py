@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import cargohold.integrations.sglang.page_store
-from cargohold.tiers import FaultyTier, Tier, open_tier
+from cargohold.tiers import Tier, open_tier
 from tests.sglang.host import Host, disk, extra_config, tokens_from, write_model
 from tests.sglang.test_cache import same
+from tests.wrapped_tiers import FaultyTier
 
 Start = Callable[..., Host]
 TOKENS = tokens_from(100)

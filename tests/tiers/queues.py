@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from cargohold.lab.simulation.faults import VirtualClock
-from cargohold.tiers import BreakerState, FaultyTier, JobKind, MemoryTier, QueueConfig, Tier, TierJob, TierQueue
+from cargohold.tiers import BreakerState, JobKind, QueueConfig, Tier, TierJob, TierQueue
+from tests.wrapped_tiers import FaultyTier, MemoryTier
 
 CHUNK = 5000
 WAIT_S = 30.0  # a bound on hangs, not a measure

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.tiers import CountingTier, LoadOutcome, MemoryTier, StoreOutcome, Tier
+from cargohold.tiers import LoadOutcome, StoreOutcome, Tier
 from cargohold.tiers.chunk_format import ChunkCodec
 from tests.servers import key_value_server
 from tests.tiers.clouds import CLOUDS
 from tests.tiers.common import CHUNK, codec, disk_tier, key, load, payload, shared_tier
+from tests.wrapped_tiers import CountingTier, MemoryTier
 
 Open = Callable[[ChunkCodec], Tier]
 

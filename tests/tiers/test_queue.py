@@ -12,11 +12,9 @@ from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.tiers import (
     BreakerConfig,
     BreakerState,
-    FaultyTier,
     JobKind,
     JobStatus,
     LoadOutcome,
-    MemoryTier,
     QueueConfig,
     StoreOutcome,
     TierHealth,
@@ -25,6 +23,7 @@ from cargohold.tiers import (
 from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.port import JobLedger
 from tests.tiers.queues import CHUNK, WAIT_S, Gate, chunk, faulty, queue_on
+from tests.wrapped_tiers import FaultyTier, MemoryTier
 
 
 def test_a_stored_chunk_is_found_and_loaded() -> None:

@@ -14,13 +14,13 @@ from cargohold.tiers import (
     JobKind,
     JobStatus,
     LoadOutcome,
-    MemoryTier,
     QueueConfig,
     StoreOutcome,
     TierHealth,
 )
 from cargohold.tiers.chunk_format import NO_NOTE, Note
 from tests.tiers.queues import CHUNK, WAIT_S, Gate, chunk, faulty, queue_on
+from tests.wrapped_tiers import MemoryTier
 
 
 class Turnstile:

@@ -9,17 +9,8 @@ from random import Random
 import pytest
 
 from cargohold.lab.simulation.faults import VirtualClock
-from cargohold.tiers import (
-    BreakerConfig,
-    FaultyTier,
-    JobKind,
-    JobStatus,
-    LoadOutcome,
-    MemoryTier,
-    QueueConfig,
-    TierJob,
-    TierQueue,
-)
+from cargohold.tiers import BreakerConfig, JobKind, JobStatus, LoadOutcome, QueueConfig, TierJob, TierQueue
+from tests.wrapped_tiers import FaultyTier, MemoryTier
 
 CHUNK = 64
 NUM_KEYS = 12

@@ -8,21 +8,12 @@ import time
 import pytest
 
 from cargohold.lab.simulation.faults import VirtualClock
-from cargohold.tiers import (
-    BreakerConfig,
-    FaultyTier,
-    JobKind,
-    JobStatus,
-    MemoryTier,
-    QueueConfig,
-    Tier,
-    TierJob,
-    TierQueue,
-)
+from cargohold.tiers import BreakerConfig, JobKind, JobStatus, QueueConfig, Tier, TierJob, TierQueue
 from cargohold.tiers.memory import Pieces
 from cargohold.tiers.queue import IoThread
 from tests.tiers.common import in_thread
 from tests.tiers.queues import CHUNK, WAIT_S, Gate, Setup, chunk, faulty, queue_on
+from tests.wrapped_tiers import FaultyTier, MemoryTier
 
 
 def dying(operation: str) -> None:

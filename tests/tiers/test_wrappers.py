@@ -5,21 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cargohold.errors import TierError
-from cargohold.lab.simulation.faults import VirtualClock
-from cargohold.tiers import (
-    CountingTier,
-    FaultyTier,
-    JobKind,
-    LoadOutcome,
-    MemoryTier,
-    NullTier,
-    QueueConfig,
-    SlowTier,
-    StoreOutcome,
-    TierJob,
-    TierQueue,
-)
+from cargohold.tiers import LoadOutcome, StoreOutcome
 from tests.tiers.common import CHUNK, key, load, payload
+from tests.wrapped_tiers import CountingTier, FaultyTier, MemoryTier
 
 WAIT_S = 30.0
 
@@ -66,29 +54,6 @@ def test_a_tier_is_closed_whatever_its_faults_say(fails: str) -> None:
     inner = Closing(CHUNK)
     FaultyTier(inner, fault).close()
     assert asked == ["close"] and inner.is_closed
-
-
-def test_a_slow_tier_takes_as_long_as_its_latency_and_bandwidth_say() -> None:
-    clock = VirtualClock()
-    tier = SlowTier(MemoryTier(CHUNK), latency_s=0.5, bytes_per_s=CHUNK / 2.0, sleep=clock.advance)
-    queue = TierQueue(tier, clock, QueueConfig(num_threads=1))
-    for job_id, kind in enumerate((JobKind.STORE, JobKind.LOAD)):
-        buffers = [memoryview(bytearray(payload(number))) for number in range(3)]
-        job = TierJob(job_id, kind, [key(number) for number in range(3)], clock() + 100.0, buffers)
-        assert queue.submit(job) and queue.drain(WAIT_S)
-    assert clock() == pytest.approx(3 * 2.5 + 3 * 2.5 + 0.5), "the touch takes time, too"
-    queue.shutdown(WAIT_S)
-
-
-def test_nothing_is_ever_in_the_null_tier() -> None:
-    tier = NullTier(CHUNK)
-    assert tier.store(key(1), memoryview(payload(1))) is StoreOutcome.REFUSED
-    assert tier.probe([key(1), key(2)]) == [False, False]
-    assert load(tier, 1) is LoadOutcome.ABSENT
-    tier.touch([key(1)])
-    tier.remove([key(1)])
-    assert tier.usage().num_chunks == 0
-    tier.close()
 
 
 def test_a_memory_tier_refuses_what_is_too_much() -> None:

@@ -10,28 +10,22 @@ from cargohold.tiers.opening import check_place_here, check_tier, open_tier, req
 from cargohold.tiers.port import Answer, JobKind, JobStatus, LoadOutcome, StoreOutcome, Tier, TierJob, TierUsage
 from cargohold.tiers.queue import QueueConfig, TierQueue
 from cargohold.tiers.stores.kind import SharedTierConfig
-from cargohold.tiers.wrappers import CountingTier, FaultyTier, MemoryTier, NullTier, SlowTier
 
 __all__ = [
     "Answer",
     "BreakerConfig",
     "BreakerState",
     "ByteRows",
-    "CountingTier",
     "DiskTierConfig",
     "EncryptionKey",
-    "FaultyTier",
     "HostMemory",
     "JobKind",
     "JobStatus",
     "LoadOutcome",
-    "MemoryTier",
     "Namespace",
-    "NullTier",
     "Opening",
     "QueueConfig",
     "SharedTierConfig",
-    "SlowTier",
     "StoreOutcome",
     "Tier",
     "TierConfig",

@@ -1,4 +1,4 @@
-"""Tiers for tests and measurements: wrappers that count, slow down or fail, plain memory, and nothing."""
+"""Tiers for tests and measurements: plain memory, and wrappers that count or fail."""
 
 from __future__ import annotations
 
@@ -110,28 +110,6 @@ class CountingTier(WrappedTier):
         return result
 
 
-class SlowTier(WrappedTier):
-    """Takes as long as a slower medium would.
-
-    Args:
-        inner: the tier inside.
-        latency_s: seconds that every call takes at least.
-        bytes_per_s: bandwidth for payloads.
-        sleep: waits for a number of seconds.
-    """
-
-    def __init__(self, inner: Tier, latency_s: float, bytes_per_s: float, sleep: Callable[[float], None]) -> None:
-        super().__init__(inner)
-        self._latency_s = latency_s
-        self._bytes_per_s = bytes_per_s
-        self._sleep = sleep
-
-    def call(self, operation: str, num_bytes: int, run: Callable[[], T]) -> T:
-        """Wait, then make the call."""
-        self._sleep(self._latency_s + num_bytes / self._bytes_per_s)
-        return super().call(operation, num_bytes, run)
-
-
 class FaultyTier(WrappedTier):
     """Asks a function before every call whether the call should fail.
 
@@ -216,47 +194,6 @@ class MemoryTier(Tier):
         with self._lock:
             num_bytes = sum(map(len, self._chunks.values()))
             return TierUsage(len(self._chunks), num_bytes, self._max_chunks * self.chunk_bytes)
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-
-class NullTier(Tier):
-    """A tier that finds nothing and refuses every chunk.
-
-    Args:
-        chunk_bytes: bytes of the largest chunk.
-        name: the tier's name for users.
-    """
-
-    def __init__(self, chunk_bytes: int, name: str = "null") -> None:
-        self.name = name
-        self.chunk_bytes = chunk_bytes
-
-    def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return ``False`` for every chunk."""
-        return [False] * len(keys)
-
-    def store(
-        self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None = None, note: Note = NO_NOTE
-    ) -> StoreOutcome:
-        """Refuse the chunk."""
-        del key, payload, parent, note
-        return StoreOutcome.REFUSED
-
-    def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
-        """Find the chunk absent."""
-        del key, into
-        return LoadOutcome.ABSENT
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Do nothing: no chunk is there."""
-
-    def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Do nothing: no chunk is there."""
-
-    def usage(self) -> TierUsage:
-        return TierUsage(0, 0, 0)
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
