@@ -8,7 +8,6 @@ from typing import Any
 
 from cargohold.cache import OffloadKey, OffloadManager
 from cargohold.connector.config import limits_in_chunks
-from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import host_manager, scheduler_side
 from cargohold.lab.simulation.tiers import SimulatedMedium
@@ -165,7 +164,6 @@ class SimulatedTiering:
         num_slots: chunks that host memory holds.
         tiers: how each tier is used, the fastest first.
         world_size: workers, each with a shard of every medium.
-        make_stores: decides which chunks are copied down; see ``scheduler_side``.
         options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
 
     Attributes:
@@ -180,14 +178,12 @@ class SimulatedTiering:
         num_slots: int,
         tiers: Sequence[TierOptions] = (TierOptions(name="disk"),),
         world_size: int = 1,
-        make_stores: MakeStores = EagerStores,
         **options: Any,
     ) -> None:
         self.num_slots = num_slots
         self.options = tuple(tiers)
         self.namespace: Mapping[str, str] = {}
-        self._make_stores = make_stores
-        self.config = OffloadConfig(host_bytes="1GiB", **options)
+        self.config = OffloadConfig(host_bytes="1GiB", **{"mode": "eager", **options})
         self.media = [[HeldMedium() for _ in range(world_size)] for _ in self.options]
         self.manager: OffloadManager
         self.lower: LowerTiers
@@ -199,7 +195,7 @@ class SimulatedTiering:
         quotas = limits_in_chunks(self.config.quotas, self.num_slots, 1)
         host = host_manager(self.config, environment.layout, self.num_slots, quotas, record_events=True)
         self.transfers, self.queues = [], []
-        side = scheduler_side(self.config, environment, host, self.options, make_stores=self._make_stores)
+        side = scheduler_side(self.config, environment, host, self.options)
         assert side.lower is not None
         self.manager, self.lower = side.manager, side.lower
         return side

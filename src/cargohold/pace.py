@@ -114,7 +114,7 @@ class StepPace:
 
     def __init__(self, clock: Clock, max_step_tokens: int) -> None:
         self._clock = clock
-        self._max_step_tokens = max_step_tokens
+        self.max_step_tokens = max_step_tokens
         self._measured: dict[int, _Steps] = {}
         # Tokens of each step in flight, of them those of prompts, and the time at which it was handed out; oldest first.
         self._begun: deque[tuple[int, int, float]] = deque(maxlen=_MOST_STEPS)
@@ -161,9 +161,9 @@ class StepPace:
         now = self._clock()
         fresh = [steps for steps in self._measured.values() if now - steps.noted_at <= MAX_AGE_S]
         largest = max((steps.num_tokens for steps in fresh), default=0.0)
-        if largest * REACH < min(num_tokens, self._max_step_tokens):
+        if largest * REACH < min(num_tokens, self.max_step_tokens):
             return None
         pace = Pace(self._clock, MAX_AGE_S)
         for steps in sorted(fresh, key=lambda steps: steps.num_tokens):
             pace.note(steps.num_tokens, steps.seconds)
-        return pace.predict(num_tokens, times=-(-num_tokens // self._max_step_tokens))
+        return pace.predict(num_tokens, times=-(-num_tokens // self.max_step_tokens))

@@ -72,7 +72,8 @@ class PoolMachine(RuleBasedStateMachine):
             for block_id in reversed(ids) if evict_first else ids:
                 self.references[block_id] -= 1
                 if not self.references[block_id]:
-                    self.free.insert(0 if evict_first else len(self.free), block_id)
+                    is_first = evict_first or block_id not in self.cached
+                    self.free.insert(0 if is_first else len(self.free), block_id)
 
     @precondition(lambda self: +self.references)
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES), group=st.integers(0, 1))
@@ -127,8 +128,10 @@ def test_satisfies_the_contract_as_it_is() -> None:
 def test_the_first_block_freed_is_the_first_evicted() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(4)
+    for at, block in enumerate(blocks[:3]):
+        pool.cache_block(block, bytes([at]) * 32, 0)
     pool.free_blocks([blocks[2], blocks[0], blocks[3], blocks[1]])
-    assert pool.allocate(4) == [blocks[2], blocks[0], blocks[3], blocks[1]]
+    assert pool.allocate(4) == [blocks[3], blocks[2], blocks[0], blocks[1]], "before those that hold something"
 
 
 def test_a_walk_resumes_behind_a_block_and_says_so_when_it_cannot() -> None:

@@ -9,7 +9,6 @@ import pytest
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading import OffloadConfig, OffloadingFactory
-from cargohold.connector.offloading.lazy import LazyOffloadingFactory
 from cargohold.lab.conformance import ConnectorConformance
 from cargohold.protocol import NULL_CONNECTOR, KVConnectorFactory
 from examples.own_connector import shelf
@@ -40,7 +39,7 @@ class TestLazyOffloading(Quick):
     needs_prefix_caching: ClassVar[bool] = True
 
     def factory(self) -> KVConnectorFactory:
-        return LazyOffloadingFactory(OffloadConfig(mode="lazy", host_bytes=64 * 128, lookahead_blocks=8))
+        return OffloadingFactory(OffloadConfig(mode="lazy", host_bytes=64 * 128, lookahead_blocks=8))
 
 
 class TestNothing(Quick):

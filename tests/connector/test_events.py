@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache import ChunksStored, OffloadKey
-from cargohold.cache.manager import ChunkKeys, offload_key, split_key
+from cargohold.cache.manager import ChunkKeys, SlotReservation, chunk_keys, offload_key, split_key
 from cargohold.connector.guests import events as events_module
 from cargohold.connector.guests.events import Contents, Medium, TierEvents
+from cargohold.connector.kernel.jobs import Store
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     MEDIUM_DEVICE,
@@ -258,9 +260,14 @@ def test_contents_that_nobody_needs_are_forgotten(monkeypatch: pytest.MonkeyPatc
 def test_what_is_being_stored_is_announced_however_much_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "_NUM_SPARE", 0)
     world = AskedBy(40)
-    contents = Contents(None, array(TOKEN_TYPE, range(BLOCK_TOKENS)))
-    stored = [offload_key(bytes([number]) * 32, 0) for number in range(2)]
-    world.events.note_contents([(key, contents) for key in stored])
+    engine = SimulatedEngine(simulated_layout(8))
+    state = RequestState.create(engine.add("other", prompt(1, 9), 1), chunk_keys(simulated_layout(8), 1))
+    state.extend_keys()
+    offer = Offer(state, 0, (1, 2), 0, 2)
+    offer.take(0, 2, range(2), (1, 2))
+    stored = offer.keys
+    store = Store(1, frozenset({"other"}), SlotReservation(stored, (0, 1), lambda *_: None), (1, 2))
+    world.events.store_begins(store, [offer])
     world.events.note_wanted(world.request, [world.keys])
     world.source.events.append(ChunksStored(tuple(stored)))
     assert len(world.events.take()) == 2

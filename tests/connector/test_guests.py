@@ -14,21 +14,20 @@ from tests.connector.common import alone, prompt
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "request_new": ("state",),
-    "request_placed": ("state", ()),
     "request_asked": ("state", True),
     "request_admitted": ("state", "admission"),
     "request_ended": ("state", ()),
     "load_ended": ("load", 1.0, "done"),
+    "chunks_listed": ((),),
     "store_begins": ("store", ()),
     "store_ended": ("store", 1.0, "done"),
     "step_begins": ("step",),
     "reset": (),
     "shutdown": (),
     "worth": ("state",),
-    "may_store": (b"key", 1),
     "is_busy": (),
 }
-ANSWERS = {"worth": Worth(80), "may_store": True, "is_busy": False}
+ANSWERS = {"worth": Worth(80), "is_busy": False}
 
 
 def listener(name: str, log: list[tuple[str, str, tuple[Any, ...]]], *methods: str, fails: str = "") -> Guest:
@@ -123,16 +122,6 @@ def test_what_ends_the_program_is_passed_on() -> None:
         Guests([ContainedGuest(Interrupted())]).reset()
 
 
-@pytest.mark.parametrize(("answers", "expected"), [([], True), ([True, True], True), ([True, False, True], False)])
-def test_all_must_agree_before_a_block_is_stored_that_no_request_holds(answers: list[bool], expected: bool) -> None:
-    def saying(answer: bool) -> Guest:
-        guest = type("Saying", (Guest,), {"may_store": lambda *_: answer})()
-        assert isinstance(guest, Guest)
-        return guest
-
-    assert Guests([saying(answer) for answer in answers]).may_store(b"key", 1) is expected
-
-
 def test_of_several_worths_the_highest_level_counts_and_every_must_be_kept() -> None:
     def saying(worth: Worth) -> Guest:
         guest = type("Saying", (Guest,), {"worth": lambda *_: worth})()
@@ -163,12 +152,12 @@ class _Failure:
         raise RuntimeError("made for this test")
 
 
-@pytest.mark.parametrize("method", [method for method in PORT if method != "may_store"])
+@pytest.mark.parametrize("method", PORT)
 def test_requests_are_served_on_whatever_raises(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Failing, "fails", method)
-    tier = SimulatedOffloading(100, guests=[f"{__name__}:Failing"])
+    tier = SimulatedOffloading(8, mode="exclusive", guests=[f"{__name__}:Failing"])
     engine = SimulatedEngine(simulated_layout(60), tier)
     for name in ("first", "again"):
         engine.add(name, prompt(0, 41), 3)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 from cargohold.connector.guests.handoff import HANDOFF
-from cargohold.connector.kernel.stores import EagerStores, MakeStores
-from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
 from cargohold.protocol import TransferOutcome, metrics
@@ -20,7 +17,11 @@ from tests.connector.offloading import keys_of
 from tests.connector.tiering import finish, make_engine, restored
 from tests.held_tiers import HeldQueue, SimulatedTiering
 
-STORES: dict[str, MakeStores] = {"eager": EagerStores, "lazy": partial(LazyStores, lookahead=4)}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"mode": "eager"},
+    "exclusive": {"mode": "exclusive"},
+    "lazy": {"mode": "lazy", "lookahead_blocks": 4},
+}
 REMOTE_DECODE: dict[str, Any] = {"do_remote_decode": True}
 
 
@@ -65,7 +66,7 @@ def decode(tiering: SimulatedTiering, num_tokens: int = 41, params: Any = None, 
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stores", STORES)
+@pytest.mark.parametrize("stores", MODES)
 @pytest.mark.parametrize(
     "options",
     [{}, {"admission": Admission.REUSED}, {"write_mode": WriteMode.BACK}, {"has_index": False, "num_asked_at_once": 2}],
@@ -75,7 +76,7 @@ def test_what_one_engine_announces_another_restores_whatever_the_options(
     stores: str, options: dict[str, Any], num_slots: int
 ) -> None:
     """Found by use: 200 tokens were announced, and another engine restored 0 with reused or back, 112 with a small host."""
-    tiering = SimulatedTiering(num_slots, [shared(**options)], make_stores=STORES[stores])
+    tiering = SimulatedTiering(num_slots, [shared(**options)], **MODES[stores])
     engine = prefill(tiering)
     assert announcement(engine)[0] == 40
     tiering.num_slots = 200
@@ -162,9 +163,9 @@ def test_hits_on_the_device_and_in_host_memory_are_written_too() -> None:
 # --- honest numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stores", STORES)
+@pytest.mark.parametrize("stores", MODES)
 def test_a_daily_limit_wins_and_the_number_says_so(stores: str) -> None:
-    tiering = SimulatedTiering(200, [shared(max_daily_chunks=24 * 3)], make_stores=STORES[stores])
+    tiering = SimulatedTiering(200, [shared(max_daily_chunks=24 * 3)], **MODES[stores])
     engine = make_engine(tiering)
     clock_of(engine).advance(3600.0)  # saves up an hour's allowance: three chunks
     engine.add("r", prompt(0, 41), 1, kv_transfer_params=REMOTE_DECODE)
@@ -214,11 +215,11 @@ def test_nothing_is_announced_while_writes_are_suspended() -> None:
     assert announcement(engine) == (0, 0)
 
 
-@pytest.mark.parametrize("stores", STORES)
+@pytest.mark.parametrize("stores", MODES)
 @pytest.mark.parametrize("outcome", [StoreOutcome.LATER, StoreOutcome.FAILED])
 def test_what_a_tier_puts_off_is_written_in_time_and_announced(stores: str, outcome: StoreOutcome) -> None:
     """Found by use: while a store with ``max_bytes`` was listed, 320 tokens were announced, and 0 came."""
-    tiering = SimulatedTiering(60, [shared()], make_stores=STORES[stores])
+    tiering = SimulatedTiering(60, [shared()], **MODES[stores])
     engine = make_engine(tiering)
     engine.add("before", prompt(1, 41), 1, kv_transfer_params=REMOTE_DECODE)
     finish(engine, tiering)
@@ -230,10 +231,10 @@ def test_what_a_tier_puts_off_is_written_in_time_and_announced(stores: str, outc
     assert restored(decode(tiering, params=engine.outputs["r"].kv_transfer_params), "r") == {"shared": 40}
 
 
-@pytest.mark.parametrize("stores", STORES)
+@pytest.mark.parametrize("stores", MODES)
 def test_a_tier_that_has_put_off_everything_so_far_gets_no_promises(stores: str) -> None:
     """Found by use: at the start of a store with ``max_bytes``, three requests were announced, waited 3 s each, and got 0."""
-    tiering = SimulatedTiering(60, [shared()], make_stores=STORES[stores])
+    tiering = SimulatedTiering(60, [shared()], **MODES[stores])
     tiering.media[0][0].not_now = [StoreOutcome.LATER] * 10**6
     engine = make_engine(tiering)
     for number in range(3):
@@ -290,9 +291,9 @@ def test_nothing_is_announced_after_a_reset() -> None:
 # --- what a promise may cost ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stores", STORES)
+@pytest.mark.parametrize("stores", MODES)
 def test_blocks_and_slots_held_for_a_tier_that_hangs_are_free_again_in_time(stores: str) -> None:
-    tiering = SimulatedTiering(4, [shared()], make_stores=STORES[stores], restore_timeout_s=2.0)
+    tiering = SimulatedTiering(4, [shared()], **MODES[stores], restore_timeout_s=2.0)
     engine = make_engine(tiering, max_num_batched_tokens=64)
     (queue,) = tiering.all_queues()
     queue.held = frozenset({JobKind.STORE})

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
 from cargohold.cache.manager import namespace_of_key
 from cargohold.cache.tier_manager import TierManager
-from cargohold.connector.kernel.stores import EagerStores
-from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.scheduler import MAX_WEIGHTS, OffloadingScheduler
 from cargohold.lab.simulation import SimulatedEngine
 from cargohold.protocol import MEDIUM_HOST, MEDIUM_STORAGE, Hint, SchedulerEnvironment
@@ -24,7 +21,7 @@ from tests.connector.tiering import DISK, fetching_engine, finish, make_engine, 
 from tests.held_tiers import SimulatedTiering
 
 NAMES = {0: "", 1: "first of the trainer's", 2: "second"}
-STORES: dict[str, Any] = {"eager": EagerStores, "lazy": partial(LazyStores, lookahead=60)}
+MODES: dict[str, Any] = {"eager": {}, "exclusive": {}, "lazy": {"lookahead_blocks": 60}}
 
 
 def hold(engine: SimulatedEngine, number: int) -> None:
@@ -34,10 +31,10 @@ def hold(engine: SimulatedEngine, number: int) -> None:
     assert engine.scheduler.connector.use_weights(NAMES.get(number, str(number)))
 
 
-@pytest.mark.parametrize(("blocks_per_chunk", "stores"), [(1, "eager"), (2, "eager"), (1, "lazy")])
+@pytest.mark.parametrize(("blocks_per_chunk", "stores"), [(1, "eager"), (2, "eager"), (1, "lazy"), (1, "exclusive")])
 def test_what_is_kept_of_weights_is_found_when_they_return(blocks_per_chunk: int, stores: str) -> None:
     """Every read is checked against the KV of the weights of now."""
-    tiering = SimulatedTiering(90, [DISK], blocks_per_chunk=blocks_per_chunk, make_stores=STORES[stores])
+    tiering = SimulatedTiering(90, [DISK], blocks_per_chunk=blocks_per_chunk, mode=stores, **MODES[stores])
     engine = make_engine(tiering)
     for at, number in enumerate((0, 1, 2, 0, 1, 2)):
         hold(engine, number)

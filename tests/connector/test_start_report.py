@@ -66,7 +66,7 @@ def test_a_report_says_what_is_below_host_memory() -> None:
     assert start_report(layout, offload, equal_parts(layout))[-4:] == [
         (
             "lazy: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
-            "filled with what the device is about to evict, evicted by lru"
+            "prompts and answers that the device pool is about to evict, evicted by reuse-index"
         ),
         "below it: /var/kv, 200 GiB at most, evicted by lru",
         "below it: redis://h/0",

@@ -36,12 +36,12 @@ from cargohold.connector.guests.hints import Hints
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.kernel.loads import Loads, TierLookup, blocks_to_load
 from cargohold.connector.kernel.offers import blocks_to_store
+from cargohold.connector.kernel.pooled_stores import PooledStores
 from cargohold.connector.kernel.requests import RequestState, TransferParams
 from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
-from cargohold.connector.offloading.lazy import LazyStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.engine.core.connector_reports import ConnectorReports
@@ -260,10 +260,10 @@ def forgets_to_release_ended_requests(patch: Patch) -> None:
 
 @mutant(connector="lazy", workload="multi-turn")
 def forgets_blocks_that_were_stored_lazily(patch: Patch) -> None:
-    def end(self: LazyStores, store: Store, outcome: TransferOutcome) -> None:
+    def end(self: PooledStores, store: Store, outcome: TransferOutcome) -> None:
         offers_module.end_store(self._shared, store, outcome)
 
-    patch.setattr(LazyStores, "end", end)
+    patch.setattr(PooledStores, "end", end)
 
 
 @mutant(workload="tiny-pool")

@@ -18,7 +18,6 @@ import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.resets as resets_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.guests.answers import KeptAnswers
-from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.loads import Loads
 from cargohold.connector.kernel.requests import RequestState
@@ -215,11 +214,6 @@ def does_not_mark_what_prompts_share(patch: Patch) -> None:
 @mutant(workload="windows", connector="eager", faults="late,slow", first_seed=16)
 def loads_a_prefix_twice_at_a_time(patch: Patch) -> None:
     patch.setattr(JobTable, "load_up_to", lambda self, keys, first_token, num_tokens: None)
-
-
-@mutant(workload="limits", connector="lazy")
-def keeps_what_it_cannot_announce(patch: Patch) -> None:
-    patch.setattr(TierEvents, "may_store", lambda self, key, block_id: True)
 
 
 # --- worker side ------------------------------------------------------------------------------------------------------

@@ -203,7 +203,8 @@ class BlockPool:
         """Give back one reference on each block, in order.
 
         Blocks whose count reaches zero go to the tail of the free queue in the order given, so the first is evicted first;
-        with ``evict_first`` to its head, in the same order.
+        with ``evict_first`` to its head, in the same order. Those that are not in the prefix cache go to its head in any case:
+        nothing is lost with them.
 
         Raises:
             BlockNotHeldError: a block is given back more often than it is referenced; nothing was changed.
@@ -214,7 +215,7 @@ class BlockPool:
         for block in reversed(own) if evict_first else own:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                if evict_first:
+                if evict_first or block.block_hash is None:
                     self._free.prepend(block)
                 else:
                     self._free.append(block)

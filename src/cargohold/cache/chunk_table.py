@@ -6,6 +6,8 @@ The life of a slot::
       ^                |                   |
       +---- remove ----+                   +-- evict; remove, if nobody reads it --> FREE
 
+Where the device pool is part of the cache (see ``pooled``), a chunk that the device holds may be listed without a place.
+
 One list per property, by slot, so that a chunk costs no object of its own, which the garbage collector would visit. A look-up
 finds the first chunk of a prefix by its hash. Chunks that were stored together mostly lie in neighbouring slots, so their keys
 are then compared as a slice: 20 ns per key, where a hash look-up in a million keys costs 500 ns of cache misses.
@@ -27,6 +29,7 @@ FREE: Final = 0
 WRITING: Final = 1
 READY: Final = 2
 LEAVING: Final = 3
+ON_DEVICE: Final = 4
 NO_SLOT: Final = -1
 
 _MAX_ONE_DICT: Final = 1 << 16
@@ -289,12 +292,12 @@ class ChunkTable:
             self._abandon(slot)
             if parent != NO_SLOT:
                 self.children[parent] -= 1
-            if self.owners is not None:
+            if self.owners is not None and self.states[slot] != ON_DEVICE:
                 self.used[self.owners[slot]] -= 1
             if self.states[slot] == WRITING:
                 self.num_writing -= 1
                 self.pins[slot] -= 1
-            else:
+            elif self.states[slot] == READY:
                 self.num_ready -= 1
             if self.pins[slot]:
                 self.states[slot] = LEAVING
@@ -304,13 +307,15 @@ class ChunkTable:
 
     def clear(self) -> None:
         """Take all chunks, which are ready, out of the tier. Slots that are being read are leaving."""
-        ready = self.slots_in(READY)
+        listed, ready = self.slots_in(ON_DEVICE), self.slots_in(READY)
         for part in self._dict_of:
             part.clear()
         self.keys = [None] * len(self.keys)
         self.parents = array("i", [NO_SLOT]) * self.capacity
         self.children = [0] * self.capacity
         self.used = [0] * len(self.used)
+        for slot in listed:
+            self._free_again(slot)
         for slot in ready:
             if self.pins[slot]:
                 self.states[slot] = LEAVING
@@ -325,19 +330,20 @@ class ChunkTable:
         expected = [counts[FREE], self.num_writing, self.num_ready, self.num_leaving]
         assert counts == expected, f"{counts} slots are free, written, ready and leaving, by count {expected}"
         assert sorted(self._free) == self.slots_in(FREE), "the free slots are not free"
-        used = self.slots_in(WRITING, READY)
+        used = self.slots_in(WRITING, READY, ON_DEVICE)
         parts = self._dict_of[:1] if self._is_one_dict else self._dict_of
         found = {key: slot for part in parts for key, slot in part.items()}
         assert found == {self.keys[slot]: slot for slot in used}, "keys and slots do not match"
         assert {slot for slot, key in enumerate(self.keys) if key is not None} == set(used), "a free slot has a key"
-        children = [0] * self.capacity
+        children = [int(state == ON_DEVICE) for state in self.states]  # the device counts as one that goes on
         for slot in used:
             if self.parents[slot] != NO_SLOT:
                 children[self.parents[slot]] += 1
         assert all(children[slot] == self.children[slot] for slot in used), "children are counted wrongly"
         assert sum(children) == sum(children[slot] for slot in used), "a parent is not in the tier"
         if self.owners is not None:
-            owned = [sum(self.owners[slot] == owner for slot in used) for owner in range(len(self.used))]
+            placed = self.slots_in(WRITING, READY)
+            owned = [sum(self.owners[slot] == owner for slot in placed) for owner in range(len(self.used))]
             assert owned == self.used, "chunks are counted wrongly by owner"
         assert min(self.pins, default=0) >= 0, "a pin was given back that was not taken"
         assert not any(self.pins[slot] for slot in self.slots_in(FREE)), "a free slot is pinned"
@@ -370,6 +376,6 @@ class ChunkTable:
         if self.children[parent]:
             parents = np.frombuffer(self.parents, dtype=np.intc)
             for slot in (parents == parent).nonzero()[0].tolist():
-                if self.states[slot] in (WRITING, READY):
+                if self.states[slot] in (WRITING, READY, ON_DEVICE):
                     self.parents[slot] = NO_SLOT
             self.children[parent] = 0

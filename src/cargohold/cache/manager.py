@@ -204,6 +204,50 @@ class OffloadManager(ABC):
         """The limits of tenants that have some, by tenant."""
         return {}
 
+    # --- the device pool as a part of the cache; see ``rows.PooledTable``
+
+    def pool_with_device(self, num_chunks: int, may_take: Callable[[Sequence[OffloadKey]], Sequence[bool]]) -> bool:
+        """Make a device pool of so many chunks part of the cache, before any chunk is there. Return whether it is now.
+
+        Then chunks that only the device holds can be listed. When slots are needed, those of chunks that the device holds too
+        are taken first, beginning with the ones used last on the device, as far as ``may_take`` says so of them.
+        """
+        return False
+
+    @property
+    def num_listed(self) -> int:
+        """Number of chunks that are listed without a slot, because the device holds them."""
+        return 0
+
+    def listed(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return those of the chunks that are listed without a slot."""
+        return ()
+
+    def num_known(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many leading chunks are there, being written or listed."""
+        return len(self.lookup_run(keys))
+
+    def list_on_device(self, offers: Sequence[StoreOffer]) -> None:  # noqa: B027  # nothing is listed by default
+        """List the absent chunks of these: the device has computed them, and they need no slot as long as it holds them."""
+
+    def note_copies(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027  # nothing is listed by default
+        """Note that the device holds these chunks now, besides this tier."""
+
+    def prepare_saves(self, keys: Sequence[OffloadKey]) -> SlotReservation:
+        """Reserve slots for listed chunks that the device is about to lose, or has just lost: for those that are worth one.
+
+        Args:
+            keys: the chunks, in the order in which the device loses them.
+        """
+        return self.prepare_stores(())
+
+    def parents(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
+        """Return the chunk before each of these in its prefix; ``None`` where there is none, or it is not known."""
+        return dict.fromkeys(keys)
+
+    def note_lost(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027  # nothing is listed by default
+        """Note that the device holds these chunks no more. Those without a slot are gone."""
+
     def usage(self) -> Mapping[str, int]:
         """Return the number of slots that each tenant with a quota uses, and ``others``; empty if there are no quotas."""
         return {}
@@ -372,6 +416,15 @@ class ForwardingManager(OffloadManager):
     def quotas(self) -> Mapping[str, Limits]:  # noqa: D102
         return self.inner.quotas
 
+    pool_with_device = passed_on(OffloadManager.pool_with_device)
+    num_listed = passed_on(OffloadManager.num_listed)
+    listed = passed_on(OffloadManager.listed)
+    num_known = passed_on(OffloadManager.num_known)
+    list_on_device = passed_on(OffloadManager.list_on_device)
+    note_copies = passed_on(OffloadManager.note_copies)
+    prepare_saves = passed_on(OffloadManager.prepare_saves)
+    parents = passed_on(OffloadManager.parents)
+    note_lost = passed_on(OffloadManager.note_lost)
     usage = passed_on(OffloadManager.usage)
     generation = passed_on(OffloadManager.generation)
     lookup = passed_on(OffloadManager.lookup)

@@ -13,13 +13,14 @@ So any free row serves any group, nothing is lost between rows, and of each bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import gcd
 from typing import Final, TypeAlias
 
-from cargohold.cache.chunk_table import READY, ChunkTable
+from cargohold.cache.chunk_table import ON_DEVICE, READY, WRITING, ChunkTable
 from cargohold.cache.manager import ChunkKeys, ChunkPins, OffloadKey, Slot, split_key
 from cargohold.protocol import NULL_BLOCK_ID, KVCacheLayout
 
@@ -28,6 +29,8 @@ MAX_ROWS: Final = 16
 """Most rows of a block: each is a copy of its own, and a few bytes of the scheduler's memory."""
 ALIGNMENT: Final = 256
 """Bytes: copies are fastest where rows begin at multiples of it."""
+MAX_PASSED: Final = 64
+"""Groups of copies that may not be taken are passed over; at most so many in one search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +188,22 @@ class RowTable(ChunkTable):
         least: rows that the smallest chunk takes.
         most: rows that the largest chunk takes.
         num_rows: number of rows that there are at first; by default all. See ``add_rows``.
+        num_more: number of slots besides, of chunks without rows.
 
     Attributes:
         num_rows: number of rows that there are.
-        rows_at: by slot of the table, the rows of its chunk.
+        rows_at: by slot of the table, the rows of its chunk; where each chunk takes one, its number.
         num_ready_rows: number of rows of chunks that can be loaded.
     """
 
-    def __init__(self, capacity: int, least: int, most: int, num_rows: int | None = None) -> None:
+    def __init__(self, capacity: int, least: int, most: int, num_rows: int | None = None, num_more: int = 0) -> None:
         self._least, self._most = least, most
         self.num_rows = self.num_ready_rows = 0
         self._free_rows: list[int] = []
-        super().__init__(capacity // least, num_slots=0)
-        self.rows_at: list[tuple[int, ...]] = [()] * self.capacity
+        super().__init__(capacity // least + num_more, num_slots=0)
+        self.rows_at: list[Slot] = [()] * self.capacity
         self.add_rows(capacity if num_rows is None else num_rows)
+        self.add_slots(num_more)
 
     @property
     def num_free(self) -> int:
@@ -207,6 +212,7 @@ class RowTable(ChunkTable):
 
     @property
     def num_free_rows(self) -> int:
+        """Number of free rows."""
         return len(self._free_rows)
 
     def add_rows(self, count: int) -> None:
@@ -222,31 +228,40 @@ class RowTable(ChunkTable):
         del self._free_rows[start:]
 
     def publish(self, slots: Sequence[int]) -> None:
+        """See ``ChunkTable.publish``."""
         super().publish(slots)
-        self.num_ready_rows += sum(len(self.rows_at[slot]) for slot in slots)
+        self.num_ready_rows += self._num_rows_at(slots)
 
     def remove(self, slots: Sequence[int]) -> None:
-        self.num_ready_rows -= sum(len(self.rows_at[slot]) for slot in slots if self.states[slot] == READY)
+        """See ``ChunkTable.remove``."""
+        self.num_ready_rows -= self._num_rows_at([slot for slot in slots if self.states[slot] == READY])
         super().remove(slots)
 
     def clear(self) -> None:
+        """See ``ChunkTable.clear``."""
         super().clear()
         self.num_ready_rows = 0
 
     def check(self) -> None:
         """See ``ChunkTable.check``."""
         super().check()
-        used = [row for rows in self.rows_at for row in rows]
+        used = [row for slot in range(self.capacity) for row in self._rows_at(slot)]
         assert sorted(used + self._all_free()) == list(range(self.num_rows)), "a row is lost, or has two owners"
-        ready = sum(len(self.rows_at[slot]) for slot in self.slots_in(READY))
-        assert ready == self.num_ready_rows, "rows are counted wrongly"
+        assert self._num_rows_at(self.slots_in(READY)) == self.num_ready_rows, "rows are counted wrongly"
 
     def _all_free(self) -> list[int]:
         return self._free_rows
 
+    def _rows_at(self, slot: int) -> Sequence[int]:
+        rows: Sequence[int] = self.rows_at[slot]
+        return rows
+
+    def _num_rows_at(self, slots: Sequence[int]) -> int:
+        return sum([len(self.rows_at[slot]) for slot in slots])
+
     def _erase(self, slots: list[int]) -> None:
         super()._erase(slots)
-        self.num_ready_rows -= sum(len(self.rows_at[slot]) for slot in slots)
+        self.num_ready_rows -= self._num_rows_at(slots)
         for slot in slots:
             self._give_back(slot)
 
@@ -265,13 +280,192 @@ class GroupedRowTable(RowTable):
     Args:
         num_rows: number of rows.
         per_chunk: rows that a chunk takes, by group.
+        num_more: see ``RowTable``.
     """
 
-    def __init__(self, num_rows: int, per_chunk: Sequence[int]) -> None:
-        super().__init__(num_rows, min(per_chunk), max(per_chunk))
+    def __init__(self, num_rows: int, per_chunk: Sequence[int], num_more: int = 0) -> None:
+        super().__init__(num_rows, min(per_chunk), max(per_chunk), num_more=num_more)
         self._per_chunk = per_chunk
 
     def place(self, keys: Sequence[bytes], slots: Sequence[int], parent: int, owner: int = 0) -> None:
+        """See ``ChunkTable.place``; the chunks get rows."""
         super().place(keys, slots, parent, owner)
-        for key, slot in zip(keys, slots, strict=True):
+        self.give_each(slots)
+
+    def give_each(self, slots: Sequence[int]) -> None:
+        """Give chunks that were placed their rows."""
+        for slot, key in zip(slots, self.keys_at(slots), strict=True):
             self.give_rows(slot, self._per_chunk[split_key(key)[1]])
+
+
+# --- a table in which host memory and the device pool are one cache ---------------------------------------------------
+
+
+class PooledTable(GroupedRowTable):
+    """A table that also lists chunks which only the device holds.
+
+    A chunk that the device holds needs no place in host memory; one that has a place all the same is a *copy*. The table lists
+    both, so that a policy knows the uses of all::
+
+                      list                               device loses it
+        absent --------------> ON_DEVICE, no place ---------------------------> absent
+                                |    ^        |
+                           save |    |        | take: its place is needed
+                                v    |        v
+                 WRITING --publish--> READY, a copy --device loses it--> READY, in host memory alone
+
+    To its policy, a chunk without a place has a continuation, the device, so it is never a victim.
+
+    Args:
+        num_rows: number of rows of host memory.
+        per_chunk: rows that a chunk takes, by group.
+        num_more: how many chunks without a place there may be.
+
+    Attributes:
+        num_more: as given.
+        is_copy: by slot, whether the device holds the chunk.
+        num_listed: number of chunks without a place.
+    """
+
+    def __init__(self, num_rows: int, per_chunk: Sequence[int], num_more: int) -> None:
+        self._is_even = max(per_chunk) == 1
+        super().__init__(num_rows, per_chunk, num_more)
+        self.num_more = num_more
+        self.is_copy = bytearray(self.capacity)
+        self.num_listed = 0
+        # Copies in the order in which the device has used them, the last ones last; some are none any more.
+        self._copies: deque[Sequence[int]] = deque()
+        self._num_noted = 0
+
+    @property
+    def num_unused(self) -> int:
+        """Number of slots without a chunk, which need not have a place."""
+        return len(self._free)
+
+    @property
+    def num_places(self) -> int:
+        """Number of listed chunks, of whatever size, for which there is room."""
+        return self.num_free_rows // self._most
+
+    @property
+    def most(self) -> int:
+        """Rows that the largest chunk takes."""
+        return self._most
+
+    def list_absent(self, keys: Sequence[bytes], slots: Sequence[int], parent: int, owner: int = 0) -> None:
+        """List absent chunks that the device holds, each the parent of the next, in taken slots."""
+        ChunkTable.place(self, keys, slots, parent, owner)
+        for slot in slots:
+            self.states[slot], self.pins[slot], self.is_copy[slot] = ON_DEVICE, 0, 1
+            self.children[slot] += 1
+        self.num_writing -= len(slots)
+        self.num_listed += len(slots)
+        self._count_owned(slots, -1)
+
+    def save(self, slots: Sequence[int]) -> None:
+        """Give listed chunks places, for which there must be room; they are being written now."""
+        for slot in slots:
+            self.states[slot], self.pins[slot] = WRITING, 1
+            self.children[slot] -= 1
+        self.give_each(slots)
+        self.num_writing += len(slots)
+        self.num_listed -= len(slots)
+        self._count_owned(slots, 1)
+
+    def note_copies(self, slots: Sequence[int]) -> None:
+        """Note that the device holds these chunks, and uses them now."""
+        if slots:
+            for slot in slots:
+                self.is_copy[slot] = 1
+            self._copies.append(slots)
+            self._num_noted += len(slots)
+            while self._num_noted > 2 * self.capacity:
+                self._num_noted -= len(self._copies.popleft())
+
+    def take_copies(self, num_free_rows: int, may_take: Callable[[Sequence[int]], Sequence[bool]]) -> list[int]:
+        """Take the places of copies that the device will lose last, until so many rows are free; return their slots.
+
+        ``may_take`` says which ones may be taken.
+        """
+        taken: list[int] = []
+        passed: list[Sequence[int]] = []
+        while self._copies and self.num_free_rows < num_free_rows and len(passed) < MAX_PASSED:
+            slots = self._copies.pop()
+            self._num_noted -= len(slots)
+            copies = [slot for slot in slots if self.is_copy[slot] and self.states[slot] == READY]
+            for slot, may in zip(copies, may_take(copies), strict=True):
+                if may and self.num_free_rows < num_free_rows:
+                    self._unplace(slot)
+                    taken.append(slot)
+            if left := [slot for slot in copies if self.states[slot] == READY]:
+                passed.append(left)
+        self._copies += reversed(passed)
+        self._num_noted += sum(map(len, passed))
+        return taken
+
+    def give_each(self, slots: Sequence[int]) -> None:
+        """See ``GroupedRowTable``."""
+        if not self._is_even:
+            super().give_each(slots)
+            return
+        start = len(self._free_rows) - len(slots)
+        for slot, row in zip(slots, sorted(self._free_rows[start:]), strict=True):
+            self.rows_at[slot] = row
+        del self._free_rows[start:]
+
+    def clear(self) -> None:
+        """See ``ChunkTable.clear``."""
+        super().clear()
+        self.is_copy = bytearray(self.capacity)
+        self._copies.clear()
+        self.num_listed = self._num_noted = 0
+
+    def check(self) -> None:
+        """See ``ChunkTable.check``."""
+        super().check()
+        listed = self.slots_in(ON_DEVICE)
+        assert len(listed) == self.num_listed, "chunks without a place are counted wrongly"
+        assert all(self.is_copy[slot] and self.rows_at[slot] == () for slot in listed), (
+            "a chunk is nowhere, or has a place"
+        )
+
+    def _unplace(self, slot: int) -> None:
+        """Let a copy be listed without a place."""
+        self.num_ready_rows -= self._num_rows_at((slot,))
+        self.states[slot] = ON_DEVICE
+        self.children[slot] += 1
+        self.num_ready -= 1
+        self.num_listed += 1
+        self._count_owned((slot,), -1)
+        self._give_back(slot)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        """See ``ChunkTable.remove``."""
+        for slot in slots:
+            self.is_copy[slot] = 0
+            if self.states[slot] == ON_DEVICE:
+                self.num_listed -= 1
+        super().remove(slots)
+
+    def _erase(self, slots: list[int]) -> None:
+        super()._erase(slots)
+        for slot in slots:
+            self.is_copy[slot] = 0
+
+    def _rows_at(self, slot: int) -> Sequence[int]:
+        return (self.rows_at[slot],) if self._is_even and self.rows_at[slot] != () else super()._rows_at(slot)
+
+    def _num_rows_at(self, slots: Sequence[int]) -> int:
+        return len(slots) if self._is_even else super()._num_rows_at(slots)
+
+    def _give_back(self, slot: int) -> None:
+        if self._is_even and self.rows_at[slot] != ():
+            self._free_rows.append(self.rows_at[slot])
+            self.rows_at[slot] = ()
+        elif not self._is_even:
+            super()._give_back(slot)
+
+    def _count_owned(self, slots: Sequence[int], count: int) -> None:
+        if self.owners is not None:
+            for slot in slots:
+                self.used[self.owners[slot]] += count

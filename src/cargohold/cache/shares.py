@@ -147,6 +147,38 @@ class Shares(ReplacementPolicy):
         names = [OTHERS, *map(str, self._number_of)]
         return dict(zip(names, table.used or [table.num_ready + table.num_writing], strict=True))
 
+    def level_of(self, slot: int) -> int:
+        """Return a chunk's level."""
+        aside = self._shares[0].policy.runs.aside.get(slot)
+        levels = (level for share in self._shares for level, order in share.aside.items() if order is aside)
+        return NORMAL if aside is None else next(levels)
+
+    def make_room_to_save(self, num_slots: int, worth: float, owner: int) -> int:
+        """Evict at most so many chunks, for others of a share that are worth so much; return how many of them it may have.
+
+        Mutates the table.
+        """
+        evicted, self.tenant = self.table.evicted, owner
+        own, goal = self._shares[owner], len(evicted) + num_slots
+        hard = own.limits.hard
+        if hard is not None and (num_over := self._used(own) + num_slots - hard) > 0:
+            own.policy.give_up(num_over, worth)
+        for share in self._shares:
+            share.give_up_aside(goal - len(evicted), 0, NORMAL)
+        spent: set[int] = set()
+        while (num_missing := goal - len(evicted)) > 0:
+            payer, num_chunks = self._payer(spent)
+            if payer is None:
+                break
+            num_before, num_chunks = len(evicted), min(num_missing, num_chunks)
+            if payer is own:
+                payer.policy.give_up(num_chunks, worth)
+            else:
+                payer.give_up(num_chunks)
+            if len(evicted) == num_before:
+                spent.add(payer.number)
+        return num_slots if hard is None else max(0, hard - self._used(own))
+
     def rank(self, slots: Sequence[int], level: int) -> None:
         """Give chunks a level: a priority from 0 to 100, or ``HELD``. Mutates the runs."""
         for share, part in self._by_share(slots):
@@ -212,6 +244,16 @@ class Shares(ReplacementPolicy):
     def drop(self, slots: Sequence[int]) -> None:
         for share, part in self._by_share(slots):
             share.policy.drop(part)
+
+    def worth_of(self, slots: Sequence[int]) -> Sequence[float]:
+        return [worth for share, part in self._by_share(slots) for worth in share.policy.worth_of(part)]
+
+    def note_saved(self, slots: Sequence[int]) -> None:
+        self._shares[0].policy.note_saved(slots)  # all share the runs
+
+    def lose(self, slots: Sequence[int]) -> None:
+        for share, part in self._by_share(slots):
+            share.policy.lose(part)
 
     def clear(self) -> None:
         for share in self._shares:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
+from math import inf
+from operator import and_
 from typing import Final
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache import chunk_table
-from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
+from cargohold.cache.chunk_table import NO_SLOT, ON_DEVICE, ChunkTable
 from cargohold.cache.manager import (
     ChunkPins,
     ChunksRemoved,
@@ -21,12 +24,14 @@ from cargohold.cache.manager import (
 )
 from cargohold.cache.policies import Newcomers, ReplacementPolicy, RunsPolicy, find_policy
 from cargohold.cache.retention import NORMAL
-from cargohold.cache.rows import GroupedRowTable
+from cargohold.cache.rows import GroupedRowTable, PooledTable
 from cargohold.cache.shares import Limits, Shares
 from cargohold.errors import ConfigError, LifecycleError, MissingChunkError
 from cargohold.protocol import TurnEnd
 
 _ABSENT, _READY = bytes([ABSENT]), bytes([READY])
+MAX_GROUPS: Final = 256
+"""A key has a byte for its group."""
 
 _SPARE_PART: Final = 1024
 _MAX_SPARE: Final = 64
@@ -80,25 +85,37 @@ class TierManager(OffloadManager):
         if capacity < 1:
             raise ConfigError("capacity", capacity, "at least one slot")
         self.capacity = capacity
-        self._rows = GroupedRowTable(capacity * max(chunk_rows), chunk_rows) if chunk_rows else None
-        self._table = self._rows or ChunkTable(capacity)
-        self.policy: ReplacementPolicy = policy(self._table)
+        self._chunk_rows = chunk_rows
+        self._make_policy = policy
         self._num_spare = min(capacity // _SPARE_PART, _MAX_SPARE)
-        # Hints and quotas; ``None`` until there are any.
-        self._shares: Shares | None = None
         self._quotas = dict(quotas or {})
-        if quotas:
-            if not isinstance(self.policy, RunsPolicy) or not isinstance(policy, type):
-                raise ConfigError(
-                    "quotas", sorted(quotas), f"the policy {self.policy.name} keeps its own order: it takes none"
-                )
-            self.policy = self._shares = Shares(self.policy, quotas, policy)
+        self._admits_all = False
+        # The table where the device pool is part of the cache, and of which of its chunks slots may be taken.
+        self._pooled: PooledTable | None = None
+        self._may_take: Callable[[Sequence[OffloadKey]], Sequence[bool]] = lambda keys: [False] * len(keys)
+        rows = GroupedRowTable(capacity * max(chunk_rows), chunk_rows) if chunk_rows else None
+        self._use_table(rows or ChunkTable(capacity), rows)
         self._generation = 0
         self._events: list[ManagerEvent] | None = [] if record_events else None
         self._writing: set[SlotReservation] = set()
         self._reading: set[ChunkPins] = set()
         self._num_pins = 0
         self._num_removed = 0
+
+    def _use_table(self, table: ChunkTable, rows: GroupedRowTable | None) -> None:
+        """Begin with an empty table."""
+        self._table, self._rows = table, rows
+        self.policy: ReplacementPolicy = self._make_policy(table)
+        # Hints and quotas; ``None`` until there are any.
+        self._shares: Shares | None = None
+        if self._quotas:
+            if not isinstance(self.policy, RunsPolicy) or not isinstance(self._make_policy, type):
+                raise ConfigError(
+                    "quotas", sorted(self._quotas), f"the policy {self.policy.name} keeps its own order: it takes none"
+                )
+            self.policy = self._shares = Shares(self.policy, self._quotas, self._make_policy)
+        if self._admits_all:
+            self.policy.admit_all()
 
     @property
     def table(self) -> ChunkTable:
@@ -110,6 +127,7 @@ class TierManager(OffloadManager):
         return self._shares
 
     def admit_all(self) -> None:
+        self._admits_all = True
         self.policy.admit_all()
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -140,7 +158,7 @@ class TierManager(OffloadManager):
 
     @property
     def num_free(self) -> int:
-        return self._table.num_free
+        return self._table.num_free if self._pooled is None else self._pooled.num_places
 
     @property
     def num_obtainable(self) -> int:
@@ -196,6 +214,8 @@ class TierManager(OffloadManager):
             is_whole = rest[-1] is not None
             slots += [slot for slot in rest if slot is not None]
         self.policy.touch(slots, is_whole=is_whole)
+        if self._pooled is not None:
+            self._pooled.note_copies([slot for slot in slots if self._pooled.is_copy[slot]])
         return num_ready
 
     def renew(self, ends: Iterable[OffloadKey]) -> None:
@@ -229,8 +249,8 @@ class TierManager(OffloadManager):
             if not isinstance(self.policy, RunsPolicy):
                 return 0
             self.policy = self._shares = Shares(self.policy)
-        states = self._table.states
-        slots = [slot for slot in self._table.find_each(keys) if slot is not None and states[slot] == chunk_table.READY]
+        states, ranked = self._table.states, (chunk_table.READY, ON_DEVICE)
+        slots = [slot for slot in self._table.find_each(keys) if slot is not None and states[slot] in ranked]
         if level != NORMAL:
             slots = self._shares.owned_by(slots, self._shares.share_of(tenant))
         self._shares.rank(slots, level)
@@ -258,6 +278,8 @@ class TierManager(OffloadManager):
         return handle
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
+        if self.num_listed:
+            self._unlist([key for offer in offers for key in offer.keys])
         are_apart = _are_apart(offers)
         is_limited = self._shares is not None and self._shares.has_hard_limits
         handle = self._fill_free(offers) if are_apart and not is_limited else None
@@ -291,6 +313,156 @@ class TierManager(OffloadManager):
         if events:
             self._events = []
         return events
+
+    # --- the device pool as a part of the cache -----------------------------------------------------------------------
+
+    def pool_with_device(self, num_chunks: int, may_take: Callable[[Sequence[OffloadKey]], Sequence[bool]]) -> bool:
+        if self._pooled is not None:
+            self._forget_device(may_take)
+            return self._pooled.num_more >= num_chunks
+        if not getattr(self._make_policy, "may_pool", False) or self.num_free < self.capacity:
+            return False
+        per_chunk = self._chunk_rows or (1,) * MAX_GROUPS
+        self._pooled = PooledTable(self.capacity * max(per_chunk), per_chunk, num_chunks)
+        self._may_take = may_take
+        self._use_table(self._pooled, self._pooled)
+        return True
+
+    def _forget_device(self, may_take: Callable[[Sequence[OffloadKey]], Sequence[bool]]) -> None:
+        """Forget what another device pool holds, whose engine has ended."""
+        assert self._pooled is not None
+        self._may_take = may_take
+        self.note_lost(self._pooled.keys_at(self._pooled.slots_in(ON_DEVICE, chunk_table.READY)))
+
+    @property
+    def num_listed(self) -> int:
+        return 0 if self._pooled is None else self._pooled.num_listed
+
+    def listed(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        found, states = self._table.find_each(keys), self._table.states
+        return [key for key, slot in zip(keys, found, strict=True) if slot is not None and states[slot] == ON_DEVICE]
+
+    def num_known(self, keys: Sequence[OffloadKey]) -> int:
+        slots = self._table.find_each(keys)
+        return slots.index(None) if None in slots else len(slots)
+
+    def list_on_device(self, offers: Sequence[StoreOffer]) -> None:
+        table = self._pooled
+        if table is None:
+            return
+        for offer in offers:
+            found, before, at = table.find_each(offer.keys), table.find(offer.parent), 0
+            table.note_copies([slot for slot in found if slot is not None])
+            for is_absent, same in groupby(found, key=lambda slot: slot is None):
+                end = at + len(list(same))
+                part, at = offer.keys[at:end], end
+                if is_absent and len(part) <= table.num_unused:
+                    slots = table.take(len(part))
+                    owner = 0 if self._shares is None else self._shares.turn_to(offer.tenant, offer.level)
+                    table.list_absent(part, slots, before, owner)
+                    self.policy.add(part, before, slots)
+                before = table.find(part[-1])
+
+    def note_copies(self, keys: Sequence[OffloadKey]) -> None:
+        if self._pooled is not None:
+            self._pooled.note_copies([slot for slot in self._pooled.find_each(keys) if slot is not None])
+
+    def prepare_saves(self, keys: Sequence[OffloadKey]) -> SlotReservation:
+        table = self._pooled
+        assert table is not None, "nothing is listed"
+        found = (slot for slot in table.find_each(keys) if slot is not None and table.states[slot] == ON_DEVICE)
+        slots = list(found)[::-1]  # those that are lost last first, and with them the beginnings of prefixes
+        kept: list[int] = []
+        worths = self._worths_to_save(slots)
+        order = sorted(range(len(slots)), key=worths.__getitem__, reverse=True)
+        for (worth, owner), same in groupby(order, key=lambda at: (worths[at], self._owner_of(slots[at]))):
+            alike = [slots[at] for at in same]
+            alike = alike[: self._make_room_to_save(len(alike), worth, owner)]
+            table.save(alike)
+            kept += alike
+        self._announce_evicted()
+        self.policy.note_saved(kept)
+        handle = SlotReservation(table.keys_at(kept), kept, self._end_store)
+        handle.slots = [table.rows_at[slot] for slot in kept]
+        self._writing.add(handle)
+        return handle
+
+    def _worths_to_save(self, slots: Sequence[int]) -> list[float]:
+        """Return what listed chunks are worth: no less than those behind them."""
+        table = self._pooled
+        assert table is not None
+        level_of = (lambda _: NORMAL) if self._shares is None else self._shares.level_of
+        worths: dict[int, float] = {}
+        for slot, own in zip(slots, self.policy.worth_of(slots), strict=True):
+            level = level_of(slot)
+            worths[slot] = own if level == NORMAL else inf if level > NORMAL else -inf
+        behind = Counter(table.parents[slot] for slot in slots)
+        for slot in reversed(slots):  # ends of prefixes first
+            if table.children[slot] > 1 + behind[slot]:
+                worths[slot] = inf  # something behind it has a slot, or stays on the device
+            if (parent := table.parents[slot]) in worths:
+                worths[parent] = max(worths[parent], worths[slot])
+        return [worths[slot] for slot in slots]
+
+    def _make_room_to_save(self, num_chunks: int, worth: float, owner: int) -> int:
+        """Make room for chunks of a share, by taking copies, and then what is worth no more; return for how many there is.
+
+        Mutates everything.
+        """
+        table, num_allowed = self._pooled, num_chunks
+        assert table is not None
+        if worth <= 0:
+            return min(num_chunks, table.num_places)  # nothing must go for what nobody asks for again
+        if table.num_places < num_chunks:
+            self._take_copies(num_chunks)
+        num_missing = max(0, num_chunks - table.num_places)
+        if self._shares is not None:
+            num_allowed = self._shares.make_room_to_save(num_missing, worth, owner)
+        elif num_missing:
+            assert isinstance(self.policy, RunsPolicy), "such policies alone list chunks"
+            self.policy.give_up(num_missing, worth)
+        return min(num_allowed, table.num_places)
+
+    def _owner_of(self, slot: int) -> int:
+        return 0 if self._table.owners is None else self._table.owners[slot]
+
+    def _unlist(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget those of the chunks that are listed: they are offered a slot now, as if they were new."""
+        slots = [slot for slot in self._table.find_each(keys) if slot is not None]
+        if listed := [slot for slot in slots if self._table.states[slot] == ON_DEVICE]:
+            self.policy.drop(listed)
+            self._table.remove(listed)
+
+    def parents(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
+        table = self._table
+        before = [NO_SLOT if slot is None else table.parents[slot] for slot in table.find_each(keys)]
+        return {key: None if slot == NO_SLOT else table.keys[slot] for key, slot in zip(keys, before, strict=True)}
+
+    def note_lost(self, keys: Sequence[OffloadKey]) -> None:
+        table = self._pooled
+        if table is None:
+            return
+        slots = [slot for slot in table.find_each(keys) if slot is not None]
+        for slot in slots:
+            table.is_copy[slot] = 0
+        gone = [slot for slot in slots if table.states[slot] == ON_DEVICE]
+        if gone:
+            self.policy.lose(gone)
+            table.remove(gone)
+
+    def _take_copies(self, num_free: int) -> None:
+        """Take the slots of copies, until so many chunks fit. Mutates the table."""
+        table = self._pooled
+        if table is not None:
+            taken = table.take_copies(num_free * table.most, self._may_be_taken)
+            if taken:
+                self._note_removed(table.keys_at(taken))
+
+    def _may_be_taken(self, slots: Sequence[int]) -> Sequence[bool]:
+        pins, shares = self._table.pins, self._shares
+        may = self._may_take(self._table.keys_at(slots))
+        is_free = [not pins[slot] and (shares is None or shares.level_of(slot) <= NORMAL) for slot in slots]
+        return list(map(and_, is_free, may))
 
     # --- stores -------------------------------------------------------------------------------------------------------
 
@@ -339,9 +511,7 @@ class TierManager(OffloadManager):
         else:
             self._place_in_order(placement, offers)
         table.unpin(around)
-        if table.evicted:
-            self._note_removed(table.evicted)
-            table.evicted = []
+        self._announce_evicted()
         return SlotReservation(placement.keys, placement.slots, self._end_store, placement.deferred)
 
     def _make_room_ahead(
@@ -357,6 +527,7 @@ class TierManager(OffloadManager):
             if slots and slots.count(None) == len(slots)
         ]
         num_chunks = sum([len(keys) for keys, _ in newcomers])
+        self._take_copies(num_chunks)
         num_slots = num_chunks - self._table.num_free
         num_spare = self._num_spare if num_chunks <= max(1, self._num_spare // 4) else 0
         if num_slots > 0 and self._shares is None and (num_spare or len(offers) > 1):
@@ -449,6 +620,7 @@ class TierManager(OffloadManager):
     def _make_room(self, keys: Sequence[OffloadKey], before: int, num_chunks: int) -> bool:
         """Let the policy evict until there is room for so many, or it gives no more; return whether it refuses that."""
         table, is_refused = self._table, False
+        self._take_copies(num_chunks)
         num_missing = num_chunks - table.num_free
         while num_missing > 0:
             num_before = len(table.evicted)
@@ -485,6 +657,11 @@ class TierManager(OffloadManager):
             self.policy.drop(slots)
             self._table.remove(slots)
             self._note_removed(keys)
+
+    def _announce_evicted(self) -> None:
+        if self._table.evicted:
+            self._note_removed(self._table.evicted)
+            self._table.evicted = []
 
     def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
         self._generation += 1

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, cast
 
-from cargohold.cache.policies import DEFAULT_POLICY
-from cargohold.cache.policies.base import LRUPolicy
-from cargohold.cache.policies.registry import POLICY, POLICY_NAMES
+from cargohold.cache.policies.registry import POLICY_NAMES
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import Guest, GuestView
@@ -19,8 +17,8 @@ from cargohold.options import FRACTION, INT_FROM_1, SECONDS, Options, checked, d
 from cargohold.tiers import TierConfig
 from cargohold.tiers.kinds import TIERS
 
-AUTO: Final = "auto"
 EAGER: Final = "eager"
+EXCLUSIVE: Final = "exclusive"
 LAZY: Final = "lazy"
 RESTORE_IF_FASTER = "if_faster"
 RESTORE_ALWAYS = "always"
@@ -191,16 +189,12 @@ def find_guest(name: object, key: str = "guests") -> Callable[[GuestView], Guest
     return cast("Callable[[GuestView], Guest]", found)
 
 
-_ONLY_IN: Final[Mapping[str, Sequence[str]]] = {
-    EAGER: ("blocks_per_chunk", "store_generated", "store_within_steps", "quotas"),
-    LAZY: ("lookahead_blocks",),
-}
-"""Options that make sense in one mode alone."""
+_NOT_IN: Final[Mapping[str, Sequence[str]]] = {EXCLUSIVE: (), EAGER: ("lookahead_blocks",), LAZY: ("blocks_per_chunk",)}
+"""The modes, and options that make no sense in each."""
 _MODE: Final = must(
-    lambda mode: isinstance(mode, str) and mode in _ONLY_IN,
-    "one of eager, lazy; or, in JSON, multi for several connectors",
+    lambda mode: isinstance(mode, str) and mode in _NOT_IN,
+    f"one of {', '.join(_NOT_IN)}; or, in JSON, multi for several connectors",
 )
-_POLICY: Final = checked(lambda key, name: None if name == AUTO else POLICY(key, name))
 _GUESTS: Final = list_of(checked(lambda key, name: find_guest(name, key)))
 
 
@@ -209,18 +203,18 @@ class OffloadConfig(KernelConfig):
     """Options for keeping KV in host memory.
 
     Attributes:
-        mode: ``eager`` copies KV down as it is computed; ``lazy`` only what the device is about to evict. That moves far fewer
-            bytes if most blocks are used again before they are evicted; blocks that are evicted faster than they can be copied
-            are lost.
-        policy: which chunks are evicted: one of ``arc``, ``fifo``, ``lru``, ``reuse-index``, or ``MODULE:CLASS`` for your own;
-            ``auto`` is ``reuse-index``, and ``lru`` in mode ``lazy``, where a policy has no prefixes to learn from.
+        mode: what host memory keeps. ``exclusive``: what the device pool does not, so that both are one cache; while there is
+            room, also what the device computes. ``eager``: all that the device computes. ``lazy``: what the device is about to
+            evict, and nothing before.
+        policy: which chunks are evicted: one of ``arc``, ``fifo``, ``lru``, ``reuse-index``, or ``MODULE:CLASS`` for your own.
         tiers: the tiers below host memory, the fastest first. They keep chunks that host memory has no room for, and chunks
             in them outlive the process.
         restore: whether chunks are brought up from lower tiers only ``if_faster`` than computing them, judged by the recent
             times of both, or ``always``.
         hints: what hints may do.
         quotas: how much of host memory single tenants may have.
-        lookahead_blocks: number of blocks ahead of eviction that are kept copied. By default twice what one step can allocate.
+        lookahead_blocks: number of blocks ahead of eviction that are kept stored. By default none where a step can wait for
+            copies of what is evicted for it, or else as many as steps evict; in mode ``lazy`` twice what a step can allocate.
         guests: your own features that are notified of what the connector does, as ``MODULE:CLASS``; see
             ``cargohold.connector.kernel.guest.Guest``.
     """
@@ -228,7 +222,6 @@ class OffloadConfig(KernelConfig):
     names_elsewhere: ClassVar[Mapping[str, str]] = _NAMES_ELSEWHERE
 
     mode: Annotated[str, _MODE] = EAGER
-    policy: Annotated[str, _POLICY] = AUTO
     tiers: Annotated[Sequence[TierConfig], TIERS] = ()
     restore: Annotated[str, one_of(RESTORE_IF_FASTER, RESTORE_ALWAYS)] = RESTORE_IF_FASTER
     hints: HintConfig = HintConfig()
@@ -238,13 +231,9 @@ class OffloadConfig(KernelConfig):
 
     def __post_init__(self) -> None:
         KernelConfig.__post_init__(self)
-        for mode, names in _ONLY_IN.items():
-            for name in names if mode != self.mode else ():
-                if getattr(self, name) != declared(OffloadConfig)[name].default:
-                    expected = f"that is an option of mode={mode}, and this is {self.mode}"
-                    raise ConfigError(name, getattr(self, name), expected)
-        if self.policy == AUTO:
-            object.__setattr__(self, "policy", LRUPolicy.name if self.mode == LAZY else DEFAULT_POLICY)
+        for name in _NOT_IN[self.mode]:
+            if getattr(self, name) != declared(OffloadConfig)[name].default:
+                raise ConfigError(name, getattr(self, name), f"that is no option of mode={self.mode}")
         names = [quota.tenant for quota in self.quotas]
         if names and self.manager:
             raise ConfigError("quotas", self.quotas, "it must be empty: a manager of your own keeps no quotas")

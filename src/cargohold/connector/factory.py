@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.cache.rows import RowPlan, plan_rows
-from cargohold.connector.config import LAZY, OffloadConfig
+from cargohold.connector.config import EAGER, EXCLUSIVE, LAZY, OffloadConfig
 from cargohold.connector.multi import MultiConnectorFactory
 from cargohold.connector.offloading.factory import OffloadingFactory, check_tiers, require_memory
-from cargohold.connector.offloading.lazy import LazyOffloadingFactory
 from cargohold.deadlines import ANSWER, CONNECTOR, DEFAULTS, TRANSFER
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import format_bytes, format_count
@@ -186,7 +185,7 @@ def connector_factory(offload: Offload | Sequence[Offload] | None) -> KVConnecto
         case None:
             return NULL_CONNECTOR
         case OffloadConfig():
-            return LazyOffloadingFactory(offload) if offload.mode == LAZY else OffloadingFactory(offload)
+            return OffloadingFactory(offload)
         case Sequence():
             return MultiConnectorFactory(tuple(connector_factory(child) for child in offload))
         case _:
@@ -271,6 +270,13 @@ def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | N
     return lines + (connectors or ["no connector: KV that leaves the device pool is computed again"])
 
 
+_HOW: Final = {
+    EXCLUSIVE: "{} that the device pool has no room for",
+    EAGER: "{}",
+    LAZY: "{} that the device pool is about to evict",
+}
+
+
 def _connector_lines(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | None, parts: Parts) -> Iterator[str]:
     match offload:
         case None:
@@ -280,7 +286,7 @@ def _connector_lines(layout: KVCacheLayout, offload: Offload | Sequence[Offload]
                 yield from _connector_lines(layout, child, parts)
         case OffloadConfig():
             kept = "prompts and answers" if offload.store_generated else "prompts"
-            how = "filled with what the device is about to evict" if offload.mode == LAZY else kept
+            how = _HOW[offload.mode].format(kept)
             yield f"{offload.mode}: {_tier(layout, offload, parts)}; {how}, evicted by {offload.policy}"
             yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
         case _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from math import inf
 from typing import ClassVar, Final
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable, spread_dicts
@@ -88,7 +89,7 @@ class ARCPolicy(RunsPolicy):
         self._ghosts.drop_oldest(_ONCE, self._sizes[_ONCE] + self._ghosts.sizes[_ONCE] - self.table.capacity)
         self._ghosts.drop_oldest(_OFTEN, sum(self._sizes) + sum(self._ghosts.sizes) - 2 * self.table.capacity)
 
-    def give_up(self, num_chunks: int) -> None:
+    def give_up(self, num_chunks: int, worth: float = inf) -> None:
         balance = self._balance(num_free=0)
         self._give_up(balance.admit([None] * num_chunks), balance)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import inf
 from typing import ClassVar, Final, NamedTuple
 
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
@@ -38,12 +39,14 @@ class ReplacementPolicy(ABC):
     Attributes:
         name: the policy's name in options.
         table: the chunks. A policy reads its columns and evicts with ``evict``; all else is its owner's.
+        may_pool: whether some chunks of its table may have no slot, because the device holds them; see ``rows.PooledTable``.
 
     Args:
         table: the chunks, of which there are none yet.
     """
 
     name: ClassVar[str]
+    may_pool: ClassVar[bool] = False
 
     def __init__(self, table: ChunkTable) -> None:
         self.table = table
@@ -110,6 +113,19 @@ class ReplacementPolicy(ABC):
         They are still in the table during the call.
         """
 
+    # --- where some chunks of the table have no slot, because the device holds them: see ``may_pool``
+
+    def worth_of(self, slots: Sequence[int]) -> Sequence[float]:
+        """Return what chunks are worth. By default, none is worth more than another, and those used longest ago go."""
+        return [inf] * len(slots)
+
+    def note_saved(self, slots: Sequence[int]) -> None:  # noqa: B027  # only where ``may_pool``
+        """Note that chunks which had no slot have one now, so that they may be evicted."""
+
+    def lose(self, slots: Sequence[int]) -> None:
+        """Note that chunks leave the table which had no slot, because the device has lost them."""
+        self.drop(slots)
+
     @abstractmethod
     def clear(self) -> None:
         """Forget every chunk. What was learned about the traffic may be kept."""
@@ -144,13 +160,18 @@ class RunsPolicy(ReplacementPolicy):
         used = [slot for slot, run in enumerate(self.runs.run_of) if run is not None]
         return used if owners is None else [slot for slot in used if owners[slot] == self.number]
 
+    def note_saved(self, slots: Sequence[int]) -> None:
+        """See ``ReplacementPolicy``."""
+        for slot in slots:
+            self.runs.put_back(slot)
+
     @abstractmethod
     def home(self, run: Run[int]) -> Order[int]:
         """Return the order in which a run of its chunks belongs."""
 
     @abstractmethod
-    def give_up(self, num_chunks: int) -> None:
-        """Evict at most ``num_chunks``, those that are worth least, whatever that is. Chunks set aside do not count."""
+    def give_up(self, num_chunks: int, worth: float = inf) -> None:
+        """Evict at most ``num_chunks``, those worth least, none worth more than ``worth``. Chunks set aside do not count."""
 
     def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:  # most keep no books
         """Learn that its owner has evicted chunks that were set aside, given as slots by run."""
@@ -167,6 +188,7 @@ class FIFOPolicy(RunsPolicy):
     """
 
     name: ClassVar[str] = "fifo"
+    may_pool: ClassVar[bool] = True
 
     def __init__(self, table: ChunkTable, runs: Runs | None = None) -> None:
         super().__init__(table, runs)
@@ -183,7 +205,7 @@ class FIFOPolicy(RunsPolicy):
     def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:  # noqa: D102
         self.runs.evict(self._order, num_slots)
 
-    def give_up(self, num_chunks: int) -> None:  # noqa: D102
+    def give_up(self, num_chunks: int, worth: float = inf) -> None:  # noqa: D102
         self.runs.evict(self._order, num_chunks)
 
     def home(self, run: Run[int]) -> Order[int]:  # noqa: D102

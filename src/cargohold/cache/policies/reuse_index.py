@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, groupby
+from math import inf
 from operator import attrgetter
 from typing import ClassVar, Final, NamedTuple
 from zlib import crc32
@@ -74,6 +75,7 @@ class ReuseIndexPolicy(RunsPolicy):
     """
 
     name: ClassVar[str] = "reuse-index"
+    may_pool: ClassVar[bool] = True
 
     def __init__(self, table: ChunkTable, runs: Runs | None = None) -> None:
         super().__init__(table, runs)
@@ -138,8 +140,20 @@ class ReuseIndexPolicy(RunsPolicy):
         kinds = self._meet_each(newcomers)
         self._evict(num_slots, min([self._worth(kind) for kind in set(kinds)]))
 
-    def give_up(self, num_chunks: int) -> None:
-        self._evict(num_chunks, float("inf"))
+    def give_up(self, num_chunks: int, worth: float = inf) -> None:
+        self._evict(num_chunks, worth)
+
+    def worth_of(self, slots: Sequence[int]) -> Sequence[float]:
+        if self._admits_all:
+            return super().worth_of(slots)
+        if self._model.fit(self._now):
+            self._use_index()
+        runs = [run for run in map(self.runs.run_of.__getitem__, slots) if run is not None]
+        return [self._index[run.kind & CLASS][age_bucket(self._now - run.time)] for run in runs]
+
+    def lose(self, slots: Sequence[int]) -> None:
+        self._remember([(run, (slot,)) for slot in slots if (run := self.runs.run_of[slot]) is not None])
+        self.runs.drop(slots)
 
     def home(self, run: Run[int]) -> Order[int]:
         return self._cell_of(run)

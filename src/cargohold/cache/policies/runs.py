@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import ClassVar, Final, Generic, TypeVar
 
-from cargohold.cache.chunk_table import NO_SLOT, READY, WRITING, ChunkTable
+from cargohold.cache.chunk_table import NO_SLOT, ON_DEVICE, READY, WRITING, ChunkTable
 
 Entry = TypeVar("Entry", int, bytes)
 
@@ -274,6 +274,12 @@ class Runs:
                 if other is not None:
                     self._put_back(other)
 
+    def put_back(self, slot: int) -> None:
+        """Put the run of a chunk back into its order if it is parked, because the chunk may be evicted now."""
+        run = self.run_of[slot]
+        assert run is not None
+        self._put_back(run)
+
     def clear(self) -> None:
         """Forget all chunks. Orders must be made anew."""
         self.run_of = [None] * len(self.run_of)
@@ -348,7 +354,7 @@ class Runs:
 
     def check(self) -> None:
         """Verify that every chunk is in one run, and every run in its order or parked. Raises ``AssertionError``."""
-        used = self._table.slots_in(WRITING, READY)
+        used = self._table.slots_in(WRITING, READY, ON_DEVICE)
         assert [slot for slot, run in enumerate(self.run_of) if run is not None] == used, "not the slots in use"
         runs = {id(run): run for run in self.run_of if run is not None}
         orders = {id(run.order): run.order for run in runs.values() if run.order is not None}

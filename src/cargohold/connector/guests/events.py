@@ -22,7 +22,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from operator import ge
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -30,13 +29,12 @@ import msgspec
 from cargohold.cache.manager import ChunkKeys, ChunksRemoved, ChunksStored, OffloadKey, namespace_of_key, split_key
 from cargohold.connector.kernel.guest import Guest
 from cargohold.connector.kernel.jobs import Store
-from cargohold.connector.kernel.requests import Offer, RequestState
+from cargohold.connector.kernel.requests import Offer
+from cargohold.connector.kernel.shared import Shared
 from cargohold.protocol import (
     MEDIUM_HOST,
     MEDIUM_STORAGE,
-    NULL_BLOCK_ID,
     Adapter,
-    BlockIds,
     BlockRemoved,
     BlockStored,
     ExtraKey,
@@ -44,9 +42,7 @@ from cargohold.protocol import (
     KVEvent,
     Locality,
     RequestView,
-    ScheduledRequest,
     SchedulerEnvironment,
-    StepView,
     TransferOutcome,
 )
 from cargohold.tiers.chunk_format import NO_NOTE, TOKEN_TYPE, Details, Note, pack_tokens, unpack_tokens
@@ -190,82 +186,6 @@ class Medium:
         self.inner: Counter[tuple[int, bytes]] = Counter()
 
 
-class BlockContents:
-    """What device blocks hold: their requests have the tokens, and may have ended when a block is stored.
-
-    Args:
-        is_published: whether anything may be announced of a request's chunks.
-    """
-
-    def __init__(self, is_published: Callable[[RequestView], bool]) -> None:
-        self._is_published = is_published
-        # By block id, the block's key when a request last filled it, and its contents, ``None`` if these are nobody's business:
-        # one entry per device block at most.
-        self._of_block: dict[int, tuple[OffloadKey, Contents | None]] = {}
-        # The requests that have blocks; by request, the number of its chunks noted so far, per group.
-        self._states: dict[str, RequestState] = {}
-        self._num_noted: dict[str, list[int]] = {}
-        # By request, its part of the last step that it was in.
-        self._last: dict[str, ScheduledRequest] = {}
-
-    def note_placed(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Remember the blocks that a request has got: all that its tokens fill, or will. Blocks of an earlier time are void."""
-        request_id = state.request.request_id
-        self._states[request_id] = state
-        self._forget(request_id)
-        self._note_filled(state, block_ids, state.request.num_tokens)
-
-    def note(self, step: StepView) -> None:
-        """Remember the blocks that this step fills, or that its requests have found on the device.
-
-        With asynchronous scheduling, a step may be planned before the tokens of the one before are known. So a request that is
-        preempted now may have filled a block in its last step whose key was not known then.
-        """
-        lost = (self._last.pop(request_id) for request_id in step.preempted_req_ids & self._last.keys())
-        for share in (*lost, *step.scheduled):
-            state = self._states.get(share.request_id)
-            if state is None:
-                continue  # it has ended
-            self._last[share.request_id] = share
-            num_tokens = min(share.num_computed_tokens + share.num_scheduled_tokens, state.request.num_tokens)
-            self._note_filled(state, share.block_ids, num_tokens)
-
-    def note_ended(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Remember the last blocks of a request, and forget the request."""
-        request_id = state.request.request_id
-        self._states.pop(request_id, None)
-        self._note_filled(state, block_ids, state.request.num_tokens)
-        self._forget(request_id)
-
-    def knows(self, key: OffloadKey, block_id: int) -> bool:
-        """Whether it is known what a block holds now, whose chunk has this key."""
-        known = self._of_block.get(block_id)
-        return known is not None and known[0] == key
-
-    def of(self, block_ids: Iterable[int]) -> list[tuple[OffloadKey, Contents]]:
-        """Return the contents of blocks that are known, but for those of which nothing is to be announced."""
-        known = (self._of_block[block_id] for block_id in block_ids)
-        return [(key, contents) for key, contents in known if contents is not None]
-
-    def _note_filled(self, state: RequestState, block_ids: BlockIds, num_tokens: int) -> None:
-        noted = self._num_noted.setdefault(state.request.request_id, [0] * len(state.keys))
-        ends = [num_tokens // keys.chunk_tokens for keys in state.keys]
-        if all(map(ge, noted, ends)):
-            return  # most, while generating
-        is_published = self._is_published(state.request)
-        state.extend_keys()
-        for group, (keys, table) in enumerate(zip(state.keys, block_ids, strict=True)):
-            for at in range(noted[group], min(ends[group], len(keys.keys), len(table))):
-                noted[group] = at + 1
-                if table[at] != NULL_BLOCK_ID:
-                    contents = contents_of(state.request, keys, at) if is_published else None
-                    self._of_block[table[at]] = keys.keys[at], contents
-
-    def _forget(self, request_id: str) -> None:
-        self._num_noted.pop(request_id, None)
-        self._last.pop(request_id, None)
-
-
 class TierEvents(Guest):
     """Translates what the tiers of one connector have and lose into KV events.
 
@@ -277,7 +197,6 @@ class TierEvents(Guest):
         media: the tiers.
         is_asked_for: whether a chunk may become ready soon although no store of it was noted.
         salted: whether chunks of salted requests are announced, too.
-        follows_blocks: whether blocks are stored that no request holds any more, so that what they hold must be remembered.
     """
 
     name = "events"
@@ -289,9 +208,7 @@ class TierEvents(Guest):
         is_asked_for: Callable[[OffloadKey], bool],
         *,
         salted: bool,
-        follows_blocks: bool = False,
     ) -> None:
-        self._blocks = BlockContents(self.is_published) if follows_blocks else None
         self._block_tokens = [group.block_tokens for group in layout.groups]
         self._media = media
         self._is_asked_for = is_asked_for
@@ -309,36 +226,20 @@ class TierEvents(Guest):
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
-    def request_placed(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Remember what its blocks will hold: what another connector loads may be free again before any step."""
-        if self._blocks is not None:
-            self._blocks.note_placed(state, block_ids)
+    def chunks_listed(self, offers: Sequence[Offer]) -> None:
+        """Remember the contents of chunks that may be stored later."""
+        for offer in offers:
+            if self.is_published(offer.state.request):
+                self._note_contents(offer)
 
-    def step_begins(self, step: StepView) -> None:
-        """Remember the blocks that this step fills."""
-        if self._blocks is not None:
-            self._blocks.note(step)
-
-    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Remember its last blocks: with asynchronous scheduling, its last tokens became known after its last step."""
-        if self._blocks is not None:
-            self._blocks.note_ended(state, block_ids)
-
-    def store_begins(self, store: Store, parts: Sequence[Offer]) -> None:
+    def store_begins(self, store: Store, offers: Sequence[Offer]) -> None:
         """Remember the contents of chunks whose store begins."""
-        for part in parts:
-            if self.is_published(part.state.request):
-                self._note_store(part)
-        if not parts and self._blocks is not None:
-            self.note_contents(self._blocks.of(store.block_ids))
+        self.chunks_listed(offers)
+        self._storing.update(store.handle.keys)
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """Learn that a store of chunks has ended, well or not."""
         self._storing.difference_update(store.handle.keys)
-
-    def may_store(self, key: OffloadKey, block_id: int) -> bool:
-        """Whether it is known what a block holds: what could not be announced, an index would never find."""
-        return self._blocks is None or self._blocks.knows(key, block_id)
 
     def use_namespace(self, namespace: int) -> None:
         """Announce what tiers have of this namespace, and take back the rest: no request finds that now."""
@@ -357,20 +258,13 @@ class TierEvents(Guest):
 
     # --- contents that others bring -----------------------------------------------------------------------------------
 
-    def _note_store(self, part: Offer) -> None:
-        keys, at = part.state.keys[part.group], part.first
-        self._make_room(len(part.keys))
-        for key in part.keys:
+    def _note_contents(self, offer: Offer) -> None:
+        keys, at = offer.of_group, offer.first
+        self._make_room(len(offer.keys))
+        for key in offer.keys:
             while keys.keys[at] != key:
                 at += 1
-            self._contents[key] = contents_of(part.state.request, keys, at)
-        self._storing.update(part.keys)
-
-    def note_contents(self, stored: Sequence[tuple[OffloadKey, Contents]]) -> None:
-        """Remember the contents of chunks whose store begins, or that are asked for right after this call."""
-        self._make_room(len(stored))
-        self._contents.update(stored)
-        self._storing.update(key for key, _ in stored)
+            self._contents[key] = contents_of(offer.state.request, keys, at)
 
     def note_wanted(self, request: RequestView, keys: Iterable[ChunkKeys]) -> None:
         """Remember the contents of a request's chunks, some of which lower tiers are asked for right after this call."""
@@ -494,11 +388,7 @@ class TierEvents(Guest):
 
 
 def tier_events(
-    environment: SchedulerEnvironment,
-    host: EventSource,
-    lower: LowerTiers | None = None,
-    *,
-    follows_blocks: bool = False,
+    environment: SchedulerEnvironment, host: EventSource, lower: LowerTiers | None, shared: Shared
 ) -> TierEvents | None:
     """Return the events of a connector's tiers; ``None`` if nobody listens.
 
@@ -506,7 +396,7 @@ def tier_events(
         environment: facts about the engine.
         host: the manager of host memory; must record events.
         lower: the tiers below, if there are any.
-        follows_blocks: see ``TierEvents``.
+        shared: what the kernel shares.
     """
     if not environment.emits_events:
         return None
@@ -515,6 +405,9 @@ def tier_events(
         most = tier.options.max_chunks
         most = MAX_ANNOUNCED if most is None else min(MAX_ANNOUNCED, most)
         media.append(Medium(tier, MEDIUM_STORAGE, tier.options.locality, most))
-    is_asked_for = (lambda _: False) if lower is None else lower.is_asked_for
-    salted = environment.emits_salted_events
-    return TierEvents(environment.layout, media, is_asked_for, salted=salted, follows_blocks=follows_blocks)
+
+    def is_asked_for(key: OffloadKey) -> bool:
+        is_listed = shared.device is not None and key in shared.device
+        return is_listed or (lower is not None and lower.is_asked_for(key))
+
+    return TierEvents(environment.layout, media, is_asked_for, salted=environment.emits_salted_events)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 from cargohold.cache.manager import ChunkKeys, OffloadKey
@@ -63,6 +64,16 @@ class LowerTierGuest(Below):
         return self._waiting.get(request_id)
 
     # --- requests wait ------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether a tier is written as chunks are computed."""
+        return any(writes.writes_through for writes in self._lower.writes)
+
+    def still_wants(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return the chunks that wait to be written down."""
+        waiting = [writes.backlog for writes in self._lower.writes if writes.writes_through and writes.backlog]
+        return {key for key in keys if any(key in backlog for backlog in waiting)}
 
     def must_wait(
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_found_tokens: int | None
@@ -146,7 +157,7 @@ class LowerTierGuest(Below):
         offers = self._storing.pop(store.job_id, ())
         if outcome is not TransferOutcome.DONE or store.is_spoiled:
             return
-        parents: dict[OffloadKey, OffloadKey | None] = {} if offers else dict.fromkeys(store.handle.keys)
+        parents: dict[OffloadKey, OffloadKey | None] = {} if offers else self._lower.host.parents(store.handle.keys)
         for offer in offers:
             parents.update(offer.parents())
         self._lower.note_new_in_host(store.handle.keys, parents)

@@ -5,9 +5,9 @@ out; then it costs nothing. Guests are called in the order of the list that the 
 
 ::
 
-    facts       request_new | request_placed | request_asked | request_admitted | request_ended
-                load_ended     store_begins | store_ended     step_begins     reset     shutdown
-    questions   worth | may_store | is_busy
+    facts       request_new | request_asked | request_admitted | request_ended
+                load_ended     chunks_listed | store_begins | store_ended     step_begins     reset     shutdown
+    questions   worth | is_busy
 
 Two collaborators of the kernel are more than guests, and there is one of each: ``Below``, where chunks come from that host
 memory lacks, and ``Consumer``, who waits for all chunks of a request. By default they are nothing.
@@ -110,9 +110,6 @@ class Guest:
     def request_new(self, state: RequestState) -> None:
         """Note a new request; ``state.is_awaited`` may be set now. Raise ``RequestError`` to refuse it for its parameters."""
 
-    def request_placed(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Note which blocks a request has got, before it is in a step. Another connector may fill them."""
-
     def request_asked(self, state: RequestState, is_known: bool) -> None:  # the answer itself
         """Note that the engine has asked for a waiting request, and whether the answer was other than "not yet"."""
 
@@ -125,8 +122,11 @@ class Guest:
     def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
         """Note that a load has ended that began at ``since``; ``None`` if no request waited for it any more."""
 
+    def chunks_listed(self, offers: Sequence[Offer]) -> None:
+        """Note chunks that stay on the device for now, and may be stored when it loses them."""
+
     def store_begins(self, store: Store, offers: Sequence[Offer]) -> None:
-        """Note that a store begins, and of which requests its chunks are; of none if it saves what is about to be evicted."""
+        """Note that a store begins, and of which requests its chunks are; of none if they were listed before."""
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """Note that a store has ended that began at ``since``; ``None`` if it was given up before."""
@@ -146,10 +146,6 @@ class Guest:
         """What a request's chunks are worth. Of several answers, the highest level counts, and every "must be kept"."""
         return ORDINARY
 
-    def may_store(self, key: OffloadKey, block_id: int) -> bool:
-        """Whether a device block may be stored that holds this chunk, and that no request holds any more. All must say yes."""
-        return True
-
     def is_busy(self) -> bool:
         """Whether the engine is to step on for you although it has nothing to compute."""
         return False
@@ -167,6 +163,15 @@ class Below(Guest):
     """
 
     tiers: Sequence[str] = ()
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether it is to have all chunks that are computed, soon."""
+        return False
+
+    def still_wants(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return those of the chunks that are still to be written down, so that host memory must keep them."""
+        return frozenset()
 
     def must_wait(
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_found_tokens: int | None
@@ -239,7 +244,7 @@ def _all_worth(answers: Sequence[Worth]) -> Worth:
     return Worth(max([of.level for of in answers]), any(of.must_keep for of in answers))
 
 
-_MERGES: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {"worth": _all_worth, "may_store": all, "is_busy": any}
+_MERGES: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {"worth": _all_worth, "is_busy": any}
 
 
 class Guests(Guest):

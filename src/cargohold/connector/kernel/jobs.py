@@ -47,6 +47,7 @@ class OffloadingMetadata:
     Attributes:
         loads: jobs to start at once.
         stores: jobs to start after the forward pass. Their blocks are held until all workers have ended them.
+        saves: jobs to carry out before this step writes anything: it may overwrite their blocks, whose KV was evicted.
         finish_stores: whether all stores must have read their sources before this step overwrites blocks, because these
             sources are not held.
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
@@ -57,6 +58,7 @@ class OffloadingMetadata:
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[CopyJob, ...] = ()
+    saves: tuple[CopyJob, ...] = ()
     finish_stores: bool = False
     release: tuple[str, ...] = ()
     given_up_loads: tuple[int, ...] = ()
@@ -119,6 +121,7 @@ class Store:
             requests are not known.
         handle: slots reserved for the chunks that it writes.
         block_ids: sources, held until the store has ended on all workers, or is given up.
+        is_save: whether it saves what the device is about to lose, or has just lost.
         is_spoiled: whether its chunks must never be found: a step failed that may have computed its blocks, or it was given up.
         keys: the chunks that it writes; a set, because every admission asks whether its next chunk is among them.
     """
@@ -127,6 +130,7 @@ class Store:
     request_ids: AbstractSet[str]
     handle: SlotReservation
     block_ids: tuple[int, ...]
+    is_save: bool = False
     is_spoiled: bool = False
     keys: AbstractSet[OffloadKey] = field(init=False)
 

@@ -254,8 +254,6 @@ class Loads:
         self._shared = shared
         self._requests = requests
         self._planned: list[LoadJob] = []
-        # Seconds that a worker has lately taken to load a block, and to store one.
-        self._block_s: dict[str, float] = {}
         # Blocks that some worker reported as bad, of loads that have not ended on all workers.
         self._invalid_block_ids: set[int] = set()
 
@@ -321,7 +319,7 @@ class Loads:
             num_blocks: device blocks that it fills.
             step_s: seconds that the step takes at least without it; ``None`` if that is not known.
         """
-        block_s = self._block_s.get("load", self._block_s.get("store"))
+        block_s = self._shared.block_s.get("load", self._shared.block_s.get("store"))
         in_step = [len(load.block_ids) for load in self._planned if load.is_in_step]
         # Behind another load it would have to wait for that one, which may be long, or stuck.
         if block_s is None or step_s is None or self._shared.jobs.num_loads > len(in_step):
@@ -333,8 +331,8 @@ class Loads:
         for what, (blocks, seconds) in _COPIES.items():
             if num_blocks := stats.get(blocks):
                 block_s = stats[seconds] / num_blocks
-                before = self._block_s.get(what, block_s)
-                self._block_s[what] = before + 0.2 * (block_s - before)
+                before = self._shared.block_s.get(what, block_s)
+                self._shared.block_s[what] = before + 0.2 * (block_s - before)
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call."""
@@ -364,6 +362,9 @@ class Loads:
         bad_keys = _keys_of(load, bad_blocks)
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
+        if self._shared.device is not None and not bad_blocks and outcome is TransferOutcome.DONE:
+            self._shared.note_on_device(load.block_keys, load.block_ids)
+            self._shared.manager.note_copies(load.handle.keys)
         num_restored = len(load.origins)
         if outcome is not TransferOutcome.DONE or bad_blocks or load.request_id in output.failed_recving:
             num_restored = self._num_usable_tokens(load, bad_blocks, output)

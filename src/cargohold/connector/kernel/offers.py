@@ -89,6 +89,7 @@ class Offering:
         shared = self._shared
         self._choose(offers, num_allowed)
         for offer in offers:
+            shared.note_on_device(offer.keys, offer.block_ids)
             offer.level = shared.guests.worth(offer.state).level
         if awaited := [offer for offer in offers if offer.state.is_awaited]:
             shared.consumer.chunks_offered(awaited)
@@ -106,6 +107,17 @@ class Offering:
         store.request_ids = frozenset([offer.state.request.request_id for offer in taken])
         shared.guests.store_begins(store, taken)
         yield start_store(shared, store, rows, groups)
+
+    def list_on_device(self, offers: Sequence[Offer]) -> None:
+        """List chunks that stay on the device for now. Each request goes on behind them."""
+        shared = self._shared
+        for offer in offers:
+            self._offer(offer, offer.first, offer.end)
+            offer.level = shared.guests.worth(offer.state).level
+            shared.note_on_device(offer.keys, offer.block_ids)
+            offer.state.note_offered(offer.group, offer.end)
+        shared.manager.list_on_device(offers)
+        shared.guests.chunks_listed(offers)
 
     # --- what to offer ------------------------------------------------------------------------------------------------
 
@@ -212,13 +224,23 @@ class Offering:
         return [offer for offer in offers if offer.keys]
 
 
-def start_store(shared: Shared, store: Store, rows: tuple[int, ...], groups: tuple[int, ...] = ()) -> CopyJob:
-    """Add a store to the jobs in flight, and return the message that starts it. Its blocks must be held already."""
+def start_store(
+    shared: Shared,
+    store: Store,
+    rows: tuple[int, ...],
+    groups: tuple[int, ...] = (),
+    block_ids: tuple[int, ...] | None = None,
+) -> CopyJob:
+    """Add a store to the jobs in flight, and return the message that starts it.
+
+    Its blocks must be held already; those in ``block_ids`` need not be, because the step does not begin before it has ended.
+    """
+    block_ids = store.block_ids if block_ids is None else block_ids
     shared.jobs.add_store(store)
     shared.stats[_PLANNED] += 1
-    shared.stats[_PLANNED_BLOCKS] += len(store.block_ids)
+    shared.stats[_PLANNED_BLOCKS] += len(block_ids)
     timeout_s = START.seconds(shared.config.transfer_timeout_s)
-    return CopyJob(store.job_id, Direction.STORE, store.block_ids, rows, timeout_s, groups)
+    return CopyJob(store.job_id, Direction.STORE, block_ids, rows, timeout_s, groups)
 
 
 def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
@@ -226,9 +248,11 @@ def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:
     if outcome is TransferOutcome.DONE and not store.is_spoiled:
         store.handle.commit()
         shared.stats[STORED.of(shared.tier)] += len(store.handle.keys)
+        if shared.device is not None and not store.is_save:
+            shared.manager.note_copies(store.handle.keys)
     else:
         store.handle.forfeit()
         shared.stats[FAILURES.of("store")] += 1
-        if store.block_ids:  # it was not given up by order
+        if store.block_ids or store.is_save:  # it was not given up by order
             reason = "spoiled by a step that failed" if store.is_spoiled else outcome.name.lower()
             shared.failures.warning("a store of %d blocks in %s was %s", len(store.block_ids), shared.tier, reason)

@@ -68,6 +68,7 @@ class KernelScheduler(KVConnectorScheduler):
         manager: OffloadManager,
         make_stores: MakeStores = EagerStores,
     ) -> None:
+        self._pace = StepPace(environment.clock, environment.max_step_tokens)
         holder = LockHolder() if environment.applies_locks else RequestHolder()
         self._shared = Shared(
             config,
@@ -77,11 +78,11 @@ class KernelScheduler(KVConnectorScheduler):
             holder,
             JobTable(environment.clock),
             environment.clock,
+            self._pace,
             environment.finds_partial_loads,
             environment.prefix_caching,
         )
         self._guests = self._shared.guests
-        self._pace = StepPace(environment.clock, environment.max_step_tokens)
         self._requests: dict[str, RequestState] = {}
         self._lookup = TierLookup(
             self._shared,
@@ -109,6 +110,7 @@ class KernelScheduler(KVConnectorScheduler):
         """Keep the context; from now on hold blocks by touching them."""
         self._shared.context = context
         self._shared.holder = TouchHolder(context)
+        self._stores.use_context()
 
     def on_new_request(self, request: RequestView) -> None:
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
@@ -151,6 +153,7 @@ class KernelScheduler(KVConnectorScheduler):
         self._guests.request_asked(state, num_tokens is not None)
         if num_tokens is None:
             return None, False
+        self._stores.expect(state, num_computed_tokens, num_tokens)
         num_external_tokens = num_tokens - num_computed_tokens
         state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
         return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
@@ -164,7 +167,6 @@ class KernelScheduler(KVConnectorScheduler):
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
         state = self._requests[request.request_id]
         self._stores.note_blocks(state, blocks)
-        self._guests.request_placed(state, blocks)
         lookup, state.lookup = state.lookup, None
         if lookup is None and state.was_admitted:
             return  # the load has ended
@@ -198,14 +200,15 @@ class KernelScheduler(KVConnectorScheduler):
         """
         self._pace.begin(step)
         self._guests.step_begins(step)
+        saves = self._stores.plan_saves()
         given_up, self._given_up = (*self._given_up, *self._give_up_overdue()), []
         finish_stores = self._must_finish_stores(step)
         stores = tuple(self._stores.plan(step))
         loads, release = self._loads.take_planned(), self._take_released()
         worker_message = self._shared.below.worker_message()
-        if not (loads or stores or finish_stores or release or given_up or worker_message):
+        if not (loads or stores or saves or finish_stores or release or given_up or worker_message):
             return NOTHING_TO_DO  # most steps
-        return OffloadingMetadata(loads, stores, finish_stores, release, given_up, worker_message)
+        return OffloadingMetadata(loads, stores, saves, finish_stores, release, given_up, worker_message)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
@@ -264,6 +267,7 @@ class KernelScheduler(KVConnectorScheduler):
             state.max_computed_tokens = NEVER
         is_reset = not self._shared.jobs and self._shared.below.may_reset() and self._shared.manager.reset()
         if is_reset:
+            self._stores.use_namespace()
             self._guests.reset()
         return is_reset
 

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cargohold.cache.manager import ChunkKeys, OffloadManager, chunk_keys
+from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager, chunk_keys
 from cargohold.connector.kernel.config import KernelConfig
+from cargohold.connector.kernel.device import DeviceChunks
 from cargohold.connector.kernel.guest import Below, Consumer, Guests
 from cargohold.connector.kernel.jobs import BlockHolder, JobTable
 from cargohold.errors import SparingLog
+from cargohold.pace import StepPace
 from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext, Series, Tally
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,9 @@ class Shared:
         namespace: number of the namespace in which chunks have their keys now.
         stats: counters since they were last taken.
         failures: log of transfers that failed.
+        device: which chunks the device pool holds, where it is part of the cache.
+        pace: how fast the engine computes.
+        block_s: seconds that a worker has lately taken to ``load`` a block, and to ``store`` one.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
     """
 
@@ -47,9 +52,12 @@ class Shared:
     holder: BlockHolder
     jobs: JobTable
     clock: Clock
+    pace: StepPace
     keeps_partial_loads: bool = True
     prefix_caching: bool = True
     context: SchedulerContext | None = None
+    device: DeviceChunks | None = None
+    block_s: dict[str, float] = field(default_factory=dict)
     namespace: int = 0
     stats: Tally = field(default_factory=Tally)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
@@ -72,6 +80,11 @@ class Shared:
         """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be told."""
         keeps_blocks = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
         return keeps_blocks and self.prefix_caching and self.context is not None
+
+    def note_on_device(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> None:
+        """Note which blocks of the device pool hold chunks, or will when the step is over, if it is part of the cache."""
+        if self.device is not None and (gone := self.device.note(keys, block_ids)):
+            self.manager.note_lost(gone)
 
     def new_keys(self) -> tuple[ChunkKeys, ...]:
         """Return keys per group, of no chunks yet."""

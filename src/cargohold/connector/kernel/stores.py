@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import ClassVar, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from cargohold.cache.manager import ChunkKeys, OffloadKey
 from cargohold.connector.kernel.jobs import Store
@@ -25,13 +25,17 @@ _MANY: Final = 16
 
 
 class StorePlanner:
-    """Decides which chunks are copied down in a step. This one copies none, for ``read_only``.
+    """Decides which chunks are copied down in a step. This one copies none, for ``read_only``."""
 
-    Attributes:
-        stores_free_blocks: whether it stores blocks that no request holds any more.
-    """
+    def use_context(self) -> None:
+        """Note that the engine has shown its block pool, before the first request."""
 
-    stores_free_blocks: ClassVar[bool] = False
+    def expect(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> None:
+        """Note that a request may get blocks next, for what follows its computed tokens."""
+
+    def plan_saves(self) -> tuple[CopyJob, ...]:
+        """Return the stores of what was evicted since the last step, to be carried out before this one."""
+        return ()
 
     @property
     def has_pending_work(self) -> bool:
@@ -70,6 +74,9 @@ class StorePlanner:
 
     def give_up(self) -> None:
         """Let go of what is held of ended requests: the engine forgets what its blocks hold."""
+
+    def use_namespace(self) -> None:
+        """Note that chunks have other keys from now on."""
 
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are being stored, or that a request which has ended has left to be stored."""
@@ -125,7 +132,7 @@ class EagerStores(StorePlanner):
         state.hit_tokens = num_hit_tokens
         firsts = []
         for keys, num_leading in zip(state.keys, num_ready, strict=True):
-            first = self._first_hole(keys, num_leading, num_computed_tokens) if self._offering.allowance > 0 else None
+            first = self._first_hole(keys, num_leading, num_computed_tokens)
             firsts.append(num_hit_tokens // keys.chunk_tokens if first is None else first)
         state.offer_from(firsts)
 
@@ -178,7 +185,11 @@ class EagerStores(StorePlanner):
                         # What somebody waits for may end with this step.
                         unstored.append(Offer(state, group, tables[group], first, end, is_urgent=state.is_awaited))
         if unstored:
-            yield from self._offering.store(unstored, self._shared.num_storable_chunks())
+            yield from self._store(unstored)
+
+    def _store(self, offers: Sequence[Offer]) -> Iterator[CopyJob]:
+        """Yield the store of complete chunks that were not offered before."""
+        return self._offering.store(offers, self._shared.num_storable_chunks())
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Release the store's blocks; let its chunks be found if they were copied."""
@@ -198,6 +209,8 @@ class EagerStores(StorePlanner):
 
     def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
         """Return the number of a group's first chunk that the device has and the tier lacks; ``None`` if there is none."""
+        if self._offering.allowance <= 0:
+            return None
         first, end = num_ready, num_computed_tokens // keys.chunk_tokens
         num_behind = keys.group.num_skipped_tokens(num_computed_tokens) // keys.chunk_tokens
         if first < num_behind:  # what a window has left behind is not on the device

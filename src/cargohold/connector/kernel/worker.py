@@ -95,8 +95,10 @@ class KernelWorker(KVConnectorWorker):
         self._metadata = connector_metadata
 
     def handle_preemptions(self) -> None:
-        """Keep this step from overwriting blocks that stores in flight read, if the scheduler side asks for that."""
-        if self._metadata.finish_stores:
+        """Keep this step from overwriting blocks that stores read: what was evicted for it, and what nothing else protects."""
+        for save in self._metadata.saves:
+            self._running.submit(save)
+        if self._metadata.finish_stores or self._metadata.saves:
             self._running.finish_stores()
 
     def start_load_kv(self) -> None:

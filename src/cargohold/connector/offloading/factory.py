@@ -10,7 +10,8 @@ from typing import Any
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.rows import RowPlan, even_rows
 from cargohold.cache.shares import Limits
-from cargohold.connector.config import OffloadConfig, limits_in_chunks
+from cargohold.connector.config import EAGER, LAZY, OffloadConfig, limits_in_chunks
+from cargohold.connector.kernel.pooled_stores import PooledStores, Pooling, lazily
 from cargohold.connector.kernel.stores import EagerStores, MakeStores, StorePlanner
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
@@ -193,7 +194,6 @@ def scheduler_side(
     host: OffloadManager,
     tiers: Sequence[TierOptions] = (),
     *,
-    make_stores: MakeStores = EagerStores,
     new_epoch: Callable[[], bytes] = random_epoch,
 ) -> OffloadingScheduler:
     """Make the scheduler side over host memory, and over tiers below it if there are any.
@@ -203,21 +203,40 @@ def scheduler_side(
         environment: facts about the engine.
         host: the manager of host memory.
         tiers: how each tier below host memory is to be used, the fastest first.
-        make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
         new_epoch: makes a new name at each reset; it becomes part of the chunks' names in lower tiers.
     """
+    lower = None
+    if tiers:
+        tiering = TieringConfig(
+            num_workers=environment.layout.world_size,
+            restore_timeout_s=config.restore_timeout_s,
+            store_timeout_s=WRITE.seconds(config.transfer_timeout_s),
+            record_events=environment.emits_events,
+        )
+        lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
+    make_stores = _planner_of(config, environment)
+    side = OffloadingScheduler(config, environment, host, make_stores=make_stores, lower=lower)
+    side.name = _name_of(config)
+    return side
+
+
+def _name_of(config: OffloadConfig) -> str:
+    """Return the name of both sides: a composed connector puts it in front of their counters."""
+    return LAZY if config.mode == LAZY else OffloadingScheduler.name
+
+
+def _planner_of(config: OffloadConfig, environment: SchedulerEnvironment) -> MakeStores:
+    """Return what decides which chunks are copied down. Raises ``ConfigError`` if the mode needs a prefix cache."""
     if config.read_only:
-        make_stores = _stores_nothing
-    if not tiers:
-        return OffloadingScheduler(config, environment, host, make_stores=make_stores)
-    tiering = TieringConfig(
-        num_workers=environment.layout.world_size,
-        restore_timeout_s=config.restore_timeout_s,
-        store_timeout_s=WRITE.seconds(config.transfer_timeout_s),
-        record_events=environment.emits_events,
-    )
-    lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
-    return OffloadingScheduler(config, environment, host, make_stores=make_stores, lower=lower)
+        return _stores_nothing
+    if config.mode == EAGER:
+        return EagerStores
+    if config.mode != LAZY:
+        return partial(PooledStores, pooling=Pooling(lookahead=config.lookahead_blocks))
+    if not environment.prefix_caching:
+        raise ConfigError("prefix_caching", value=False, expected="lazy offloading keeps what the prefix cache evicts")
+    per_step = sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)
+    return partial(PooledStores, pooling=lazily(config.lookahead_blocks or 2 * per_step))
 
 
 def host_manager(
@@ -260,10 +279,15 @@ class OffloadingFactory:
         num_slots = self.num_slots(layout)
         quotas = limits_in_chunks(config.quotas, num_slots, config.num_host_bytes // num_slots)
         host = host_manager(config, layout, num_slots, quotas, record_events=environment.emits_events)
-        return scheduler_side(self.config, environment, host, tier_options(self.config, environment.layout))
+        return scheduler_side(config, environment, host, tier_options(config, layout))
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """Make the worker side, with this worker's shards of the tiers. Raises ``ConfigError`` if one cannot be opened."""
+        worker = self._make_worker_side(environment)
+        worker.name = _name_of(self.config)
+        return worker
+
+    def _make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         layout, per_chunk = environment.layout, self.config.blocks_per_chunk
         # Workers that each had memory of their own would miss what the others store.
         assert (environment.exchange is None) == (layout.num_replicas == 1), "replicas share memory"

@@ -106,7 +106,7 @@ class OffloadingScheduler(KernelScheduler):
     ) -> None:
         super().__init__(config, environment, manager, make_stores)
         self.lower = lower
-        self._events = tier_events(environment, manager, lower, follows_blocks=self._stores.stores_free_blocks)
+        self._events = tier_events(environment, manager, lower, self._shared)
         self._answers = KeptAnswers(manager, self._mark_used)
         self._meters = Meters(self._shared, environment, lower)
         self._handoff = self._shared.consumer = HandingOff(lower)
@@ -151,6 +151,7 @@ class OffloadingScheduler(KernelScheduler):
         self.give_up_transfers()
         self._answers.reset()
         shared.namespace = namespace
+        self._stores.use_namespace()
         for state in self._requests.values():
             state.move_to(shared.new_keys())
         self._meters.reset()

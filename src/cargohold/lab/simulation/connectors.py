@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -13,13 +12,10 @@ from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.retention import NORMAL
 from cargohold.cache.rows import RowPlan, plan_rows
-from cargohold.connector.config import RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
-from cargohold.connector.kernel.requests import RequestState
-from cargohold.connector.kernel.shared import Shared
-from cargohold.connector.kernel.stores import EagerStores, StorePlanner
+from cargohold.connector.config import EAGER, EXCLUSIVE, LAZY, RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
-from cargohold.connector.offloading.lazy import LazyStores
+from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.options import named_factory
 from cargohold.lab.simulation.tiers import MediumPlan
 from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, by_rows, empty_rows, with_share
@@ -48,7 +44,8 @@ class SimulatedOffloading:
 
     Args:
         num_slots: chunks that the tier holds.
-        lookahead: blocks ahead of eviction that a lazy connector copies; ``None`` for an eager one.
+        lookahead: blocks ahead of eviction that a lazy connector copies; ``None`` for another one.
+        mode: the mode of another one.
         make_transfers: makes the workers' transfers; by default, ``HeldTransfers``.
         watch: puts a wrapper around a worker's transfers that sees which blocks they copy.
         wrap_manager: puts a wrapper around the manager.
@@ -65,21 +62,22 @@ class SimulatedOffloading:
         num_slots: int,
         *,
         lookahead: int | None = None,
+        mode: str = EAGER,
         make_transfers: MakeTransfers | None = None,
         watch: Callable[[TransferWorker, int], TransferWorker] = lambda transfers, _rank: transfers,
         wrap_manager: Callable[[OffloadManager], OffloadManager] = lambda manager: manager,
         record_events: bool = True,
         **options: Any,
     ) -> None:
-        self.config = OffloadConfig(host_bytes="1GiB", **options)
+        mode = mode if lookahead is None else LAZY
+        self.config = OffloadConfig(host_bytes="1GiB", mode=mode, lookahead_blocks=lookahead, **options)
         self.num_slots = num_slots
         self.lookahead = lookahead
-        self._make_stores: Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
-        self._make_stores = EagerStores if lookahead is None else partial(LazyStores, lookahead=lookahead)
-        policy = self.config.policy if lookahead is None else "lru"
         quotas = limits_in_chunks(self.config.quotas, num_slots, 1)
         self._make_manager: Callable[[Sequence[int]], OffloadManager] = lambda chunk_rows: wrap_manager(
-            make_manager(policy, num_slots, record_events=record_events, quotas=quotas, chunk_rows=chunk_rows)
+            make_manager(
+                self.config.policy, num_slots, record_events=record_events, quotas=quotas, chunk_rows=chunk_rows
+            )
         )
         self.manager = self._make_manager(())
         self._plan: RowPlan | None = None
@@ -94,10 +92,7 @@ class SimulatedOffloading:
         if self._plan is None and not plan.is_even:
             self.manager = self._make_manager([count * self.config.blocks_per_chunk for count in plan.per_block])
         self._plan = plan
-        side = OffloadingScheduler(self.config, environment, self.manager, make_stores=self._make_stores)
-        if self.lookahead is not None:
-            side.name = "lazy"
-        return side
+        return scheduler_side(self.config, environment, self.manager)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side over the shared memory."""
@@ -210,7 +205,8 @@ class ConnectorPlan:
         composed = f", composed {'+'.join(map(str, self.nesting))}" if self.nesting else ""
         lines = [f"{self.name}, with {context}{locks}{composed}"]
         for tier in self.tiers:
-            kind = "eager" if tier.lookahead is None else f"lazy, {tier.lookahead} blocks ahead"
+            mode = str(tier.options.get("mode", EAGER))
+            kind = mode if tier.lookahead is None else f"lazy, {tier.lookahead} blocks ahead"
             options = "".join(f", {name}={option}" for name, option in tier.options.items())
             lines.append(f"  {kind}: {tier.num_slots} slots{options}")
             lines += [f"    above {medium.describe()}" for medium in tier.lower]
@@ -224,13 +220,14 @@ NO_CONNECTOR: Final = ConnectorPlan("none", ())
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The tiers of a named connector, and how their connectors are composed."""
+    """The tiers of a named connector, how their connectors are composed, and whether they may be one cache with the device."""
 
     is_lazy: Sequence[bool]
     nesting: tuple[int, ...] = ()
     with_context: bool = True
     applies_locks: bool = True
     has_lower: bool = False
+    may_pool: Sequence[bool] = (False, True)
 
 
 CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
@@ -240,6 +237,8 @@ CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
         "eager-locks": _Kind((False,), with_context=False),
         "eager-requests": _Kind((False,), with_context=False, applies_locks=False),
         "lazy": _Kind((True,)),
+        "exclusive": _Kind((False,), may_pool=(True,)),
+        "exclusive-tiered": _Kind((False,), has_lower=True, may_pool=(True,)),
         "multi": _Kind((False, True), (2,)),
         "multi-locks": _Kind((False, False), (2,), with_context=False),
         "multi-requests": _Kind((False, False), (2,), with_context=False, applies_locks=False),
@@ -277,6 +276,8 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     if kind.has_lower:
         tiers = (_with_lower(random, tiers[0], options), *tiers[1:])
     tiers = tuple(tier if tier.lookahead is not None else _with_waits(tier) for tier in tiers)
+    if name != "eager":
+        tiers = tuple(tier if tier.lookahead is not None else _maybe_pooled(tier, kind.may_pool) for tier in tiers)
     if "keeps_all" in options:
         tiers = tuple(_keeping_all(tier, has_room=options["num_spare_blocks"] > MAX_TIGHT) for tier in tiers)
     return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
@@ -322,6 +323,12 @@ def _with_waits(tier: TierPlan) -> TierPlan:
     # From a source of its own, so that seeds which have found something still draw the same otherwise.
     within = Random(str(tier)).choice((0, 8, 8, 40))  # noqa: S311  # repeatable, on purpose
     return replace(tier, options={**tier.options, "store_within_steps": within})
+
+
+def _maybe_pooled(tier: TierPlan, may_pool: Sequence[bool]) -> TierPlan:
+    # From a source of its own, as above.
+    is_pooled = Random(f"{tier} pooled").choice(may_pool)  # noqa: S311  # repeatable, on purpose
+    return replace(tier, options={**tier.options, "mode": EXCLUSIVE}) if is_pooled else tier
 
 
 def _with_lower(random: Random, tier: TierPlan, options: Mapping[str, Any]) -> TierPlan:

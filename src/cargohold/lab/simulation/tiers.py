@@ -357,7 +357,7 @@ class TieredOffloading:
         make_queue: Callable[[SimulatedMedium, MediumPlan], LinkedQueue],
         **options: Any,
     ) -> None:
-        self.config = OffloadConfig(host_bytes="1GiB", **options)
+        self.config = OffloadConfig(host_bytes="1GiB", **{"mode": "eager", **options})
         self._num_slots = num_slots
         self.plans = media
         self._make_transfers = make_transfers

@@ -127,6 +127,12 @@ class Writes:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     @property
+    def writes_through(self) -> bool:
+        """Whether chunks are written as they come, now."""
+        is_through = self._options.write_mode is WriteMode.THROUGH and not self._options.is_read_only
+        return is_through and not self.tier.is_off
+
+    @property
     def num_writable(self) -> int:
         """Number of chunks to hand out for writing now, promised ones first."""
         num_waiting = len(self.backlog) if self._clock() >= self._paused_until else 0

@@ -49,7 +49,7 @@ class WishOracle(Oracle):
 
     * No more is loaded for a request than its ``max_load_tokens``.
     * A chunk is stored for a request only if it lies in its first ``max_store_tokens`` and, without ``store_generated``, in its
-      prompt. Lazy connectors do not know whose blocks they store.
+      prompt; what the device is about to lose only if that is so of some request.
     * When a load has ended, chunks that it has found bad are not there.
 
     Args:
@@ -94,7 +94,8 @@ class WishOracle(Oracle):
 
     def _watch(self, watched: _SideWishes) -> None:
         jobs, manager = watched.side.jobs, watched.manager
-        add_load, add_store, prepare_stores = jobs.add_load, jobs.add_store, manager.prepare_stores
+        add_load, add_store = jobs.add_load, jobs.add_store
+        prepare_stores, prepare_saves = manager.prepare_stores, manager.prepare_saves
 
         def load(job: Load) -> None:
             self._check_load(job)
@@ -106,7 +107,12 @@ class WishOracle(Oracle):
             add_store(job)
 
         def place(offers: Sequence[StoreOffer]) -> SlotReservation:
-            handle = prepare_stores(offers)
+            return noted(prepare_stores(offers))
+
+        def save(keys: Sequence[OffloadKey]) -> SlotReservation:
+            return noted(prepare_saves(keys))
+
+        def noted(handle: SlotReservation) -> SlotReservation:
             for stored in watched.stored.values():
                 stored.update(handle.keys)
             return handle
@@ -122,7 +128,7 @@ class WishOracle(Oracle):
             update(output)
 
         vars(jobs).update(add_load=load, add_store=store)
-        vars(manager).update(prepare_stores=place)
+        vars(manager).update(prepare_stores=place, prepare_saves=save)
         vars(watched.side).update(update_connector_output=note_failed)
 
     def _check_load(self, load: Load) -> None:
@@ -134,10 +140,8 @@ class WishOracle(Oracle):
             )
 
     def _check_store(self, watched: _SideWishes, store: Store) -> None:
-        if watched.plan.lookahead is not None:
-            return
         allowed: set[OffloadKey] = set()
-        for request_id in store.request_ids:
+        for request_id in self._engine.requests if store.is_save else store.request_ids:
             allowed |= watched.allowed[request_id]
             allowed |= _storable(self._engine.requests[request_id], self._engine, watched)
         forbidden = set(store.handle.keys) - allowed

@@ -1,0 +1,120 @@
+"""What the device pool holds, and what it has just lost.
+
+An engine tells no connector what it evicts. So before blocks are allocated it is noted what the next victims hold, and when the
+step is planned, which of them hold it no more. Their bytes are there until this step's forward pass::
+
+    step n planned         next look-ups     blocks allocated      step n + 1 planned            forward pass of n + 1
+    | watch next victims   | watch more      | (their KV is lost)  | take_lost: these were       | overwrites them
+    |                      |                 |                     | evicted since: copied now   |
+
+Only what was seen unchanged at the last look is known for sure to be there still; everything else counts as gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TypeAlias
+
+from cargohold.cache.manager import OffloadKey, offload_key, split_key
+from cargohold.protocol import KVCacheBlockView, SchedulerContext
+
+_Content: TypeAlias = tuple[bytes | None, int | None]
+
+
+class DeviceChunks:
+    """The chunks of one block each that the device pool holds, as far as the connector has noted them.
+
+    Args:
+        context: the engine's block pool.
+    """
+
+    def __init__(self, context: SchedulerContext) -> None:
+        self._context = context
+        self._block_of: dict[OffloadKey, int] = {}
+        self._key_in: dict[int, OffloadKey] = {}
+        # What each of the next victims held when it was looked at; the first of them, and how many they are.
+        self._watched: dict[int, tuple[_Content, OffloadKey]] = {}
+        self._head: tuple[int, _Content] | None = None
+        self._num_watched = 0
+        self.namespace = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._block_of
+
+    def note(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> list[OffloadKey]:
+        """Note which blocks hold chunks, or will when the step is over; return what they are known to have held before."""
+        before = zip(map(self._key_in.get, block_ids), keys, block_ids, strict=True)
+        gone = [old for old, key, at in before if old is not None and old != key and self._block_of.get(old) == at]
+        for key in gone:
+            del self._block_of[key]
+        self._block_of.update(zip(keys, block_ids, strict=True))
+        self._key_in.update(zip(block_ids, keys, strict=True))
+        return gone
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return which of the chunks the device holds now."""
+        return [self._holds(key) for key in keys]
+
+    def _holds(self, key: OffloadKey) -> bool:
+        block_id = self._block_of.get(key)
+        return block_id is not None and self._content(self._context.get_block(block_id)) == split_key(key)
+
+    def watch(self, num_blocks: int) -> None:
+        """Note what the blocks hold that are evicted next."""
+        free = self._context.iter_free_blocks()
+        first = next(free, None)
+        if first is None or not num_blocks:
+            return
+        head = first.block_id, self._content(first)
+        if head == self._head and num_blocks <= self._num_watched:
+            return
+        self._head, self._num_watched = head, num_blocks
+        self._watch_block(first)
+        for block in islice(free, num_blocks - 1):
+            self._watch_block(block)
+
+    def watch_ended(self, block_ids: Sequence[int]) -> None:
+        """Note what the blocks of a request hold that ends now: where hardly any is free, they may be evicted at once."""
+        if self._watched or self._head is not None:
+            self._head = None
+            for block_id in block_ids:
+                self._watch_block(self._context.get_block(block_id))
+
+    def _watch_block(self, block: KVCacheBlockView) -> None:
+        block_hash, group = content = self._content(block)
+        if block_hash is not None and group is not None and block.block_id not in self._watched:
+            self._watched[block.block_id] = content, offload_key(block_hash, group, self.namespace)
+
+    def take_lost(self) -> dict[OffloadKey, int]:
+        """Return what was evicted since the last look, in order: by chunk, the block where its bytes still are."""
+        if not self._watched:
+            return {}
+        first = next(self._context.iter_free_blocks(), None)
+        if first is not None and (first.block_id, self._content(first)) == self._head:
+            return {}  # nothing was allocated
+        watched, self._watched, self._head = self._watched, {}, None
+        get = self._context.get_block
+        gone = {key: at for at, (content, key) in watched.items() if self._content(get(at)) != content}
+        lost = {key: at for key, at in gone.items() if self._block_of.get(key, at) == at}
+        for key in lost:
+            self._block_of.pop(key, None)
+        return lost
+
+    def next_lost(self, num_blocks: int) -> Iterator[tuple[OffloadKey, int]]:
+        """Yield what so many blocks hold that are evicted next, the first one first."""
+        for block in islice(self._context.iter_free_blocks(), num_blocks):
+            block_hash, group = self._content(block)
+            if block_hash is not None and group is not None:
+                yield offload_key(block_hash, group, self.namespace), block.block_id
+
+    def clear(self, namespace: int) -> list[OffloadKey]:
+        """Forget all chunks, and return them. Chunks have keys of this namespace from now on."""
+        keys, self._block_of, self._key_in = list(self._block_of), {}, {}
+        self._watched.clear()
+        self._head, self.namespace = None, namespace
+        return keys
+
+    @staticmethod
+    def _content(block: KVCacheBlockView) -> _Content:
+        return block.block_hash, block.group_id

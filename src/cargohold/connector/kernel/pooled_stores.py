@@ -1,0 +1,273 @@
+"""Stores where host memory and the device pool are one cache: what the device holds is stored when it would be lost.
+
+While host memory has room, chunks are stored as they are computed. After that, a chunk that the device computes is only listed.
+When the device evicts it, its bytes are there until the next forward pass: the manager decides whether it is worth a slot, and
+takes one from chunks that the device holds, too, before it evicts any. Where copies take long, compared with computing, the
+step does not wait for them: what is evicted next is stored ahead of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from cargohold.cache.manager import ChunkKeys, OffloadKey, SlotReservation
+from cargohold.cache.rows import rows_to_store
+from cargohold.connector.kernel.device import DeviceChunks
+from cargohold.connector.kernel.jobs import Store
+from cargohold.connector.kernel.offers import end_store, start_store
+from cargohold.connector.kernel.requests import Offer, RequestState
+from cargohold.connector.kernel.shared import Shared
+from cargohold.connector.kernel.stores import EagerStores
+from cargohold.protocol import BlockIds, StepView, TransferOutcome
+from cargohold.transfer import CopyJob
+
+IN_STEP_SHARE: Final = 0.03
+"""A step waits for what was evicted for it to be copied if that takes no more than this part of computing as much."""
+COPY_PRICE: Final = 0.2
+"""Slots of copies are taken if to copy a chunk once more takes no more than this part of computing it."""
+_LOOK_AGAIN: Final = 256
+"""Steps after which it is looked again what copies cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """In which way host memory and the device pool are one cache.
+
+    Attributes:
+        fills_room: whether chunks are stored as they are computed while host memory has room for them.
+        takes_copies: whether slots of chunks that the device holds, too, are taken before others.
+        lookahead: number of blocks ahead of eviction that are kept stored; ``None`` for as many as the cost of copies asks for.
+    """
+
+    fills_room: bool = True
+    takes_copies: bool = True
+    lookahead: int | None = None
+
+
+def lazily(lookahead: int) -> Pooling:
+    """Return the way in which only what the device is about to lose is stored, and copies keep their slots."""
+    return Pooling(fills_room=False, takes_copies=False, lookahead=lookahead)
+
+
+class PooledStores(EagerStores):
+    """Stores what the device is about to lose, or has just lost. Where the engine shows no pool, all that is computed.
+
+    Args:
+        shared: the state that the connector's parts share.
+        requests: the connector's requests, by id.
+        pooling: in which way both are one cache.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        requests: Mapping[str, RequestState],
+        pooling: Pooling = Pooling(),  # frozen
+    ) -> None:
+        super().__init__(shared, requests)
+        self._pooling = pooling
+        self._group_tokens = [group.block_tokens for group in shared.layout.groups]
+        # What a copy costs, in the time that computing as much takes, and in how many steps to look again.
+        self._copy_cost, self._look_in = 0.0, 0
+        # Blocks evicted for one step, at most, lately; and chunks that were not worth a slot when they came near eviction.
+        self._peak = 0.0
+        self._refused: set[OffloadKey] = set()
+
+    def use_context(self) -> None:
+        """Make the device pool part of the cache, if the manager can."""
+        shared = self._shared
+        may_pool = shared.config.blocks_per_chunk == 1 and shared.prefix_caching and shared.context is not None
+        if may_pool and shared.manager.pool_with_device(shared.layout.num_blocks, self._may_take):
+            assert shared.context is not None
+            shared.device = DeviceChunks(shared.context)
+            shared.device.clear(shared.namespace)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def expect(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> None:
+        """Watch what may be evicted for the request, whose hit is loaded, or computed on from there."""
+        if (device := self._listing) is not None:
+            num_tokens = min(state.request.num_tokens, num_hit_tokens + self._shared.pace.max_step_tokens)
+            device.watch(self._num_blocks(max(0, num_tokens - num_computed_tokens)))
+
+    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
+        """List what the request leaves on the device, or else remember it."""
+        device, num_tokens = self._shared.device, min(state.request.num_tokens, state.store_limit)
+        if device is None or state.is_awaited or not any(block_ids) or num_tokens < state.due_tokens:
+            super().end_request(state, block_ids)
+        else:
+            state.extend_keys()
+            offers = list(self._unoffered(state, block_ids, num_tokens))
+            if self._must_store(sum([offer.end - offer.first for offer in offers])):
+                super().end_request(state, block_ids)
+            elif offers:
+                self._offering.list_on_device(offers)
+        if (listing := self._listing) is not None:
+            for table in block_ids:
+                listing.watch_ended(table)
+
+    def _first_hole(self, keys: ChunkKeys, num_ready: int, num_computed_tokens: int) -> int | None:
+        """As for eager stores, but what is listed is no hole."""
+        if self._shared.device is None:
+            return super()._first_hole(keys, num_ready, num_computed_tokens)
+        known, end = self._shared.manager.num_known, num_computed_tokens // keys.chunk_tokens
+        first = num_ready if num_ready >= end else known(keys.keys[:end])
+        num_behind = keys.group.num_skipped_tokens(num_computed_tokens) // keys.chunk_tokens
+        if first < num_behind:
+            first = num_behind + known(keys.keys[num_behind:end])
+        return first if first < end else None
+
+    def _store(self, offers: Sequence[Offer]) -> Iterator[CopyJob]:
+        """Yield the store of chunks that are awaited, or that host memory has room for. The others are listed."""
+        if self._shared.device is None or self._must_store(sum([offer.end - offer.first for offer in offers])):
+            yield from super()._store(offers)
+            return
+        if urgent := [offer for offer in offers if offer.is_urgent]:
+            yield from super()._store(urgent)
+        if others := [offer for offer in offers if not offer.is_urgent]:
+            self._offering.list_on_device(others)
+
+    def _must_store(self, num_chunks: int) -> bool:
+        """Whether so many chunks are stored as they are computed: there is room, or they would be lost, or a tier wants all."""
+        shared = self._shared
+        is_roomy = self._pooling.fills_room and num_chunks <= shared.manager.num_free
+        return is_roomy or shared.below.wants_all or self._is_pressed()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def plan_saves(self) -> tuple[CopyJob, ...]:
+        """Return the stores of what was evicted since the last step, as far as it is worth a slot."""
+        device = self._listing
+        if device is None or not (lost := device.take_lost()):
+            return ()
+        self._peak = max(0.9 * self._peak, len(lost))
+        self._refused.clear()
+        keys, manager = list(lost), self._shared.manager
+        handle = manager.prepare_saves(keys)
+        manager.note_lost(keys)
+        return tuple(self._save(handle, [lost[key] for key in handle.keys], is_held=False))
+
+    def plan(self, step: StepView) -> Iterator[CopyJob]:
+        """Yield the stores of what this step completes, and of what is evicted next if there is no time for that later."""
+        yield from super().plan(step)
+        if (device := self._listing) is not None:
+            if num_ahead := self._num_ahead():
+                yield from self._save_ahead(device, num_ahead, step)
+            device.watch(self._num_blocks_next(step))
+
+    def end(self, store: Store, outcome: TransferOutcome) -> None:
+        """End a store. Blocks that were saved ahead go back to the head of the free queue, where they were."""
+        if not store.is_save:
+            super().end(store, outcome)
+            return
+        end_store(self._shared, store, outcome)
+        context = self._shared.context
+        if store.block_ids and context is not None:
+            context.free_blocks([context.get_block(block_id) for block_id in store.block_ids], evict_first=True)
+
+    def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
+        """Return those of the chunks that are being stored, or will be when the device would lose them."""
+        device = self._shared.device
+        held = () if device is None else (key for key, is_held in zip(keys, device.holds(keys), strict=True) if is_held)
+        return super().coming(keys) | frozenset(held)
+
+    def give_up(self) -> None:
+        """Let go of pending stores, and forget what the device held: its cache was reset."""
+        super().give_up()
+        self.use_namespace()
+
+    def use_namespace(self) -> None:
+        """Forget what the device held: chunks have other keys from now on."""
+        if (device := self._shared.device) is not None:
+            self._shared.manager.note_lost(device.clear(self._shared.namespace))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _listing(self) -> DeviceChunks | None:
+        """The device pool, if it holds chunks that nothing else does."""
+        return self._shared.device if self._shared.manager.num_listed else None
+
+    def _may_take(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        device = self._shared.device
+        if device is None or not self._pooling.takes_copies or self._cost() > COPY_PRICE:
+            return [False] * len(keys)
+        wanted = self._shared.below.still_wants(keys)
+        return [is_held and key not in wanted for key, is_held in zip(keys, device.holds(keys), strict=True)]
+
+    def _cost(self) -> float:
+        """Return how long to copy a block takes, in the time that computing its tokens takes; 0 if that is not known."""
+        self._look_in -= 1
+        if self._look_in <= 0:
+            pace, block_s = self._shared.pace, self._shared.block_s.get("store", 0.0)
+            num_tokens = min(pace.max_step_tokens, self._group_tokens[0] * _LOOK_AGAIN)
+            step_s = pace.predict(num_tokens)
+            self._copy_cost = block_s * self._num_blocks(num_tokens) / step_s if step_s else 0.0
+            self._look_in = _LOOK_AGAIN
+        return self._copy_cost
+
+    def _num_ahead(self) -> int:
+        """Return how many blocks ahead of eviction are to be stored: as many as a step evicts, if it cannot wait for them."""
+        if self._pooling.lookahead is not None:
+            return self._pooling.lookahead
+        return int(self._peak) + 1 if self._cost() > IN_STEP_SHARE else 0
+
+    def _is_pressed(self) -> bool:
+        """Whether so little is free that what is computed now may be gone before it comes near eviction."""
+        num_ahead, context = self._num_ahead(), self._shared.context
+        if not num_ahead or context is None or self._pooling.lookahead is not None:
+            return False
+        return sum(1 for _ in islice(context.iter_free_blocks(), num_ahead)) < num_ahead
+
+    def _save_ahead(self, device: DeviceChunks, num_ahead: int, step: StepView) -> Iterator[CopyJob]:
+        """Yield the store of what is evicted next. So many blocks stay free as the step's requests need in the next one."""
+        shared, context = self._shared, self._shared.context
+        limit = shared.num_storable_blocks()
+        next_lost = {key: at for key, at in device.next_lost(num_ahead) if key not in self._refused}
+        wanted = shared.manager.listed(list(next_lost))
+        if not wanted or not limit or context is None:
+            return
+        num_kept_free = self._num_blocks_next(step)
+        num_free = sum(1 for _ in islice(context.iter_free_blocks(), len(wanted) + num_kept_free))
+        keys = wanted[: max(0, min(limit, num_free - num_kept_free))]
+        if keys:
+            handle = shared.manager.prepare_saves(keys)
+            self._refused.update(set(keys).difference(handle.keys))
+            block_ids = [next_lost[key] for key in handle.keys]
+            shared.holder.hold(block_ids)
+            yield from self._save(handle, block_ids, is_held=True)
+
+    def _save(self, handle: SlotReservation, block_ids: Sequence[int], *, is_held: bool) -> Iterator[CopyJob]:
+        shared = self._shared
+        if not handle.keys:
+            handle.commit()
+            return
+        sources, rows, groups = rows_to_store(block_ids, range(len(block_ids)), handle.keys, handle.slots, 1)
+        store = Store(shared.jobs.new_id(), frozenset(), handle, sources if is_held else (), is_save=True)
+        shared.guests.store_begins(store, ())
+        yield start_store(shared, store, rows, groups, sources)
+
+    def _unoffered(self, state: RequestState, block_ids: BlockIds, num_tokens: int) -> Iterator[Offer]:
+        for group, (keys, first) in enumerate(zip(state.keys, state.next_chunk, strict=True)):
+            end = min(num_tokens // keys.chunk_tokens, len(keys.keys), len(block_ids[group]))
+            if first < end:
+                yield Offer(state, group, block_ids[group], first, end)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens of one request may take."""
+        return sum([-(-num_tokens // block_tokens) + 1 for block_tokens in self._group_tokens])
+
+    def _num_blocks_next(self, step: StepView) -> int:
+        """Return how many blocks may be allocated for requests that run, or whose load ends, before the next step."""
+        counts = step.num_scheduled_tokens
+        num_tokens, max_step_tokens = sum(counts.values()), self._shared.pace.max_step_tokens
+        if self._shared.jobs.num_loads or num_tokens > 2 * len(counts):  # there are prompts among them
+            num_tokens = max_step_tokens
+        if not num_tokens:
+            return 0
+        num_blocks = sum([num_tokens // block_tokens for block_tokens in self._group_tokens])
+        return num_blocks + (len(counts) + 1) * len(self._group_tokens)
