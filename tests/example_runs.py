@@ -35,10 +35,12 @@ def missing(name: str) -> list[str]:
     return sorted(package for package in imports(name) if find_spec(package) is None)
 
 
-def run(name: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a script in this process, as ``python run.py MODEL`` does; returns what it printed."""
+def run(
+    name: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
+) -> str:
+    """Run a script in this process, as ``python run.py MODEL`` with options does; returns what it printed."""
     script = _script(name)
-    monkeypatch.setattr(sys, "argv", [str(script), model])
+    monkeypatch.setattr(sys, "argv", [str(script), model, *options])
     monkeypatch.syspath_prepend(str(script.parent))
     known = set(sys.modules)
     capsys.readouterr()

