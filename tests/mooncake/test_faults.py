@@ -16,7 +16,7 @@ import pytest
 from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.errors import TierError
 from cargohold.tiers import LoadOutcome, SharedTierConfig, StoreOutcome
-from cargohold.tiers.stores.mooncake import ClientProcess, Network
+from cargohold.tiers.stores.mooncake import ClientProcess
 from tests.models import VOCAB_SIZE
 from tests.mooncake.cluster import LENT, Cluster, cluster, until
 from tests.mooncake.test_tier import SECONDS, open_tier
@@ -143,10 +143,10 @@ def test_a_full_store_puts_chunks_off_and_never_mixes_them_up(usable: None) -> N
 
 
 def test_values_that_are_not_ours_are_misses_and_replaced(own: Cluster) -> None:
-    with closing(open_tier(own)) as tier, closing(ClientProcess(Network(own.url), num_bytes=3 * CHUNK)) as other:
+    with closing(open_tier(own)) as tier, closing(ClientProcess(own.url, {}, num_bytes=3 * CHUNK)) as other:
         name = f"cargohold:{codec().namespace.id}:{key(1).hex()}"
         for size in (3 * CHUNK, 100, 1):
-            assert other.call("put", name, 0, size, None) == [0, 1]
+            assert other.call("put", name, 0, size, False) == [0, 1]
             assert tier.probe([key(1)]) == [True]
             assert load(tier, 1) is LoadOutcome.CORRUPT
             assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)

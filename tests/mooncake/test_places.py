@@ -17,7 +17,7 @@ import pytest
 from cargohold.errors import TierError
 from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
-from cargohold.tiers.stores.mooncake import ClientProcess, Network
+from cargohold.tiers.stores.mooncake import ClientProcess
 from tests.command import Command
 from tests.mooncake.cluster import BIN, WAIT_S, Cluster, cluster, until
 from tests.mooncake.test_tier import open_tier
@@ -55,11 +55,11 @@ def test_namespaces_are_listed_verified_and_deleted(filled: Cluster, cargohold: 
 
 def test_damage_is_found_and_deleted(filled: Cluster) -> None:
     name = f"cargohold:{codec().namespace.id}:{key(1).hex()}"
-    with closing(ClientProcess(Network(filled.url), num_bytes=2 * CHUNK)) as client:
+    with closing(ClientProcess(filled.url, {}, num_bytes=2 * CHUNK)) as client:
         size = client.call("get", name, 0, 2 * CHUNK)
         client.memory[size // 2] ^= 1
         client.call("remove", [name])
-        client.call("put", name, 0, size, None)
+        client.call("put", name, 0, size, False)
     inventory = open_inventory(filled.place)
     expected = sorted([Verification.GOOD, Verification.DAMAGED, Verification.GOOD], key=str)
     assert sorted(inventory.verify(codec().namespace.id, delete=True), key=str) == expected

@@ -11,7 +11,7 @@ import pytest
 from cargohold.cache.manager import OffloadKey
 from cargohold.lab.conformance.tier import TierConformance
 from cargohold.tiers import Opening, SharedTierConfig, Tier
-from cargohold.tiers.stores.mooncake import ClientProcess, Network
+from cargohold.tiers.stores.mooncake import ClientProcess
 from tests.mooncake.cluster import Cluster
 from tests.tiers.common import codec
 
@@ -48,11 +48,11 @@ class TestMooncake(TierConformance):
 
     def damage(self, place: Path, chunk: OffloadKey) -> None:
         name = f"cargohold:{codec(self.secret, weights=str(place)).namespace.id}:{chunk.hex()}"
-        with closing(ClientProcess(Network(self.store.url), num_bytes=2 * self.chunk_bytes)) as client:
+        with closing(ClientProcess(self.store.url, {}, num_bytes=2 * self.chunk_bytes)) as client:
             size = client.call("get", name, 0, 2 * self.chunk_bytes)
             client.memory[size // 2] ^= 1
             assert client.call("remove", [name]) == [0]
-            assert client.call("put", name, 0, size, None) == [0, 1]
+            assert client.call("put", name, 0, size, False) == [0, 1]
 
     def break_medium(self, place: Path) -> None:
         self.store.master.stop()

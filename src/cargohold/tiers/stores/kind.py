@@ -139,10 +139,10 @@ class SharedTierConfig(TierConfig):
 
                     return RedisTier(self.url, self.ttl_s, opening)
                 case "mooncake":
-                    from cargohold.tiers.stores.mooncake import MooncakeTier, Network  # noqa: PLC0415  # the same
+                    from cargohold.tiers.stores.mooncake import MooncakeTier  # noqa: PLC0415  # the same
 
-                    network = Network(self.url, self.protocol, self.devices)
-                    return MooncakeTier(network, opening, self.num_threads, self.num_lent_bytes)
+                    network = {"protocol": self.protocol, "devices": self.devices}
+                    return MooncakeTier(self.url, network, opening, self.num_threads, self.num_lent_bytes)
                 case _:
                     from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # the same
 

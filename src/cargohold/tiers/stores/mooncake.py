@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,13 +36,11 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.deadlines import ANSWER
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers import places
-from cargohold.tiers.chunk_format import HEADER_BYTES, unpack_header
 from cargohold.tiers.config import REQUEST_S, Opening
 from cargohold.tiers.memory import Staging, address_of, copy_bytes, padded
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.inventory import NAME
-from cargohold.tiers.stores.mooncake_process import MAX_MESSAGE_BYTES
 
 if find_spec("mooncake") is None:
     raise ImportError("mooncake")  # imported where the client runs: it brings Go's runtime and handlers of signals
@@ -53,11 +51,7 @@ PREFIX: Final = "cargohold:"
 _PROGRAM: Final = Path(__file__).with_name("mooncake_process.py")
 _LOG_LEVEL: Final = "MC_LOG_LEVEL"
 """Mooncake's variable for what its log is to say. Where it is not set there is no log: to it, each miss is an error."""
-_KEYS_AT_ONCE: Final = 256
 _LEAVE_S: Final = 1.0
-_MAX_PIN_S: Final = 1800.0
-"""Seconds for which hints keep a chunk: what the master allows unless told otherwise."""
-_NEVER_EVICTED: Final = -1
 _PACKAGES: Final = {
     "libibverbs.so.1": "apt-get install libibverbs1",
     "libcurl.so.4": "apt-get install libcurl4",
@@ -71,6 +65,7 @@ _MEANINGS: Final = {
     -900: "the master does not answer, or is of another version of Mooncake",
     -901: "the master has not answered in time",
 }
+_ENDED: Final = b'"its client has ended"'
 
 
 @cache
@@ -91,20 +86,6 @@ def require_libraries(url: str) -> None:
         library = re.search(r"(\S+): cannot open shared object file", reason)
         remedy = f"; {_PACKAGES[library[1]]}" if library and library[1] in _PACKAGES else ""
         raise ConfigError("url", places.without_secrets(url), f"Mooncake's client cannot be used: {reason}{remedy}")
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """How the store is reached.
-
-    Attributes:
-        url: names the master.
-        protocol, devices: what the engine's options say; ``None`` for what Mooncake's own environment says.
-    """
-
-    url: str
-    protocol: str | None = None
-    devices: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +132,8 @@ class ClientProcess:
     """Mooncake's client, in a process of its own that is started when it is needed. Thread-safe.
 
     Args:
-        network: how the store is reached.
+        url: names the master.
+        network: ``protocol`` and ``devices``, where Mooncake's own environment does not decide.
         limit_s: maximum time of a call, with the start of the process.
         num_bytes: bytes of ``memory``.
         num_lines: number of calls at the same time.
@@ -163,7 +145,8 @@ class ClientProcess:
 
     def __init__(
         self,
-        network: Network,
+        url: str,
+        network: Mapping[str, str | None],
         limit_s: float = REQUEST_S,
         *,
         num_bytes: int = 1,
@@ -174,15 +157,16 @@ class ClientProcess:
         self._file.truncate(num_bytes)
         self.memory = memoryview(mmap.mmap(self._file.fileno(), num_bytes))
         self._settings = {
-            "master": urlsplit(network.url).netloc,
-            "protocol": network.protocol,
-            "devices": network.devices,
+            "protocol": None,
+            "devices": None,
+            **network,
+            "master": urlsplit(url).netloc,
             "lent_bytes": lent_bytes,
             "num_bytes": num_bytes,
             "limit_s": limit_s,
             "parent": os.getpid(),
         }
-        self._shown = places.without_secrets(network.url)
+        self._shown = places.without_secrets(url)
         self._limit_s, self._num_lines = limit_s, num_lines
         self._lock = threading.Lock()
         self._run: _Run | None = None
@@ -199,8 +183,9 @@ class ClientProcess:
             line = run.free.get(timeout=self._limit_s)
             try:
                 line.settimeout(max(0.001, ends_at - time.monotonic()))
-                line.send(json.dumps([operation, *arguments]).encode())
-                answer = json.loads(line.recv(MAX_MESSAGE_BYTES) or '"Mooncake\'s client has ended"')
+                line.sendall(json.dumps([operation, *arguments]).encode() + b"\n")
+                with line.makefile("rb") as answers:
+                    answer = json.loads(answers.readline() or _ENDED)
             except OSError as error:
                 answer = answer if isinstance(error, TimeoutError) else one_line(error)
             if not isinstance(answer, str):
@@ -227,7 +212,7 @@ class ClientProcess:
         self._file.close()
 
     def _start(self) -> _Run:
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(self._num_lines)]
+        pairs = [socket.socketpair() for _ in range(self._num_lines)]
         passed = [self._file.fileno(), *(their.fileno() for _, their in pairs)]
         process = subprocess.Popen(  # noqa: S603  # our own interpreter and file, and no shell
             [sys.executable, "-P", str(_PROGRAM), json.dumps({**self._settings, "descriptors": passed})],
@@ -247,7 +232,8 @@ class MooncakeTier(SharedTier):
     """A tier that keeps chunks in a Mooncake Store.
 
     Args:
-        network: how the store is reached.
+        url: names the master.
+        network: see ``ClientProcess``.
         opening: what this worker keeps there. The store keeps the limit of all its clients.
         num_threads: number of calls at the same time.
         lend_bytes: bytes that all workers together lend to the store.
@@ -256,15 +242,17 @@ class MooncakeTier(SharedTier):
         ConfigError: Mooncake's client cannot be imported, or its own configuration is wrong.
     """
 
-    def __init__(self, network: Network, opening: Opening, num_threads: int, lend_bytes: int) -> None:
-        require_libraries(network.url)
+    def __init__(
+        self, url: str, network: Mapping[str, str | None], opening: Opening, num_threads: int, lend_bytes: int
+    ) -> None:
+        require_libraries(url)
         super().__init__(opening.codec, opening.chunk_bytes)
         description = json.dumps(opening.codec.namespace.describe()).encode()
         slot_bytes = padded(max(self._max_value_bytes, len(description)))
         num_bytes = slot_bytes * (num_threads + 1)
-        self._client = ClientProcess(network, opening.request_s, num_bytes=num_bytes, num_lines=num_threads)
+        self._client = ClientProcess(url, network, opening.request_s, num_bytes=num_bytes, num_lines=num_threads)
         self._lent_bytes = lend_bytes // opening.num_shards
-        self._lender = ClientProcess(network, lent_bytes=self._lent_bytes)
+        self._lender = ClientProcess(url, network, lent_bytes=self._lent_bytes)
         memory = self._client.memory
         self._spare, *self._slots = (memory[at : at + slot_bytes] for at in range(0, num_bytes, slot_bytes))
         self._spare_lock = threading.Lock()  # of the slot for what is not in a slot
@@ -299,22 +287,19 @@ class MooncakeTier(SharedTier):
         return self._slots.pop()
 
     def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
-        header = unpack_header(value[:HEADER_BYTES])
-        assert header is not None
-        pin_s = min(_MAX_PIN_S, header.retention.until_s - time.time())
-        outcome = self._write(self._name(key), value, int(1000 * pin_s) if pin_s > 0 else None)
+        outcome = self._write(self._name(key), value)
         if outcome is StoreOutcome.STORED and self._description:
             self._introduce()
         return outcome
 
-    def _write(self, name: str, value: memoryview, pin_ms: int | None) -> StoreOutcome:
+    def _write(self, name: str, value: memoryview, *, is_kept: bool = False) -> StoreOutcome:
         at = address_of(value) - self._first
         if not 0 <= at < len(self._client.memory):
             with self._spare_lock:
                 slot = self._spare[: len(value)]
                 copy_bytes(slot, value)
-                return self._write(name, slot, pin_ms)
-        code, is_there = self._client.call("put", name, at, len(value), pin_ms)
+                return self._write(name, slot, is_kept=is_kept)
+        code, is_there = self._client.call("put", name, at, len(value), is_kept)
         if code == _NO_ROOM or (code, is_there) == (0, 0):
             return StoreOutcome.LATER  # the master is evicting, or another client is writing it
         self._require([code, is_there], {0, 1})
@@ -338,9 +323,7 @@ class MooncakeTier(SharedTier):
         return slot[: size if size <= self._max_value_bytes else 0]
 
     def _of_each(self, operation: str, keys: Sequence[OffloadKey], good: AbstractSet[int]) -> list[int]:
-        codes: list[int] = []
-        for at in range(0, len(keys), _KEYS_AT_ONCE):
-            codes += self._client.call(operation, [self._name(key) for key in keys[at : at + _KEYS_AT_ONCE]])
+        codes: list[int] = self._client.call(operation, [self._name(key) for key in keys]) if keys else []
         self._require(codes, good)
         return codes
 
@@ -356,7 +339,7 @@ class MooncakeTier(SharedTier):
     def _introduce(self) -> None:
         """Store the description of the namespace, for ``cargohold cache``, once: the first lender may come later."""
         try:
-            if self._write(self._prefix, memoryview(self._description), _NEVER_EVICTED) is StoreOutcome.STORED:
+            if self._write(self._prefix, memoryview(self._description), is_kept=True) is StoreOutcome.STORED:
                 self._description = b""
         except TierError as error:
             logger.warning("shared tier: the store does not answer yet as it should: %s", error.reason)

@@ -15,7 +15,7 @@ from cargohold.tiers.config import REQUEST_S
 from cargohold.tiers.inventory import PIECE_BYTES
 from cargohold.tiers.namespace import MAX_DESCRIPTION_BYTES
 from cargohold.tiers.stores.inventory import NAME, StoredObject, StoreInventory
-from cargohold.tiers.stores.mooncake import PREFIX, ClientProcess, Network
+from cargohold.tiers.stores.mooncake import PREFIX, ClientProcess
 
 _OURS: Final = re.compile(re.escape(PREFIX) + "([0-9a-f]{32})(?::((?:[0-9a-f]{2})+))?")
 _METRICS_PORT: Final = "9003"
@@ -34,12 +34,12 @@ class MooncakeInventory(StoreInventory):
         parts = urlsplit(url)
         (port, *_) = parse_qs(parts.query).get("metrics_port", [_METRICS_PORT])
         self._web = f"http://{parts.netloc.rpartition(':')[0]}:{port}"
-        self._network = Network(url)
+        self._url = url
         self._client: ClientProcess
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        self._client = ClientProcess(self._network)
+        self._client = ClientProcess(self._url, {})
         try:
             yield
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -75,7 +75,7 @@ class MooncakeInventory(StoreInventory):
         """Return a value of so many bytes at most; empty if it is not there, or longer."""
         if len(self._client.memory) < num_bytes:
             self._client.close()
-            self._client = ClientProcess(self._network, num_bytes=num_bytes)
+            self._client = ClientProcess(self._url, {}, num_bytes=num_bytes)
         num_read: Any = self._client.call("get", name, 0, num_bytes)
         return self._client.memory[: num_read if 0 < num_read <= num_bytes else 0]
 

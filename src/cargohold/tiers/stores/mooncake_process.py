@@ -1,8 +1,8 @@
 """The process in which Mooncake's client runs, because its ``setup`` may hold the interpreter's lock for minutes.
 
 Started by ``mooncake.ClientProcess``, and ended by it: it may be killed in any call. It imports nothing of ours. Over each of
-its sockets comes one request at a time, in JSON: the name of an operation and its arguments. Chunks are in memory that both
-processes have, which is registered once; a request names their place there.
+its sockets comes one request at a time, a line of JSON: the name of an operation and its arguments. Chunks are in memory that
+both processes have, which is registered once; a request names their place there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import threading
 import time
 from typing import Any, Final
 
-MAX_MESSAGE_BYTES: Final = 128 * 1024
 _INVALID_PARAMS: Final = -600
 _CLOSE_S: Final = 5
 _RETRY_S: Final = 1.0
@@ -35,29 +34,26 @@ class MooncakeStore:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        master, lent_bytes = settings["master"], settings["lent_bytes"]
+        master, num_bytes = settings["master"], settings["num_bytes"]
         host, _, port = master.rpartition(":")
         # Where nothing listens, `setup` tries for 90 s, and nobody can interrupt it.
         with socket.create_connection((host.strip("[]"), int(port)), settings["limit_s"]) as connection:
             own_host = connection.getsockname()[0]
-        from mooncake.mooncake_config import MooncakeConfig  # noqa: PLC0415  # the same
-
-        from mooncake import store as mooncake  # noqa: PLC0415  # takes long, and may lack a library
+        from mooncake.mooncake_config import MooncakeConfig  # noqa: PLC0415  # takes long
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415  # may lack a library
 
         os.environ["MOONCAKE_MASTER"] = master  # without it, or a file, they refuse the rest of the environment
         theirs = MooncakeConfig.load_from_env()
-        host = own_host if theirs.local_hostname == "localhost" else theirs.local_hostname
-        protocol, devices = settings["protocol"] or theirs.protocol, settings["devices"] or theirs.device_name or ""
-        self._mooncake = mooncake
-        self._store = mooncake.MooncakeDistributedStore()
-        code = self._store.setup(host, theirs.metadata_server, lent_bytes, 0, protocol, devices, master)
-        if code:
-            raise OSError(f"its setup ends with {code}")
-        self._memory = mmap.mmap(settings["memory"], settings["num_bytes"])
+        if theirs.local_hostname != "localhost":
+            own_host = theirs.local_hostname
+        network = settings["protocol"] or theirs.protocol, settings["devices"] or theirs.device_name or ""
+        self._store, self._make_config = MooncakeDistributedStore(), ReplicateConfig
+        self._memory = mmap.mmap(settings["memory"], num_bytes)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        code = self._store.register_buffer(self._base, settings["num_bytes"])
+        code = self._store.setup(own_host, theirs.metadata_server, settings["lent_bytes"], 0, *network, master)
+        code = code or self._store.register_buffer(self._base, num_bytes)
         if code:
-            raise OSError(f"its memory cannot be registered: {code}")
+            raise OSError(f"Mooncake's client cannot be set up ({code})")
 
     def exist(self, keys: list[str]) -> list[int]:
         """Return 1 for each value that is there, 0, or a negative code. Those that are there get a lease."""
@@ -68,31 +64,32 @@ class MooncakeStore:
         code = int(self._store.get_into(key, self._base + at, size))
         return size + 1 if code == _INVALID_PARAMS and self._store.get_size(key) > size else code
 
-    def put(self, key: str, at: int, size: int, pin_ms: int | None) -> list[int]:
-        """Write a value; return 0 or a negative code, and, as ``exist``, whether it is there now.
+    def put(self, key: str, at: int, size: int, is_kept: bool) -> list[int]:  # by JSON
+        """Write a value, which is never evicted if it is to be kept.
 
-        Args:
-            key: its name.
-            at, size: where it is in shared memory.
-            pin_ms: for how long others are evicted before it; -1 for never evicting it; ``None`` for no difference.
+        Returns 0 or a negative code, and, as ``exist``, whether it is there now.
         """
-        how = self._mooncake.ReplicateConfig()
-        how.with_hard_pin = pin_ms == -1
-        if pin_ms is not None and pin_ms > 0:
-            how.soft_pin_action = self._mooncake.SoftPinAction.ENABLE
-            how.soft_pin_ttl_ms = pin_ms
+        how = self._make_config()
+        how.with_hard_pin = is_kept
         code = int(self._store.put_from(key, self._base + at, size, how))
-        if code == _INVALID_PARAMS and pin_ms is not None:  # the master allows no pin of that length
-            code = int(self._store.put_from(key, self._base + at, size))
         return [code, *(self.exist([key]) if code == 0 else [0])]
 
     def remove(self, keys: list[str]) -> list[int]:
         """Remove values, also those that somebody has a lease on; return 0 or a negative code for each."""
         return list(self._store.batch_remove(keys, True))
 
-    def close(self) -> None:
-        """Take leave of the master, so that what was lent is given up in order."""
+    def serve(self, line: socket.socket) -> None:
+        """Carry out requests until the other end is closed."""
+        for message in line.makefile("rb"):
+            operation, *arguments = json.loads(message)
+            line.sendall(json.dumps([getattr(self, operation)(*arguments)]).encode() + b"\n")
+        self.leave()
+
+    def leave(self) -> None:
+        """End the process; take leave of the master, so that what was lent is given up in order, if that does not take long."""
+        signal.alarm(_CLOSE_S)
         self._store.close()
+        os._exit(0)
 
 
 def reached(settings: dict[str, Any], lines: list[socket.socket]) -> MooncakeStore:
@@ -101,29 +98,15 @@ def reached(settings: dict[str, Any], lines: list[socket.socket]) -> MooncakeSto
         try:
             return MooncakeStore(settings)
         except Exception as error:  # noqa: BLE001  # goes to the one who can report it
-            if not settings["lent_bytes"]:
-                answered, *_ = select.select(lines, (), ())
-                for line in answered:
-                    line.recv(MAX_MESSAGE_BYTES)
-                    line.send(json.dumps(str(error)).encode())
-                break
+            reason = str(error)
+        if not settings["lent_bytes"]:
+            asked, *_ = select.select(lines, (), ())
+            for line in asked:
+                line.makefile("rb").readline()
+                line.sendall(json.dumps(reason).encode() + b"\n")
+            break
         time.sleep(_RETRY_S)
     sys.exit(1)
-
-
-def serve(store: MooncakeStore, line: socket.socket) -> None:
-    """Carry out requests until the other end is closed."""
-    while message := line.recv(MAX_MESSAGE_BYTES):
-        operation, *arguments = json.loads(message)
-        line.send(json.dumps([getattr(store, operation)(*arguments)]).encode())
-    leave(store)
-
-
-def leave(store: MooncakeStore) -> None:
-    """End the process, with good manners if that does not take long."""
-    signal.alarm(_CLOSE_S)
-    store.close()
-    os._exit(0)
 
 
 def main() -> None:
@@ -133,10 +116,10 @@ def main() -> None:
     lines = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     store = reached(settings, lines)
     for line in lines:
-        threading.Thread(target=serve, args=(store, line), daemon=True).start()
+        threading.Thread(target=store.serve, args=(line,), daemon=True).start()
     while os.getppid() == settings["parent"]:  # what it has forked may keep the sockets open
         time.sleep(_RETRY_S)
-    leave(store)
+    store.leave()
 
 
 if __name__ == "__main__":
