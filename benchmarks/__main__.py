@@ -32,6 +32,7 @@ NAMES = (
     "policies",
     "replay",
     "tiers",
+    "stores",
     "handoff",
     "gpu",
     "generating",

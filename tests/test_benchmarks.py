@@ -23,6 +23,7 @@ from benchmarks import (
     policies,
     serve,
     soak,
+    stores,
     tracing,
     transfers,
     vllm_contenders,
@@ -132,6 +133,11 @@ def test_tracing(chat_model: str) -> None:
     row = tracing.run(quick=True, model=chat_model)["embedded engine"]
     assert row["us_per_step"].keys() == set(tracing.WAYS)
     assert row["beyond_no_traces"][tracing.ON]["us_per_step"] >= 0 < row["metrics"]["us_per_scrape"]
+
+
+def test_stores() -> None:
+    (row,) = stores.run(quick=True)["mb_per_s"]
+    assert {"directory", "valkey"} <= row.keys() and all(of["load"] > 0 for of in (row["directory"], row["valkey"]))
 
 
 def test_handoff(chat_model: str) -> None:
