@@ -84,3 +84,11 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     faults = Faults()
     monkeypatch.setattr(cargohold.transfer.cpu, "make_transfer_worker", faults.make_transfers)
     return faults
+
+
+@pytest.fixture
+def readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM's build for CPUs keep matrices as they are."""
+    from vllm import _custom_ops  # noqa: PLC0415  # after the environment has been set
+
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", False)

@@ -25,10 +25,6 @@ OPTIONS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank":
 PROMPT = make_prompts(1, 330)[0]
 
 
-# This build of vLLM cannot tell which weights its model has, so that a reset would drop all that is kept.
-KEPT: dict[str, Any] = {"follow_weights": "ignore"}
-
-
 @pytest.fixture
 def llama(vllm_model: Callable[[str], str]) -> str:
     return vllm_model("llama")
@@ -125,6 +121,7 @@ def test_two_workers_restarted_find_what_the_same_weights_have_computed(
     assert (other.tokens, other.restored) == (two, 0)
 
 
+@pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("extra", [EAGER, LAZY], ids=["eager", "lazy"])
 def test_weights_that_are_loaded_in_place_find_nothing_until_the_prefix_cache_is_reset(
     extra: dict[str, Any],
@@ -136,7 +133,7 @@ def test_weights_that_are_loaded_in_place_find_nothing_until_the_prefix_cache_is
 ) -> None:
     one, two = expected("one"), expected("two")
     adapter = LoRARequest("served", 1, str(served))
-    engine = start(llama, {**extra, **KEPT}, **OPTIONS)
+    engine = start(llama, extra, **OPTIONS)
     ask(engine, adapter)
     assert ask(engine, adapter).restored == 320
     put(llama, "two", served)
@@ -189,6 +186,7 @@ def test_an_adapter_that_vllm_has_dropped_and_reads_again(
     assert (changed.tokens, changed.restored) == (two, 0)
 
 
+@pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize(
     ("extra", "schedules_ahead", "is_mutant"),
     [(EAGER, False, False), (EAGER, True, False), (LAZY, False, False), (EAGER, False, True), (LAZY, False, True)],
@@ -209,7 +207,7 @@ def test_what_is_computed_while_weights_change_is_not_kept(
     prompt = make_prompts(1, 500)[0]
     options = {**OPTIONS, "max_num_batched_tokens": 96, "async_scheduling": schedules_ahead}
     expected = ask(start(llama, **options), adapter, prompt).tokens
-    engine = start(llama, {**extra, **KEPT}, **options)
+    engine = start(llama, extra, **options)
     ask(engine, adapter, make_prompts(1, 40, seed=5)[0])
     engine.llm.llm_engine.add_request(
         "long", {"prompt_token_ids": prompt}, engine.llm.get_default_sampling_params(), lora_request=adapter

@@ -15,9 +15,9 @@ pytest.importorskip(
 from cargohold.lab.simulation.campaign import Recipe
 from cargohold.lab.simulation.faults import parse_faults
 from cargohold.lab.simulation.run import RunResult
-from cargohold.lab.vllm.late_blocks import LateBlocks
+from cargohold.lab.vllm.late_blocks import LATE_BLOCKS, LateBlocks
 from cargohold.lab.vllm.others.recipe import StrangerRecipe
-from cargohold.lab.vllm.recipe import VllmRecipe, with_late_blocks
+from cargohold.lab.vllm.recipe import VllmRecipe, with_option
 
 OURS = "vllm:cargohold.integrations.vllm.connector:CargoholdConnector"
 OURS_CONFIG = {"host_bytes": "1MiB", "kv_events_salted": True}
@@ -50,7 +50,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def play(recipe: Recipe, seed: int) -> RunResult:
-    scenario = with_late_blocks(recipe.scenario(seed), 0.5)
+    scenario = with_option(recipe.scenario(seed), LATE_BLOCKS, 0.5)
     result = recipe.run(scenario).play()
     assert result.error is None, f"seed {seed}: {result.error!r}"
     return result

@@ -12,18 +12,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, CacheResets
+from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.protocol import ConnectorGuard, NullConnectorScheduler
 from cargohold.transfer import Direction
-from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, reload, restored, tokens, with_disk
+from tests.vllm.common import EAGER, LAZY, ask_twice, make_prompts, reload, restored, tokens, with_disk
 from tests.vllm.faults import Faults
-
-DROPPING = {**EAGER, "follow_weights": "drop"}
-
-needs_reported_failures = pytest.mark.skipif(
-    compat.TransferResults is None, reason="before vLLM 0.30, loads in flight forbid a reset"
-)
 
 
 class Kept(NullConnectorScheduler):
@@ -52,20 +45,16 @@ def make_resets(**options: Any) -> tuple[Kept, SimpleNamespace, CacheResets]:
     return kept, pool, CacheResets(ConnectorGuard(kept, 8), pool, **options)
 
 
-@pytest.mark.parametrize("option", [{}, {"follow_weights": "ignore"}])
-def test_tokens_after_new_weights_are_theirs_unless_the_user_vouches_for_the_old(
-    vllm_model: Callable[[str], str], start: Callable[..., Any], option: dict[str, Any]
-) -> None:
+def test_tokens_after_new_weights_are_theirs(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
     before, after = vllm_model("llama"), vllm_model("llama-retrained")
     prompts = make_prompts(2, 330)
     expected = tokens(start(after).ask(prompts))
-    engine = start(before, {**EAGER, **option})
+    engine = start(before, EAGER)
     assert restored(ask_twice(engine, prompts)) == 640
     reload(engine, after)
     assert engine.llm.reset_prefix_cache()
     answers = engine.ask(prompts)
-    assert (tokens(answers) == expected) == (not option), "old KV gives other tokens"
-    assert restored(answers) == (640 if option else 0)
+    assert tokens(answers) == expected and restored(answers) == 0
 
 
 def test_weights_that_come_before_the_first_request_are_told_by_a_reset_too(
@@ -84,8 +73,9 @@ def test_weights_that_come_before_the_first_request_are_told_by_a_reset_too(
     assert tokens(answers) != of_new_weights
 
 
+@pytest.mark.usefixtures("readable")
 def test_a_reset_on_demand_drops_what_is_kept(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
-    engine = start(vllm_model("llama"), {**EAGER, "follow_weights": "ignore"})
+    engine = start(vllm_model("llama"), EAGER)
     prompts = make_prompts(2, 330)
     ask_twice(engine, prompts)
     engine.settle()
@@ -130,156 +120,71 @@ def test_requests_that_never_cease_do_not_put_a_reset_off(
         engine.abort(str(number))
 
 
-def test_stores_in_flight_do_not_forbid_a_reset(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
-    """What they copy is void: with other weights, it would be the KV of a model that is no more."""
-    engine = start(vllm_model("llama"), EAGER, num_blocks=300, max_num_seqs=32)
-    inner, prompts = engine.side.guard.inner, make_prompts(8, 330)
-    expected = tokens(engine.ask(prompts, 6))
-    engine.settle()
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    for number, prompt in enumerate(prompts):
-        engine.add(str(number), prompt, 6)
-    while not (stores := list(inner.jobs.stores())):
-        engine.step()
-    assert not engine.scheduler.reset_prefix_cache(), "requests are running"
-    assert stores[0].block_ids and not stores[0].is_spoiled, "what is refused has no effects"
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert stores[0].is_spoiled and not stores[0].block_ids
-    answers: dict[str, Any] = {}
-    while engine.is_busy:
-        answers |= engine.step()
-    assert tokens([answers[str(number)] for number in range(8)]) == expected
-    assert tokens(engine.ask(prompts, 6)) == expected
-
-
-@needs_reported_failures
-@pytest.mark.parametrize("schedules_ahead", [False, True], ids=["", "ahead"])
-def test_loads_in_flight_do_not_forbid_a_reset(
-    schedules_ahead: bool, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
+def test_a_reset_that_copies_forbid_changes_nothing_and_succeeds_when_they_have_ended(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
 ) -> None:
-    """Whoever changes weights does not ask twice. Requests are served while the void copies run on, into blocks of nobody."""
-    # Where weights can be read and are the same, the requests would load what is kept once more, and wait.
-    engine = start(vllm_model("llama"), DROPPING, num_blocks=110, async_scheduling=schedules_ahead)
-    inner, pool, prompts = engine.side.guard.inner, engine.scheduler.kv_cache_manager.block_pool, make_prompts(5, 330)
-    tables = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-    expected = tokens(engine.ask(prompts, 6))
-    for is_running, is_external in ((False, False), (True, False), (True, True)):
-        forget(engine)
-        faults.waits = Direction.LOAD
-        for number, prompt in enumerate(prompts[:4]):
-            engine.add(str(number), prompt, 6)
-        while inner.jobs.num_loads < 4:
-            engine.step()
-        if is_running:
-            engine.add("runs", make_prompts(1, 330, 5)[0], 6)
-            while not engine.scheduler.running:
-                engine.step()
-        engine.abort("3")
-        filled = {block_id for load in inner.jobs.loads() for block_id in load.block_ids}
-        assert len(filled) == 40
-        for _ in range(2):
-            assert engine.scheduler.reset_prefix_cache(is_running, is_external)
-        answers: dict[str, Any] = {}
-        while engine.is_busy:
-            answers |= engine.step()
-            assert filled.isdisjoint(block.block_id for table in tables.values() for block in table), "copies go on"
-        assert tokens([answers[str(number)] for number in range(3)]) == expected[:3]
-        assert restored(list(answers.values())) == 0 and len(answers) == 3 + is_running
-        assert all(pool.blocks[block_id].ref_cnt == 1 for block_id in filled)
-        faults.waits = None
-        engine.check_settled()
-        assert tokens(engine.ask(prompts, 6)) == expected
-    engine.check_settled()
-
-
-@needs_reported_failures
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_a_reset_fails_no_request_that_was_to_load(
-    has_ended: bool, vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults
-) -> None:
-    """Not even if requests are to fail when loads fail: what is void cannot. One whose load has ended may not run yet."""
-    engine = start(vllm_model("llama"), {**DROPPING, "load_failure_policy": "fail"}, num_blocks=60)
+    engine = start(vllm_model("llama"), EAGER)
     prompts = make_prompts(2, 330)
-    expected = tokens(ask_twice(engine, prompts))
-    forget(engine)
-    faults.waits = Direction.LOAD
-    for number, prompt in enumerate(prompts):
-        engine.add(str(number), prompt, 6)
-    while engine.side.guard.inner.jobs.num_loads < 2:
-        engine.step()
-    if has_ended:
-        faults.waits = None
-        engine.scheduler.set_pause_state(type(engine.scheduler.pause_state).PAUSED_ALL)
-        engine.settle()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.scheduler.set_pause_state(type(engine.scheduler.pause_state).UNPAUSED)
-    answers: dict[str, Any] = {}
-    while engine.is_busy:
-        answers |= engine.step()
-    assert tokens([answers["0"], answers["1"]]) == expected
-    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    faults.waits = Direction.STORE
+    expected = tokens(engine.ask(prompts, 6))
+    assert not engine.scheduler.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):  # /reset_prefix_cache answers 500
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     faults.waits = None
+    engine.settle()
+    answers = engine.ask(prompts, 6)
+    assert tokens(answers) == expected and [answer.device for answer in answers] == [320, 320]
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    answers = engine.ask(prompts, 6)
+    assert tokens(answers) == expected and [answer.device for answer in answers] == [0, 0]
     engine.check_settled()
 
 
-def test_a_pause_of_vllm_is_seen_and_drops_nothing(vllm_model: Callable[[str], str], start: Callable[..., Any]) -> None:
-    """Found by reading: the scheduler was looked for when a cache was reset, and vLLM had frozen it since, out of sight."""
-    engine = start(vllm_model("llama"), {**EAGER, "follow_weights": "ignore"})
-    prompts = make_prompts(2, 330)
-    ask_twice(engine, prompts)
-    engine.settle()
-    for mode in ("abort", "keep"):
-        engine._core.pause_scheduler(mode=mode, clear_cache=True)
-        assert engine.side._resets._is_paused()
-        engine._core.resume_scheduler()
-        assert restored(engine.ask(prompts)) == 640
-        engine.settle()
-
-
-def test_each_reset_is_followed_once() -> None:
-    kept, pool, resets = make_resets()
-    assert not resets.is_due() and kept.count() == 0
-    pool.cached_block_hash_to_block = object()
-    assert not resets.is_due() and not resets.is_due()
-    assert kept.count() == 1
-    pool.cached_block_hash_to_block = object()
-    assert resets.reset() and not resets.is_due()
-    assert kept.count() == 2, "one of both was asked for by name"
-
-
-def test_nothing_is_found_until_what_was_in_use_is_dropped() -> None:
-    kept, pool, resets = make_resets()
-    kept.is_in_use = True
-    pool.cached_block_hash_to_block = object()
-    assert resets.is_due() and resets.is_due()
-    kept.is_in_use = False
-    assert not resets.is_due()
-    assert kept.count() == 1
-
-
-@pytest.mark.parametrize("policy", [CHECK, DROP, IGNORE])
-def test_what_could_not_be_dropped_on_demand_is_dropped_later(policy: str) -> None:
-    kept, _, resets = make_resets(policy=policy)
+def test_what_could_not_be_dropped_on_demand_is_dropped_later() -> None:
+    kept, _, resets = make_resets()
     kept.is_in_use = True
     assert resets.reset(), "nothing is found from now on: whoever changes weights does not ask twice"
     assert resets.is_due()
     kept.is_in_use = False
-    assert resets.is_due() == (policy == CHECK), "then workers look what they hold, as nobody knows it"
-    assert kept.count() == 1
+    assert resets.is_due() and kept.count() == 1, "workers look what they hold, as nobody knows it"
+    _look(resets, ("first",))
+    assert not resets.is_due() and kept.count() == 1
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_weights_that_come_before_anything_is_computed_need_no_reset(has_tiers: bool) -> None:
+    """vLLM's own cache is empty then. What is kept at once, where nothing could be found, is dropped."""
+    kept, _, resets = make_resets(has_tiers=has_tiers)
+    resets.note_weights(0, {0: "first"})
+    assert resets.is_due() == resets.is_unsure() == has_tiers
+    _look(resets, ("other",))
+    assert not resets.is_due() and not resets.is_unsure()
+    assert len(kept.weights) == 1 and kept.weights[0] and kept.count() == (not has_tiers)
+
+
+@pytest.mark.parametrize("first", ["first", ""])
+def test_a_start_drops_nothing_if_no_weights_came_or_none_can_be_read(first: str) -> None:
+    kept, _, resets = make_resets(has_tiers=True)
+    resets.note_weights(0, {0: first})
+    _look(resets, (first,))
+    assert not resets.is_due() and not resets.is_unsure() and kept.count() == 0 and kept.weights == []
 
 
 def _look(resets: CacheResets, seen: tuple[str, ...]) -> None:
     """Let workers say what they hold, by rank."""
+    resets.is_due()  # as at the beginning of each step
     look = resets.take_look(computes=True)
     for rank, fingerprint in enumerate(seen):
         resets.note_weights(rank, {look: fingerprint})
 
 
-def unsure(**options: Any) -> tuple[Kept, SimpleNamespace, CacheResets]:
+def unsure() -> tuple[Kept, SimpleNamespace, CacheResets]:
     """Resets of a cache that was reset, with two workers that have told what they hold."""
-    kept, pool, resets = make_resets(policy=CHECK, num_workers=2, **options)
+    kept, pool, resets = make_resets(num_workers=2)
     for rank in range(2):
         resets.note_weights(rank, {0: f"first {rank}"})
+    _look(resets, ("first 0", "first 1"))
     assert not resets.is_due() and not resets.is_unsure() and not resets.take_look(computes=True)
     pool.cached_block_hash_to_block = object()
     assert resets.is_due()
@@ -320,7 +225,7 @@ def test_what_is_kept_is_dropped_if_one_cannot_tell() -> None:
 
 def test_what_was_dropped_on_demand_is_not_dropped_again_if_one_cannot_tell() -> None:
     """Leases that clients had taken meanwhile were lost."""
-    kept, pool, resets = make_resets(policy=CHECK)
+    kept, pool, resets = make_resets()
     assert resets.reset() and kept.count() == 1 and resets.is_due()
     _look(resets, ("",))
     assert not resets.is_due() and kept.count() == 1
@@ -331,17 +236,14 @@ def test_what_was_dropped_on_demand_is_not_dropped_again_if_one_cannot_tell() ->
 
 
 def test_workers_look_when_requests_are_served_again_and_not_while_weights_may_come() -> None:
-    paused = [True]
-    _, _, resets = unsure(is_paused=lambda: paused[0])
-    assert not resets.take_look(computes=True), "paused, and some requests are served to their end"
-    paused[0] = False
-    assert not resets.take_look(computes=False), "an empty step may be one of a pause that cannot be seen"
+    _, _, resets = unsure()
+    assert not resets.take_look(computes=False), "an empty step may be one of a pause"
     assert resets.is_unsure(), "vLLM admits requests"
     assert resets.take_look(computes=False)
 
 
 def test_a_look_before_the_last_reset_tells_nothing() -> None:
-    kept, pool, resets = make_resets(policy=CHECK)
+    kept, pool, resets = make_resets()
     resets.note_weights(0, {0: "first"})
     pool.cached_block_hash_to_block = object()
     assert resets.is_due()
@@ -354,17 +256,19 @@ def test_a_look_before_the_last_reset_tells_nothing() -> None:
     assert not resets.is_due() and len(kept.weights) == 1
 
 
-def test_a_reset_while_vllm_is_paused_is_no_wish_to_drop() -> None:
-    paused = [True]
-    kept, _, resets = make_resets(policy=CHECK, is_paused=lambda: paused[0])
+def test_a_reset_where_vllm_may_sleep_is_no_wish_to_drop() -> None:
+    kept, pool, resets = make_resets(may_sleep=True)
+    resets.note_weights(0, {0: "first"})
+    pool.cached_block_hash_to_block = object()
     assert resets.reset() and resets.is_due() and kept.count() == 0
-    paused[0] = False
-    assert resets.reset() and kept.count() == 1, "an operator has asked for it by name"
+    _look(resets, ("first",))
+    assert not resets.is_due() and kept.count() == 0 and kept.weights == []
+    assert resets.reset() and kept.count() == 1, "vLLM's own cache was not reset, as it is before sleep"
 
 
 def test_after_a_drop_on_demand_the_weights_of_now_are_those_to_compare_with() -> None:
     """Found by reading: weights that came back after it were taken for those of what had been kept meanwhile."""
-    kept, pool, resets = make_resets(policy=CHECK)
+    kept, pool, resets = make_resets()
     resets.note_weights(0, {0: "first"})
     assert resets.reset() and kept.count() == 1 and resets.is_due()
     for number, seen in enumerate(("second", "first"), 1):
@@ -376,13 +280,12 @@ def test_after_a_drop_on_demand_the_weights_of_now_are_those_to_compare_with() -
 
 
 class Schedule:
-    """A random schedule of steps, resets, calls and changes of weights, and what is true of the device."""
+    """A random schedule of steps and of resets with other weights, and what is true of the device."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.kept, self.pool, self.resets = make_resets(policy=CHECK, num_workers=2)
+        self.kept, self.pool, self.resets = make_resets(num_workers=2, may_sleep=seed % 2 == 0)
         self.weights = 0
-        self.on_device: set[int] = set()  # the weights whose KV it may have
         self.names: dict[str, int] = {"": 0}
         self.answers: list[tuple[int, int]] = []
         self.num_open = 0
@@ -391,26 +294,29 @@ class Schedule:
 
     def reset(self) -> None:
         self.pool.cached_block_hash_to_block = object()
-        self.on_device.clear()
-
-    def call(self) -> None:
-        self.resets.note_call()
+        if self.random.random() < 0.3:
+            num_before = self.kept.count()
+            assert self.resets.reset()
+            if self.kept.count() > num_before:
+                self.names.clear()
+        for _ in range(self.random.randrange(3)):  # paused: nothing is computed, and weights come then or later
+            self.resets.is_due()
+            assert not self.resets.take_look(computes=False)
         if self.random.random() < 0.6:
             self.weights = self.random.randrange(3)
 
     def step(self) -> None:
         """One step, whose answers come at once or with a later one; what is computed is stored if nothing is due."""
         self.kept.is_in_use = self.random.random() < 0.2
-        is_due, computes = self.resets.is_due(), self.random.random() < 0.7
-        look = self.resets.take_look(computes=computes)
+        num_before, is_due = self.kept.count(), self.resets.is_due()
+        if self.kept.count() > num_before:
+            self.names.clear()
+        look = self.resets.take_look(computes=True)
         if look:
             self.answers.append((look, self.weights))
-        if computes:
-            self.on_device.add(self.weights)
         if not is_due:
             self.num_open += 1
             name = self.kept.weights[-1] if self.kept.weights else ""
-            assert self.on_device <= {self.weights}, "KV of other weights would be stored"
             assert self.names.setdefault(name, self.weights) == self.weights, "under the name of other weights"
         while self.answers and self.random.random() < 0.7:
             number, held = self.answers.pop(0)
@@ -423,6 +329,6 @@ def test_whatever_comes_in_whatever_order_nothing_is_kept_under_the_name_of_othe
     for seed in range(400):
         schedule = Schedule(seed)
         for _ in range(40):
-            schedule.random.choices([schedule.step, schedule.call, schedule.reset], [6, 1, 1])[0]()
+            schedule.random.choices([schedule.step, schedule.reset], [6, 1])[0]()
         num_open += schedule.num_open
     assert num_open > 1500

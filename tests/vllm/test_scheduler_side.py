@@ -44,7 +44,7 @@ def side_over(num_tokens: int, **options: Any) -> SchedulerSide:
     )
     tables = NotedTables(1)
     room = LoadRoom(pool, LAYOUT.groups, tables, max_in_flight_tokens=64)
-    chosen = SideOptions(60.0, GROUPS, LAYOUT.token_bytes, follow_weights="ignore", **options)
+    chosen = SideOptions(60.0, GROUPS, LAYOUT.token_bytes, **options)
     return SchedulerSide(Finds(num_tokens), LAYOUT, pool, tables, room, clock=lambda: 0.0, options=chosen)
 
 

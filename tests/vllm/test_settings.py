@@ -26,8 +26,7 @@ from cargohold.tiers import DiskTierConfig, SharedTierConfig
         ({"host_bytes": "1GiB", "if_unsupported": "shrug"}, "if_unsupported"),
         ({"host_bytes": "1GiB", "load_failure_policy": "retry"}, "load_failure_policy"),
         ({"host_bytes": "1GiB", "load_timeout_s": 5}, "load_timeout_s"),
-        ({"host_bytes": "1GiB", "follow_weights": "no"}, "follow_weights"),
-        ({"host_bytes": "1GiB", "follow_weights": "keep"}, "follow_weights"),  # nothing outlives the server
+        ({"host_bytes": "1GiB", "follow_weights": "check"}, "follow_weights"),
         ({"host_bytes": "1GiB", "follow_resets": False}, "follow_resets"),
         ({"mode": "multi", "connectors": [{"host_bytes": "1GiB", "lookahead": 3}]}, "connectors[0].lookahead"),
     ],

@@ -15,7 +15,6 @@ pytest.importorskip(
 )
 
 import cargohold.integrations.vllm.groups as groups_module
-import cargohold.integrations.vllm.resets as resets_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.kernel.jobs import JobTable
@@ -31,7 +30,8 @@ from cargohold.integrations.vllm.scheduler import SchedulerSide
 from cargohold.integrations.vllm.worker import Ended, WorkerSide
 from cargohold.lab.simulation.campaign import play_seed
 from cargohold.lab.simulation.world import Scenario
-from cargohold.lab.vllm.recipe import VllmRecipe, with_late_blocks
+from cargohold.lab.vllm.late_blocks import LATE_BLOCKS
+from cargohold.lab.vllm.recipe import VllmRecipe, with_option
 from cargohold.protocol import AttentionKind, KVCacheGroup, OutputAggregator
 from tests.simulation.mutants import loads_the_state_of_one_block_too_early
 from tests.simulation.mutation import Mutant, Patch, assert_caught, registrar
@@ -48,7 +48,7 @@ class LateRecipe(VllmRecipe):
 
     def scenario(self, seed: int) -> Scenario:
         """The scenario of a seed."""
-        return with_late_blocks(VllmRecipe.scenario(self, seed), 0.5)
+        return with_option(VllmRecipe.scenario(self, seed), LATE_BLOCKS, 0.5)
 
 
 late_mutant = registrar(MUTANTS, LateRecipe)
@@ -130,29 +130,9 @@ def looks_which_weights_are_held_before_they_come(patch: Patch) -> None:
 
     def take_early(self: CacheResets, *, computes: bool) -> int:
         del computes
-        self._is_paused = lambda: False
         return take_look(self, computes=True)
 
     patch.setattr(CacheResets, "take_look", take_early)
-
-
-@mutant(workload="stops", connector="eager", faults="late,slow")
-def frees_the_blocks_of_void_loads_while_copies_run(patch: Patch) -> None:
-    give_up = OffloadingScheduler.give_up_transfers
-
-    def hasty(self: OffloadingScheduler) -> None:
-        give_up(self)
-        for load in self.jobs.loads():
-            self._shared.holder.release(load.block_ids)
-            for name in ("block_ids", "block_keys", "block_starts"):
-                object.__setattr__(load, name, ())
-
-    patch.setattr(OffloadingScheduler, "give_up_transfers", hasty)
-
-
-@mutant(workload="stops", connector="eager", faults="late,slow")
-def lets_requests_go_on_with_what_was_loaded_before_a_reset(patch: Patch) -> None:
-    patch.setattr(resets_module, "_start_over", lambda scheduler, request: None)
 
 
 @mutant(workload="stops")

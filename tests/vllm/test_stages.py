@@ -34,7 +34,7 @@ def start_stages(start: Callable[..., Engine]) -> Callable[..., Engine]:
     def make(model: str, extra: dict[str, Any], **options: Any) -> Engine:
         engine = start(
             model,
-            {**extra, "follow_weights": "ignore"},  # calls change none, which workers of this build of vLLM cannot tell
+            extra,
             pipeline_parallel_size=2,
             distributed_executor_backend="mp",
             worker_extension_cls="tests.vllm.staged_worker.StagedWorker",

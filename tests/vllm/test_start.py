@@ -17,7 +17,6 @@ from cargohold.errors import ConfigError
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.around import Around
 from cargohold.integrations.vllm.connector import CargoholdConnector
 from cargohold.integrations.vllm.layout import replicas, translate
 from tests.vllm.common import COMPOSED, EAGER, LAZY, ask_twice, make_prompts, restored, tokens
@@ -80,26 +79,6 @@ def test_a_data_parallel_replica_has_a_disk_of_its_own(
     assert [path.name for path in tmp_path.iterdir()] == ["replica-1"]
     assert [path.parent.parent.name for path in tmp_path.rglob("shard.json")] == ["replica-1"]
     assert "what is being written to a tier then is lost" in caplog.text, "vllm serve kills its engine by default"
-
-
-@pytest.mark.parametrize(("is_heard", "mode", "is_off"), [(True, "1", False), (False, "1", True), (False, "0", False)])
-def test_without_word_of_calls_that_may_change_weights_nothing_outlives_the_server(
-    vllm_model: Callable[[str], str],
-    start: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    is_heard: bool,
-    mode: str,
-    is_off: bool,
-) -> None:
-    """With development endpoints, anybody may let workers do anything."""
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", mode)
-    if not is_heard:
-        monkeypatch.setattr(Around, "found", Around)
-    tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
-    engine = start(vllm_model("llama"), {**EAGER, "tiers": [tier]})
-    assert ("calls to the workers" in str(engine.connector._obstacles)) == is_off
 
 
 @pytest.mark.parametrize(

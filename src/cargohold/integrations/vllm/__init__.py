@@ -23,7 +23,6 @@ entry point in ``plugin``.
     loads         loads of its requests: waiting for an answer, room, what became of them
     adapters      LoRA adapters by content: keys cover their weights
     resets        resets of vLLM's prefix cache: of which weights is what is kept?
-    around        vLLM's scheduler and engine core, which no connector is told of
     explanations  what a request is told of its way through the cache
     metrics       counters for vLLM's log and its Prometheus endpoint; KV events
     worker        worker side; what travels between scheduler and workers, and which part of the model each worker holds

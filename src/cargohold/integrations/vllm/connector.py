@@ -24,7 +24,6 @@ from cargohold.connector.held import held_levels
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat, start
 from cargohold.integrations.vllm.adapters import HeldAdapters
-from cargohold.integrations.vllm.around import Around
 from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.layout import (
     NO_GROUPS,
@@ -44,7 +43,6 @@ from cargohold.integrations.vllm.layout import (
 from cargohold.integrations.vllm.loads import LoadRoom
 from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
 from cargohold.integrations.vllm.pool_view import BlockTables, ManagerTables, NotedTables
-from cargohold.integrations.vllm.resets import CHECK, KEEP
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, VllmSettings
 from cargohold.integrations.vllm.weights import HeldWeights
@@ -120,7 +118,6 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         # With pipeline stages: makes the scheduler side, once all workers have said which part of the model they hold.
         self._begin: Callable[[Parts], None] | None = None
         self._mean_block_bytes = 0.0
-        self._around = Around()
         self._events = EventTranslator(())  # until there is a scheduler side
         replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         transfer = vllm_config.kv_transfer_config
@@ -142,10 +139,8 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if not self._is_scheduler:
             # The scheduler side may know of no obstacle: vLLM tells it only of the first layer of each group.
             rank = int(vllm_config.parallel_config.rank)
-            self._held = held = HeldWeights(self._vllm_config)
-            look = self._look_at_weights(held) if self._settings.adapter.looks_at_weights else None
             adapters = None if getattr(vllm_config, "lora_config", None) is None else self._make_held_adapters()
-            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, look, adapters, held.were_loaded)
+            self._worker = WorkerSide(rank, "; ".join(translation.obstacles) or None, self._look_at_weights(), adapters)
             if rank == 0 and not is_off and not may_span_machines(vllm_config.parallel_config):
                 with option_path("kv_connector_extra_config."):
                     check_memory(self._settings.offload)
@@ -193,8 +188,6 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             exchange = partial(exchange_with_workers, layout.num_replicas) if layout.num_replicas > 1 else None
             served = {name: tensor for name, tensor in kv_caches.items() if name not in self._groups.left_out_layers}
             self._worker.register_kv_caches(served, self._factory(), layout, self._clock(), exchange)
-            if self._settings.adapter.follow_weights == KEEP and self._held.why_not:
-                raise ConfigError("kv_connector_extra_config.follow_weights", KEEP, self._held.why_not)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -400,9 +393,9 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """Monotonic time in seconds."""
         return time.monotonic
 
-    def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
+    def _look_at_weights(self) -> Callable[[], str]:
         """What tells which weights a worker holds."""
-        return held.look
+        return HeldWeights(self._vllm_config).look
 
     def _make_held_adapters(self) -> HeldAdapters:
         """What tells which adapters a worker holds."""
@@ -436,9 +429,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
         """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have told their parts."""
-        self._around = Around.found()
-        heard = start.call_obstacles(self._vllm_config, self._settings, are_heard=self._around.hears_calls)
-        if self._obstacles or self._turn_off(_pool_obstacles(pool) + heard):
+        if self._obstacles or self._turn_off(_pool_obstacles(pool)):
             return
         _SERVED_POOLS.add(pool)
         layout = self._layout(int(pool.hash_block_size))
@@ -466,20 +457,19 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             emits_salted_events=self._settings.adapter.kv_events_salted,
             full_hits=self._groups.bear_full_hits,
             keeps_partial_loads=False,
-            keeps_weights=self._settings.adapter.follow_weights == KEEP,
+            keeps_weights=True,
             # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
             give_up_loads_after_s=None if compat.TransferResults is None else self._settings.load_timeout_s / 2,
         )
         with option_path("kv_connector_extra_config."):
             check_chunks(self._settings.offload, layout, int(self._vllm_config.model_config.max_model_len))
             inner = self._factory().make_scheduler_side(environment)
-        adapter = self._settings.adapter
         options = SideOptions(
             load_timeout_s=self._settings.load_timeout_s,
             groups=self._groups,
             tier_token_bytes=plan.token_bytes(layout),
-            follow_weights=CHECK if adapter.looks_at_weights else adapter.follow_weights,
-            around=self._around,
+            may_sleep=bool(getattr(self._vllm_config.model_config, "enable_sleep_mode", False)),
+            has_tiers=self._settings.has_tiers,
             dropped_tokens=dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),
             by_priority=getattr(self._vllm_config.scheduler_config, "policy", "fcfs") == "priority",
@@ -493,7 +483,6 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
         room = LoadRoom(pool, self._groups.in_pool, tables, int(in_flight))
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
-        self._around.tell_calls(self._scheduler.note_call)
         told = self._vllm_config, self._kv_cache_config
         for line in (
             *start_report(layout, self._settings.offload, parts),

@@ -16,12 +16,11 @@ really hold are counted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cargohold.deadlines import Patience
-from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.pool_view import BlockTables
 from cargohold.integrations.vllm.request_view import SeenRequest
 from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, BlockIds, Clock, KVCacheGroup, KVConnectorOutput
@@ -167,13 +166,11 @@ class _Load:
         num_tokens: prompt tokens that were not counted as computed because they are loaded. 0 once they are not loaded after
             all, and for a request that was admitted before, whose prompt is counted already.
         ends_in_step: whether it is over when the workers' step is: the connector called it synchronous.
-        block_ids: the blocks that it fills.
     """
 
     since: float
     num_tokens: int
     ends_in_step: bool
-    block_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -182,7 +179,6 @@ class LoadNews:
 
     loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     synchronous: list[str] = field(default_factory=list)
-    void: list[str] = field(default_factory=list)
 
 
 class LoadsInFlight:
@@ -233,7 +229,7 @@ class LoadsInFlight:
             for block_id in table[tokens.start // group.block_tokens : -(-tokens.stop // group.block_tokens)]
             if block_id != NULL_BLOCK_ID
         )
-        self._in_flight[request_id] = _Load(self._clock(), num_counted, ends_in_step, filled)
+        self._in_flight[request_id] = _Load(self._clock(), num_counted, ends_in_step)
         self.parked[request_id] = seen
         self._news.loads[request_id] = filled
         if ends_in_step:
@@ -271,20 +267,6 @@ class LoadsInFlight:
                 num_tokens += load.num_tokens
                 load.num_tokens = 0
         return num_tokens
-
-    def note_void(self, request_ids: Collection[str]) -> list[str]:
-        """Note requests that start over: what is loaded for them is void. Return those of them with a load in flight."""
-        void = [request_id for request_id in request_ids if request_id in self._in_flight]
-        self._news.void += void
-        for request_id in request_ids:
-            self.parked.pop(request_id, None)
-        return void
-
-    def blocks(self) -> dict[str, tuple[int, ...]]:
-        """The requests that wait for a load, or have not run since, and the blocks that loads in flight fill."""
-        if compat.TransferResults is None:
-            return {}  # told by block that a load has failed, vLLM computes into the blocks that the request had
-        return {**dict.fromkeys(self.parked, ()), **{name: load.block_ids for name, load in self._in_flight.items()}}
 
     def late(self, timeout_s: float) -> str | None:
         """Return the request whose load takes longest, if it takes longer than ``timeout_s``."""

@@ -15,14 +15,13 @@ from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.adapters import Adapters
-from cargohold.integrations.vllm.around import Around
 from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.loads import Deferrals, LoadRoom, LoadsInFlight
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.pool_view import BlockTables, NotedTables, PoolContext, block_ids
 from cargohold.integrations.vllm.request_view import ScheduledStep, SeenRequest, turn_end_of
-from cargohold.integrations.vllm.resets import CacheResets, PoolResets
+from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
     FRONT_KEY,
@@ -61,8 +60,8 @@ class SideOptions:
         load_timeout_s: a connector that keeps a request waiting for longer is turned off.
         groups: the KV-cache groups.
         tier_token_bytes: bytes of one token's KV in a tier, for all workers.
-        follow_weights: what a reset of vLLM's prefix cache means for what is kept; see ``AdapterSettings``.
-        around: vLLM's scheduler, and whether it is paused.
+        may_sleep: whether vLLM may sleep (``--enable-sleep-mode``).
+        has_tiers: whether there are tiers below host memory.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
         loads: whether anything is loaded; see ``layout.may_load``.
@@ -78,8 +77,8 @@ class SideOptions:
     load_timeout_s: float
     groups: Groups
     tier_token_bytes: float
-    follow_weights: str
-    around: Around = field(default_factory=Around)
+    may_sleep: bool = False
+    has_tiers: bool = False
     dropped_tokens: int = 0
     loads: bool = True
     by_priority: bool = False
@@ -125,11 +124,10 @@ class SchedulerSide:
             self.guard,
             pool,
             num_workers=layout.world_size,
-            policy=options.follow_weights,
-            is_paused=options.around.is_paused,
+            may_sleep=options.may_sleep,
+            has_tiers=options.has_tiers,
         )
         self._loads = LoadsInFlight(layout.groups, clock)
-        PoolResets(self.guard, pool, options.around.scheduler, self._loads.blocks, self._note_void)
         self._groups = options.groups
         self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
         self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.key_of)
@@ -352,9 +350,7 @@ class SchedulerSide:
         stop = self.guard.stop_workers() or self.guard.is_stopping
         look = self._resets.take_look(computes=bool(output.num_scheduled_tokens))
         adapters = self._adapters.take_looks()
-        return StepMessage(
-            inner, new.loads, tuple(sends), tuple(new.synchronous), stop, look, adapters, tuple(new.void)
-        )
+        return StepMessage(inner, new.loads, tuple(sends), tuple(new.synchronous), stop, look, adapters)
 
     def update_connector_output(self, message: WorkerMessage | None, *, step_failed: bool) -> None:
         """Take the ranks' reports of a step.
@@ -413,12 +409,8 @@ class SchedulerSide:
         return self.guard.take_events()
 
     def reset_cache(self) -> bool:
-        """Drop everything kept, or find out whether it is true still; see ``CacheResets.reset``."""
+        """Drop everything kept, or only look whether it is still true; see ``CacheResets.reset``."""
         return self._resets.reset()
-
-    def note_call(self) -> None:
-        """Learn that somebody lets all workers do something now, which may be to change weights."""
-        self._resets.note_call()
 
     def take_stats(self, block_bytes: float) -> Stats:
         """Counters of both sides since they were told last, as operators want them; ``block_bytes`` is a worker's mean.
@@ -485,20 +477,8 @@ class SchedulerSide:
         """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
         if request_ids:
             self._failed.update(self._requests.keys() & request_ids)
-            self._count_computed(self._loads.count_failed(request_ids))
-
-    def _note_void(self, request_ids: Collection[str]) -> None:
-        """Note requests that vLLM computes as new ones, because its cache was reset: what is loaded for them is void."""
-        self._count_computed(self._loads.count_failed(request_ids))
-        void = self._loads.note_void(request_ids)
-        if void:
-            logger.info(
-                "vLLM's prefix cache is reset: %d loads in flight are void; their requests start over", len(void)
-            )
-
-    def _count_computed(self, num_tokens: int) -> None:
-        """Count prompt tokens that are not loaded after all."""
-        self._stats[metrics.PROMPT.of("computed")] += num_tokens
+            # Tokens that are not loaded after all.
+            self._stats[metrics.PROMPT.of("computed")] += self._loads.count_failed(request_ids)
 
     def _check_deadlines(self) -> None:
         late = self._loads.late(self._timeout_s)

@@ -13,8 +13,7 @@ from cargohold.connector.recording import RecordingFactory
 from cargohold.connector.tenants import Tenants
 from cargohold.connector.tracing import TracingFactory
 from cargohold.connector.tracing import require_packages as require_tracing
-from cargohold.errors import ConfigError, option_path
-from cargohold.integrations.vllm.resets import CHECK, DROP, IGNORE, KEEP
+from cargohold.errors import option_path
 from cargohold.options import Options, declared, made, one_of
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVConnectorFactory
 from cargohold.tiers import TierConfig, check_place_here, require_packages
@@ -34,11 +33,6 @@ class AdapterSettings(Options):
             one line and serves without offloading; ``refuse`` does not start.
         load_failure_policy: what vLLM does with a request whose load failed: ``recompute`` its tokens, or ``fail`` it. vLLM's
             own option of that kind is set to this value.
-        follow_weights: what a reset of vLLM's prefix cache means for what is kept below it; programs that change weights in
-            place reset that cache. ``check``: each worker looks whether it holds the weights that it held; if not, what is kept
-            is set aside until its weights return; if one cannot tell, it is dropped. ``keep``: as ``check``, and what lower
-            tiers have of other weights than those of the model's files is found again after a restart, when its weights return.
-            ``drop``: it is dropped. ``ignore``: it stays, and you vouch for the weights.
         kv_events_salted: whether KV events of this connector's tiers are published for requests with a ``cache_salt``, too;
             vLLM publishes its own of all requests.
         traces: whether to make OpenTelemetry spans of what is done for each request, in the trace that vLLM passes on.
@@ -47,15 +41,9 @@ class AdapterSettings(Options):
 
     if_unsupported: Annotated[str, one_of(DISABLE, REFUSE)] = DISABLE
     load_failure_policy: Annotated[str, one_of(RECOMPUTE, FAIL)] = RECOMPUTE
-    follow_weights: Annotated[str, one_of(CHECK, KEEP, DROP, IGNORE)] = CHECK
     kv_events_salted: bool = False
     record: str | None = None
     traces: bool = False
-
-    @property
-    def looks_at_weights(self) -> bool:
-        """Whether workers look which weights they hold."""
-        return self.follow_weights in {CHECK, KEEP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +66,6 @@ class VllmSettings:
             adapter = made(AdapterSettings, {key: extra_config[key] for key in own & extra_config.keys()})
             offload = parse_offload({key: value for key, value in extra_config.items() if key not in own}, beside=own)
             check_apart(offload)
-            if adapter.follow_weights == KEEP and not any(tiers_of(offload)):
-                raise ConfigError("follow_weights", KEEP, "nothing outlives the server, for there are no tiers")
         tenants = Tenants.of_environment()
         if isinstance(offload, Sequence):
             return cls(adapter, [_shared(child, tenants) for child in offload])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -29,14 +28,6 @@ _LOADS_NOTHING: Final = (
 _HAS_NOTHING: Final = (
     "in kv_role=kv_consumer, nothing is stored, and there is no tier in which other engines could store; use kv_both, or add a "
     "tier that they share"
-)
-_WRITTEN_WEIGHTS: Final = (
-    "weights that a worker extension changes by itself, in none of the calls to it, are noticed at the next reset of vLLM's "
-    "prefix cache: reset it before requests are served with them"
-)
-_UNHEARD: Final = (
-    "calls to the workers (collective_rpc) may change weights, and vLLM's engine core was not found, which tells of them, so "
-    "KV cannot outlive the engine"
 )
 SINGLE_BLOCKS: Final = (
     "blocks_per_chunk is taken as 1: vLLM keeps a recurrent state where a step has ended with a block, which is seldom where a "
@@ -73,23 +64,11 @@ def remarks(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, setti
         f"if a load fails, vLLM's policy is to {policy} its request (load_failure_policy; inside MultiConnector, the outer "
         "kv_load_failure_policy holds)"
     )
-    if _has_extension(vllm_config):
-        yield _WRITTEN_WEIGHTS
     if settings.has_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
         yield _SUDDEN_END
     _, reason = replicas(vllm_config, kv_cache_config)
     if reason:
         yield f"KV that is the same on several workers is kept once for each: {reason}"
-
-
-def call_obstacles(vllm_config: Any, settings: VllmSettings, *, are_heard: bool) -> list[str]:
-    """Why tiers cannot be used where others let workers do what they want, unless these calls are heard of, as sentences."""
-    may_call = _has_extension(vllm_config) or os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in {"", "0"}
-    return [_UNHEARD] if may_call and settings.has_tiers and not are_heard else []
-
-
-def _has_extension(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config.parallel_config, "worker_extension_cls", ""))
 
 
 def tool_tokens(model_config: Any) -> ToolTokens:

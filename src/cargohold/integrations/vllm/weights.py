@@ -1,7 +1,6 @@
 """What a worker's model holds: a fingerprint of every byte of it, taken on the device that has them.
 
-vLLM may be given other weights while it runs, and no connector is told. Whoever changes weights has vLLM reset its prefix cache
-*before* they come, so the workers look when the next step begins: then they are there.
+vLLM may be given other weights while it runs, and tells no connector. See ``resets`` for when workers look.
 
 In the host's memory, bytes are hashed (XXH3, 128 bits). On a device they are not moved: words of 32 bits are multiplied by
 random odd numbers of 64 bits and added up, modulo 2**64; twice, with other numbers, for each stretch of 16 MiB of a tensor.
@@ -16,8 +15,8 @@ import gc
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -39,46 +38,23 @@ class HeldWeights:
 
     Args:
         vllm_config: the configuration of vLLM's worker.
-
-    Attributes:
-        why_not: why the last look could not be taken, as a sentence; empty if it could.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self.why_not = ""
         self._vllm_config = vllm_config
         self._worker: Any = None
-        self._watched: list[torch.nn.Module] = []
-        self._were_loaded = False
-
-    def were_loaded(self) -> bool:
-        """Whether a model was given weights through its own ``load_weights`` since the last look."""
-        return self._were_loaded
+        self._why_not = ""
 
     def look(self) -> str:
-        """Return a fingerprint, empty if it cannot be taken; the log then says why."""
+        """Return a fingerprint, empty if it cannot be taken; the log then says why, once."""
         self._worker = self._worker or worker_of(self._vllm_config)
-        self._were_loaded, self.why_not = False, ""
         try:
-            models = models_of(self._worker)
-            self._watch(models)
-            return fingerprint(models)
+            return fingerprint(models_of(self._worker))
         except Exception as error:  # noqa: BLE001  # whatever a model's tensors are: not to know is an answer
-            self.why_not = f"which weights the model holds cannot be told: {error}"
-            logger.info("%s; so a reset drops what is kept", self.why_not)
+            if str(error) != self._why_not:
+                self._why_not = str(error)
+                logger.info("which weights the model holds cannot be told: %s; so a reset drops what is kept", error)
             return ""
-
-    def _watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Hear of weights that come, whoever brings them. Each model is watched once: it is vLLM's for good."""
-        for model in models:
-            load = getattr(model, "load_weights", None)
-            if load is not None and not any(model is watched for watched in self._watched):
-                self._watched.append(model)
-                vars(model)["load_weights"] = partial(self._load, load)
-
-    def _load(self, load: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        self._were_loaded = True
-        return load(*args, **named)
 
 
 def worker_of(vllm_config: Any) -> Any | None:

@@ -55,7 +55,6 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
         stop: the connector was turned off: let its transfers end and do without it.
         look: number of a look at what the model holds, to be told before anything is computed; 0 for none.
         adapters: adapters at which to look, too.
-        void: requests that use nothing of what is being loaded for them, so that it does not matter whether that fails.
     """
 
     inner: KVConnectorMetadata = field(default_factory=EmptyMetadata)
@@ -65,7 +64,6 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
     stop: bool = False
     look: int = 0
     adapters: AdapterLooks = NO_LOOKS
-    void: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,11 +182,6 @@ def stage_obstacles(vllm_config: Any) -> list[str]:
 logger = logging.getLogger(__name__)
 
 
-def _copies_anything(inner: KVConnectorMetadata) -> bool:
-    """Whether a message may ask for copies of the paged KV; one of a connector that is not ours may unless it is empty."""
-    return not isinstance(inner, EmptyMetadata) and any(getattr(inner, name, True) for name in ("loads", "stores"))
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Requests whose transfers ended on this rank.
@@ -215,7 +208,6 @@ class WorkerSide:
             report, if it has not turned the connector off by itself.
         look_at_weights: returns a fingerprint of what the model holds; empty if that cannot be told.
         adapters: the adapters that vLLM's worker holds; ``None`` if there cannot be any.
-        were_loaded: whether weights have come since the last look.
     """
 
     def __init__(
@@ -224,9 +216,7 @@ class WorkerSide:
         obstacle: str | None = None,
         look_at_weights: Callable[[], str] | None = None,
         adapters: HeldAdapters | None = None,
-        were_loaded: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._were_loaded = were_loaded
         self._rank = rank
         self._adapters = adapters
         self._look_at_weights = look_at_weights
@@ -241,7 +231,6 @@ class WorkerSide:
         self._loading: dict[str, tuple[int, ...]] = {}
         self._sending: set[str] = set()
         self._failed: set[str] = set()
-        self._void: set[str] = set()
         # Loads of what was computed with other weights than its adapter has by now.
         self._refused: set[str] = set()
         # What the scheduler side has not heard of yet.
@@ -299,15 +288,8 @@ class WorkerSide:
         self._has_saved = False
         if message.look:
             self._look(message.look)
-        elif self._were_loaded() and _copies_anything(message.inner) and not self._guard.is_stopped:
-            # Of which weights blocks are, nobody can tell: vLLM's own prefix cache has those of the old ones, too.
-            self._untold_error = (
-                f"rank {self._rank} was given other weights, and no reset of vLLM's prefix cache followed"
-            )
-            self._guard.stop()
         if self._adapters is not None:
             self._refused |= self._adapters.look(message.adapters, self._rank)
-        self._void |= self._loading.keys() & message.void  # not those of this step: they were asked for since
         self._loading |= message.new_loads
         self._sending |= set(message.new_sends)
         if message.stop:
@@ -344,10 +326,9 @@ class WorkerSide:
         # vLLM ends itself if it hears of a request that it does not know.
         received = frozenset(self._loading if stopped else output.finished_recving & self._loading.keys())
         sent = frozenset(self._sending if stopped else output.finished_sending & self._sending)
-        failed = (received if stopped else received & (output.failed_recving | self._failed)) - self._void
+        failed = received if stopped else received & (output.failed_recving | self._failed)
         invalid = frozenset(block_id for request_id in failed for block_id in self._loading.get(request_id, ()))
         self._failed -= received
-        self._void -= received
         self._sending -= sent
         for request_id in received:
             del self._loading[request_id]

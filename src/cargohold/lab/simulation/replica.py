@@ -235,8 +235,8 @@ class Replica(ABC):
     tells_weights_apart = False
     """Whether other weights need no other names in tiers after a restart, because the engine itself tells them apart."""
 
-    def is_shown(self, request_id: str) -> bool:
-        """Whether the connector sees a request in the steps in which it is computed."""
+    def is_shown(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Whether the connector sees a request in the steps in which it is computed, up to so many tokens at last."""
         return True
 
     def load_weights(self, version: int) -> None:

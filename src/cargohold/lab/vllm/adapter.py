@@ -8,7 +8,6 @@ from typing import Any, Final
 from vllm.config import KVTransferConfig
 
 from cargohold.integrations.vllm.connector import CargoholdConnector
-from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.lab.vllm.adapters import AdapterWorker, SimulatedHeld
 from cargohold.lab.vllm.configuration import TRANSFER_TIMEOUT_S, WORLD
 from cargohold.lab.vllm.engine import VllmEngine
@@ -35,7 +34,7 @@ class SimulatedConnector(CargoholdConnector):
     def _clock(self) -> Clock:
         return WORLD.get().clock
 
-    def _look_at_weights(self, held: HeldWeights) -> Callable[[], str]:
+    def _look_at_weights(self) -> Callable[[], str]:
         version = 0 if self._vllm_config.lora_config else WORLD.get().weights  # else adapters change, and nothing else
         self.weights = held_by(version, self._vllm_config.parallel_config)
         return lambda: self.weights
@@ -107,9 +106,10 @@ class AdapterEngine(VllmEngine):
             worker.wake_up()
         self.scheduler.resume()
 
-    def is_shown(self, request_id: str) -> bool:
-        """Not if it waited while its adapter's files changed: of such a request nothing is offloaded."""
-        return request_id not in self.side._adapters._given_up
+    def is_shown(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Not if it waited while its adapter's files changed, or has started over since, because of a refused reset."""
+        started_over = self.vllm.requests[request_id].num_computed_tokens < num_computed_tokens
+        return not started_over and request_id not in self.side._adapters._given_up
 
     def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
         worker = super()._new_worker(config, caches, rank)

@@ -47,6 +47,7 @@ RETAINED: Final = "prefix_cache_retention_interval"
 """Key in a shape's scheduler options: what vLLM's prefix cache keeps of windows and states; ``None`` for all."""
 CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
 ADAPTED: Final = "adapters"
+SLEEPS: Final = "sleeps"
 """Key in a shape's scheduler options: whether requests are computed with adapters; left out where there are none."""
 DRAFTED: Final = "num_speculative_tokens"
 """Key in a shape's scheduler options: tokens that a draft model proposes in each step; left out where there is none."""
@@ -80,6 +81,7 @@ def vllm_config(shape: Shape, transfer: Any = None) -> Any:
     options = shape.scheduler
     model = model_config()
     model.max_model_len = options[MAX_MODEL_LEN]
+    model.enable_sleep_mode = SLEEPS in options  # set here because vLLM has no such mode on CPUs
     config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(

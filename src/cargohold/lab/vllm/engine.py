@@ -35,6 +35,7 @@ from cargohold.lab.vllm.configuration import (
     LOAD_TIMEOUT_S,
     MATCH_UNIT,
     RETAINED,
+    SLEEPS,
     config_of_rank,
     kv_cache_config,
     vllm_config,
@@ -127,7 +128,7 @@ class VllmEngine(Replica):
     ) -> None:
         options = shape.scheduler
         layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
-        of_vllm = (ADAPTED, ASYNC, DRAFTED, HASHED_AHEAD, LATE_BLOCKS, MATCH_UNIT, RETAINED)
+        of_vllm = (ADAPTED, ASYNC, DRAFTED, HASHED_AHEAD, LATE_BLOCKS, MATCH_UNIT, RETAINED, SLEEPS)
         config = SchedulerConfig(
             **{name: value for name, value in options.items() if name not in of_vllm}
             | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own

@@ -29,12 +29,14 @@ from cargohold.lab.vllm.configuration import (
     MATCH_UNIT,
     MAX_MODEL_LEN,
     RETAINED,
+    SLEEPS,
     WORLD,
     num_blocks_needed,
 )
 from cargohold.lab.vllm.engine import VllmEngine
 from cargohold.lab.vllm.late_blocks import LATE_BLOCKS
 from cargohold.lab.vllm.oracles import LeftoverOracle
+from cargohold.lab.vllm.requests import SchedulerView
 from cargohold.protocol import AttentionKind
 
 APPLICABLE: Final = tuple(name for name, kind in CONNECTORS.items() if kind.with_context and kind.applies_locks)
@@ -75,6 +77,23 @@ class VllmWorld(World):
 class VllmRun(ScenarioRun):
     """A run whose engines are vLLM's. Sets the environment variable that vLLM needs, and quiets its log."""
 
+    _reset_pause = _next_reset = 0
+
+    def _try_to_reset(self) -> None:
+        """Try to reset all caches. What is refused is tried again later and later, as clients would.
+
+        In every step, it would do harm: running requests start over each time, and some connectors forget what they hold. Where
+        copies that never end hold blocks, vLLM refuses every reset, and goes on without one.
+        """
+        scheduler = self._engine.scheduler
+        if self._engine.num_steps >= self._next_reset or not scheduler.has_work():
+            super()._try_to_reset()
+            if self._is_reset_due and not scheduler.has_work() and isinstance(scheduler, SchedulerView):
+                scheduler.resume()
+                self._is_reset_due = False
+            self._reset_pause = 1 + 2 * self._reset_pause if self._is_reset_due else 0
+            self._next_reset = self._engine.num_steps + self._reset_pause
+
     def play(self) -> RunResult:
         with quiet_logging("vllm"), patch.dict(os.environ, _WHOLE_HASHES):
             return super().play()
@@ -95,18 +114,21 @@ class VllmRecipe(Recipe):
         connector = random.choice(APPLICABLE) if self.connector == ANY else self.connector
         with quiet_logging("vllm"):
             scenario = fitted(draw_scenario(seed, self.workload, connector, self.faults), random)
+        if Random(f"{seed}/sleep").random() < 0.5:  # noqa: S311  # so, too
+            scenario = with_option(scenario, SLEEPS, True)
         late = Random(f"{seed}/late blocks")  # noqa: S311  # so, too
         if scenario.workload in REUSING or late.random() < 0.8:
             return scenario
-        return with_late_blocks(scenario, late.uniform(0.1, 0.6))
+        # vLLM tells the connector late of blocks, and takes nothing of some hits.
+        return with_option(scenario, LATE_BLOCKS, late.uniform(0.1, 0.6))
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> ScenarioRun:
         return VllmRun(scenario, timeline=timeline, world=VllmWorld(scenario))
 
 
-def with_late_blocks(scenario: Scenario, rate: float) -> Scenario:
-    """The scenario with a vLLM that tells the connector late of blocks, and takes nothing of some hits."""
-    scheduler = {**scenario.shape.scheduler, LATE_BLOCKS: rate}
+def with_option(scenario: Scenario, name: str, value: object) -> Scenario:
+    """The scenario with another option of vLLM's scheduler."""
+    scheduler = {**scenario.shape.scheduler, name: value}
     return replace(scenario, shape=replace(scenario.shape, scheduler=scheduler))
 
 

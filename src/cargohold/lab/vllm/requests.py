@@ -293,14 +293,12 @@ class VllmReset:
     Attributes:
         mode: how vLLM is paused for it (``/pause``, ``/sleep``); ``None`` if it is not.
         waits: whether that waits until nothing is in flight, as it does where the engine core has a process of its own.
-        is_amid_loads: whether it comes when a request waits for a load, if one will.
         is_of_running: whether running requests start over (``reset_running_requests``); else it is refused while there are any.
         is_of_connector: whether the connector is to be reset, too (``reset_external``).
     """
 
     mode: str | None = None
     waits: bool = False
-    is_amid_loads: bool = False
     is_of_running: bool = False
     is_of_connector: bool = False
 
@@ -308,13 +306,10 @@ class VllmReset:
     def draw(cls, random: Random) -> VllmReset:
         """Draw one. A pause resets everything."""
         mode = random.choice((None, None, None, "abort", "keep", "wait"))
-        waits, is_amid_loads, is_of_running, is_of_connector = (random.random() < 0.5 for _ in range(4))
+        waits, is_of_running, is_of_connector = (random.random() < 0.5 for _ in range(3))
         if mode is None:
-            return cls(None, False, is_amid_loads, is_of_running, is_of_connector)
-        waits = mode == "wait" or waits
-        return cls(
-            mode, waits, mode == "keep" and is_amid_loads and not waits, is_of_running=True, is_of_connector=True
-        )
+            return cls(None, False, is_of_running, is_of_connector)
+        return cls(mode, mode == "wait" or waits, is_of_running=True, is_of_connector=True)
 
     @property
     def pause_state(self) -> PauseState:
@@ -364,22 +359,18 @@ class SchedulerView:
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
 
     def reset_cache(self) -> bool:
-        """Reset vLLM's prefix cache as was announced; whether it could be.
-
-        Raises:
-            RuntimeError: vLLM was to reset running requests, and blocks are in use all the same.
-        """
-        is_loading = any(one.status is VllmStatus.WAITING_FOR_REMOTE_KVS for one in self._scheduler.kv_holding_waiting)
-        if self.has_work() and (self.reset.waits or (self.reset.is_amid_loads and not is_loading)):
+        """Reset vLLM's prefix cache as was announced; whether it could be."""
+        if self.has_work() and self.reset.waits:
             return False
-        self._scheduler.set_pause_state(self.reset.pause_state)
-        return bool(self._scheduler.reset_prefix_cache(self.reset.is_of_running, self.reset.is_of_connector))
+        try:
+            return bool(self._scheduler.reset_prefix_cache(self.reset.is_of_running, self.reset.is_of_connector))
+        except RuntimeError:  # copies use blocks although no request runs
+            return False
 
     def announce_reset(self, reset: VllmReset) -> None:
-        """Pause at once if the reset is one of a pause, unless it comes later."""
+        """Pause if the reset is one of a pause."""
         self.reset = reset
-        if not reset.is_amid_loads:
-            self._scheduler.set_pause_state(reset.pause_state)
+        self._scheduler.set_pause_state(reset.pause_state)
 
     def resume(self) -> None:
         """Go on after a reset."""

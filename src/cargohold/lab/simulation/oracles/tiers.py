@@ -119,7 +119,7 @@ class TierOracle(Oracle):
         for share in step.scheduled:
             state = side.requests.get(share.request_id)
             num_computed = share.num_computed_tokens + share.num_scheduled_tokens
-            if state is None or not self._engine.is_shown(share.request_id):
+            if state is None or not self._engine.is_shown(share.request_id, num_computed):
                 continue
             if state.max_computed_tokens < num_computed:
                 self.fail(

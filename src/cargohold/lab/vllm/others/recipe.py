@@ -43,7 +43,6 @@ class StrangerRun(VllmRun):
     """A run in which time passes by steps alone, as simulated copies count these."""
 
     _world: StrangerWorld
-    _reset_pause = _next_reset = 0
 
     def play(self) -> RunResult:
         """Play to the end, or to the first failure; what others' code raises is told with the place where it did."""
@@ -57,16 +56,6 @@ class StrangerRun(VllmRun):
             raised, result.error = result.error, StrangerError(told(result.error))
             result.error.__cause__ = raised
         return result
-
-    def _try_to_reset(self) -> None:
-        """Try to reset all caches. What is refused is tried again later and later, as clients would.
-
-        In every step, it would do harm: vLLM's connectors forget what they hold, and lazy ones begin to store it again.
-        """
-        if self._engine.num_steps >= self._next_reset:
-            super()._try_to_reset()
-            self._reset_pause = 1 + 2 * self._reset_pause if self._is_reset_due else 0
-            self._next_reset = self._engine.num_steps + self._reset_pause
 
     def _sleep(self, next_action: float) -> None:
         """Give real threads of a connector some real time; simulated copies take steps."""
