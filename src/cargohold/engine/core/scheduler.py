@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -20,7 +20,6 @@ from cargohold.protocol import (
     Hint,
     HintOutcome,
     HintStatus,
-    KVCacheBlockView,
     KVCacheLayout,
     KVConnectorScheduler,
     KVEvent,
@@ -36,27 +35,10 @@ class EngineContext:
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
         self._kv = kv
         self._waiting = waiting
-
-    def get_block(self, block_id: int) -> KVCacheBlock:
-        return self._kv.pool.get_block(block_id)
-
-    def touch_ids(self, block_ids: Sequence[int]) -> None:
-        self._kv.pool.touch_ids(block_ids)
-
-    def free_ids(self, block_ids: Sequence[int]) -> None:
-        """Give one reference back on each."""
-        self._kv.pool.free_ids(block_ids)
-
-    def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
-        self._kv.pool.touch(blocks)
-
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
-        """Give one reference back on each."""
-        self._kv.pool.free_blocks(blocks, evict_first=evict_first)
-
-    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlock]:
-        """Walk the free queue in eviction order."""
-        return self._kv.pool.iter_free_blocks(after_block)
+        pool = kv.pool
+        self.get_block, self.iter_free_blocks = pool.get_block, pool.iter_free_blocks
+        self.touch, self.free_blocks = pool.touch, pool.free_blocks
+        self.touch_ids, self.free_ids = pool.touch_ids, pool.free_ids
 
     def get_request_blocks(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
         """The request's block table per group."""

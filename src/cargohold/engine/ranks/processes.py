@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.engine.core.request import SchedulerStep, StepOutput
-from cargohold.engine.executor import RankPlace, merge_outputs
+from cargohold.engine.executor import RankPlace
 from cargohold.engine.ranks.rank import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     FramedRank,
+    RanksExecutor,
     RankSpec,
     describe_silence,
     open_frame,
@@ -158,8 +159,8 @@ class RankProcess(SpawnProcess):
         super().join(EXIT_WAIT_S if timeout is None else timeout)
 
 
-class MultiprocessExecutor:
-    """Runs each step on all ranks at once. Satisfies ``Executor``.
+class MultiprocessExecutor(RanksExecutor):
+    """One process per rank.
 
     A rank that dies, raises, or does not answer in time ends the engine: the others are killed, for they would wait for it in
     a collective for ever. A child that is forked from the engine's process has no ranks: ``execute`` raises there, and
@@ -168,9 +169,7 @@ class MultiprocessExecutor:
     Args:
         spec: what each rank is made of.
         world_size: ranks.
-        codec: decodes the ranks' outputs.
-        aggregator: merges what their connectors report.
-        step_timeout_s: the longest that a step may take.
+        codec, aggregator, step_timeout_s: see ``RanksExecutor``.
 
     Raises:
         ConfigError: the spec cannot travel to another process.
@@ -186,9 +185,7 @@ class MultiprocessExecutor:
         step_timeout_s: float = 300.0,
     ) -> None:
         _check_can_travel(spec)
-        self._codec = codec
-        self._aggregator = aggregator
-        self._step_timeout_s = step_timeout_s
+        super().__init__(codec, aggregator, step_timeout_s)
         self._owner = os.getpid()
         self._processes: list[RankProcess] = []
         self._channels: list[Channel] = []
@@ -211,19 +208,7 @@ class MultiprocessExecutor:
         """Run one step on every rank."""
         if os.getpid() != self._owner:
             raise EngineDeadError("its workers belong to the process from which this one was forked")
-        frame = self._codec.encode_step(step)
-        try:
-            for rank, channel in enumerate(self._channels):
-                self._send(rank, channel, frame)
-            frames = self._gather(self._step_timeout_s)
-        except EngineDeadError as error:
-            blamed = self._blame(error)
-            self._kill()
-            raise blamed from error
-        except BaseException:
-            self._kill()
-            raise
-        return merge_outputs(self._aggregator, [self._codec.decode_output(content) for content in frames])
+        return super().execute(step)
 
     def shutdown(self) -> None:
         """Let transfers end, then the processes; those that do not end in time are killed."""
@@ -253,6 +238,14 @@ class MultiprocessExecutor:
             self._processes.append(process)
             theirs.close()
         self._gather(START_TIMEOUT_S)
+
+    def _answers(self, frame: bytes) -> list[bytes]:
+        try:
+            for rank, channel in enumerate(self._channels):
+                self._send(rank, channel, frame)
+            return self._gather(self._step_timeout_s)
+        except EngineDeadError as error:
+            raise self._blame(error) from error
 
     def _send(self, rank: int, channel: Channel, frame: bytes) -> None:
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from cargohold.engine.executor import RankPlace, RunnerFactory, Worker
+from cargohold.engine.core.request import SchedulerStep, StepOutput
+from cargohold.engine.executor import RankPlace, RunnerFactory, Worker, merge_outputs
 from cargohold.engine.ranks.step_codec import StepCodec
 from cargohold.errors import (
     CargoholdError,
@@ -20,7 +22,7 @@ from cargohold.errors import (
     UnsupportedModelError,
 )
 from cargohold.process import made_for_good
-from cargohold.protocol import Clock, Exchange, KVCacheLayout, KVConnectorFactory, WorkerEnvironment
+from cargohold.protocol import Exchange, KVCacheLayout, KVConnectorFactory, OutputAggregator, WorkerEnvironment
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
@@ -46,30 +48,6 @@ class RankSpec:
     layout: KVCacheLayout
 
 
-class RankWorker:
-    """A worker that takes steps and gives outputs as bytes.
-
-    Args:
-        spec: makes the worker's parts.
-        place: which rank this is.
-        clock: monotonic time in seconds.
-    """
-
-    def __init__(self, spec: RankSpec, place: RankPlace, clock: Clock) -> None:
-        runner = spec.runners.make_runner(place)
-        environment = WorkerEnvironment(spec.layout, place.rank, clock, _exchange(spec.layout))
-        connector = spec.connectors.make_worker_side(environment)
-        self._codec = StepCodec(metadata_type=connector.metadata_type)
-        self._worker = Worker(runner, connector)
-
-    def execute(self, step: bytes) -> bytes:
-        return self._codec.encode_output(self._worker.execute(self._codec.decode_step(step)))
-
-    def shutdown(self) -> None:
-        """Let transfers end."""
-        self._worker.shutdown()
-
-
 def _exchange(layout: KVCacheLayout) -> Exchange | None:
     if layout.num_replicas == 1:
         return None
@@ -83,13 +61,14 @@ class FramedRank:
     """A rank that answers every call with a frame and never raises: its executor may be in another process or machine."""
 
     def __init__(self) -> None:
-        self._worker: RankWorker | None = None
+        self._worker: Worker | None = None
+        self._codec: StepCodec
 
     def start(self, spec: RankSpec, place: RankPlace) -> bytes:
         """Load the rank's shard of the model, in a process that is the rank's alone."""
         try:
             with made_for_good():
-                self._worker = RankWorker(spec, place, time.monotonic)
+                self._worker = self._made(spec, place)
         except (ConfigError, ModelError) as error:
             return _encode_refusal(error)
         except Exception:  # noqa: BLE001  # whatever it is, the engine must learn of it
@@ -100,7 +79,7 @@ class FramedRank:
         """Run one step."""
         assert self._worker is not None, "start comes first"
         try:
-            return _OUTPUT + self._worker.execute(step)
+            return _OUTPUT + self._codec.encode_output(self._worker.execute(self._codec.decode_step(step)))
         except Exception:  # noqa: BLE001  # whatever it is, the engine must learn of it
             return _ERROR + traceback.format_exc().encode()
 
@@ -108,6 +87,46 @@ class FramedRank:
         """Let transfers end."""
         if self._worker is not None:
             self._worker.shutdown()
+
+    def _made(self, spec: RankSpec, place: RankPlace) -> Worker:
+        runner = spec.runners.make_runner(place)
+        environment = WorkerEnvironment(spec.layout, place.rank, time.monotonic, _exchange(spec.layout))
+        connector = spec.connectors.make_worker_side(environment)
+        self._codec = StepCodec(metadata_type=connector.metadata_type)
+        return Worker(runner, connector)
+
+
+class RanksExecutor(ABC):
+    """Runs each step on all ranks at once. Satisfies ``Executor``. Whatever ends a step early ends the ranks.
+
+    Args:
+        codec: decodes the ranks' outputs.
+        aggregator: merges what their connectors report.
+        step_timeout_s: the longest that a step may take.
+    """
+
+    def __init__(self, codec: StepCodec, aggregator: OutputAggregator, step_timeout_s: float) -> None:
+        self._codec = codec
+        self._aggregator = aggregator
+        self._step_timeout_s = step_timeout_s
+
+    def execute(self, step: SchedulerStep) -> StepOutput:
+        """Run one step on every rank."""
+        frame = self._codec.encode_step(step)
+        try:
+            frames = self._answers(frame)
+        except BaseException:
+            self._kill()
+            raise
+        return merge_outputs(self._aggregator, [self._codec.decode_output(content) for content in frames])
+
+    @abstractmethod
+    def _answers(self, frame: bytes) -> list[bytes]:
+        """Send a step to all ranks; return the content of each rank's frame, in rank order."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End all ranks now."""
 
 
 def open_frame(rank: int, frame: bytes) -> bytes:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cargohold.engine.core.request import SchedulerStep, StepOutput
-from cargohold.engine.executor import RankPlace, merge_outputs
+from cargohold.engine.executor import RankPlace
 from cargohold.engine.ranks.rank import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     FramedRank,
+    RanksExecutor,
     RankSpec,
     describe_silence,
     open_frame,
@@ -38,17 +38,15 @@ class RankActor(FramedRank):
             return f"tcp://{address}:{probe.getsockname()[1]}"
 
 
-class RayExecutor:
-    """Runs each step on all actors at once. Satisfies ``Executor``.
+class RayExecutor(RanksExecutor):
+    """One Ray actor per rank.
 
     Args:
         spec: what each rank is made of.
         world_size: ranks.
-        codec: decodes the ranks' outputs.
-        aggregator: merges what their connectors report.
+        codec, aggregator, step_timeout_s: see ``RanksExecutor``.
         address: the Ray cluster; ``None`` for the one that this program is connected to, or a local one of its own.
         num_gpus: GPUs that each rank needs.
-        step_timeout_s: the longest that a step may take.
 
     Raises:
         ConfigError: Ray is not installed, does not answer, or has not enough room.
@@ -66,9 +64,7 @@ class RayExecutor:
         num_gpus: int = 0,
         step_timeout_s: float = 300.0,
     ) -> None:
-        self._codec = codec
-        self._aggregator = aggregator
-        self._step_timeout_s = step_timeout_s
+        super().__init__(codec, aggregator, step_timeout_s)
         self._actors: list[Any] = []
         self._group: Any = None
         self._ray, self._owns_cluster = _connect(address)
@@ -77,16 +73,6 @@ class RayExecutor:
         except BaseException:
             self._kill()
             raise
-
-    def execute(self, step: SchedulerStep) -> StepOutput:
-        """Run one step on every rank."""
-        frame = self._codec.encode_step(step)
-        try:
-            frames = self._gather([actor.execute.remote(frame) for actor in self._actors], self._step_timeout_s)
-        except BaseException:
-            self._kill()
-            raise
-        return merge_outputs(self._aggregator, [self._codec.decode_output(content) for content in frames])
 
     def shutdown(self) -> None:
         """Let transfers end, then the actors."""
@@ -116,6 +102,9 @@ class RayExecutor:
         places = [RankPlace(rank, world_size, rendezvous, sees_own_device_only=True) for rank in range(world_size)]
         starts = [actor.start.remote(spec, place) for actor, place in zip(self._actors, places, strict=True)]
         self._gather(starts, START_TIMEOUT_S)
+
+    def _answers(self, frame: bytes) -> list[bytes]:
+        return self._gather([actor.execute.remote(frame) for actor in self._actors], self._step_timeout_s)
 
     def _gather(self, pending: Sequence[Any], timeout_s: float) -> list[bytes]:
         """The content of each rank's frame, in rank order.
