@@ -175,6 +175,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "tenants.json")
         file.write_text(json.dumps({"acme": {"key": "a key"}}), encoding="utf-8")
+        file.chmod(0o600)
         tenants = Tenants.read(file)
         result = {"rows": rows(tenants, 3 if quick else 201, SIZES_KIB[:1] if quick else SIZES_KIB)}
         if find_spec("vllm") is not None:

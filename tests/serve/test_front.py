@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold import ConfigError
-from cargohold.connector.tenants import Tenants, stored_secret, tenant_in
+from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.tenants import UNKNOWN, Tenants, _unknown, stored_secret, tenant_in
 from cargohold.protocol import FRONT_KEY, Hint, parse_hints
 from cargohold.serve import front as front_module
 from cargohold.serve.access import PROMPTS, VllmAccess
@@ -137,9 +138,13 @@ def line() -> Line:
 @pytest.fixture
 def tenants(tmp_path: Path) -> Tenants:
     """Two tenants, of a file."""
-    file = tmp_path / "tenants.json"
-    file.write_text(json.dumps(TENANTS), encoding="utf-8")
-    return Tenants.read(file)
+    return Tenants.read(write(tmp_path / "tenants.json", TENANTS))
+
+
+def write(file: Path, named: object) -> Path:
+    file.write_text(json.dumps(named), encoding="utf-8")
+    file.chmod(0o600)
+    return file
 
 
 @pytest.fixture
@@ -213,7 +218,7 @@ def test_a_fault_of_its_own_passes_the_request_on_and_is_logged_once(
         assert line.ask({**ASKED, "tools": TOOLS}).status == 200
         assert line.behind.body == {**ASKED, "tools": TOOLS}
     assert [record.message for record in caplog.records] == [
-        "the front has failed; requests pass without what their clients have said"
+        "cargohold: the front has failed; requests pass without what their clients have said"
     ]
 
 
@@ -298,17 +303,15 @@ def test_whatever_is_sent_without_tenants_nothing_but_hints_is_added(body: Any, 
 
 def _file() -> Path:
     """A file of tenants for tests that Hypothesis repeats."""
-    file = Path(os.environ["CARGOHOLD_TEST_TENANTS"])
-    if not file.exists():
-        file.write_text(json.dumps(TENANTS), encoding="utf-8")
-    return file
+    file = Path(os.environ["CARGOHOLD_TENANTS"])
+    return file if file.exists() else write(file, TENANTS)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    os.environ["CARGOHOLD_TEST_TENANTS"] = str(tmp_path_factory.mktemp("fuzz") / "tenants.json")
+    os.environ["CARGOHOLD_TENANTS"] = str(tmp_path_factory.mktemp("fuzz") / "tenants.json")
     yield
-    del os.environ["CARGOHOLD_TEST_TENANTS"]
+    del os.environ["CARGOHOLD_TENANTS"]
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -598,7 +601,10 @@ def test_without_tenants_vllm_decides_and_learns_of_anthropic_s_header_too(line:
     assert line.behind.headers[b"authorization"] == b"Bearer another"
 
 
-def test_a_salt_is_the_tenant_s_whatever_its_client_says(kept_apart: Line, tenants: Tenants) -> None:
+def test_a_salt_is_the_tenant_s_whatever_its_client_says() -> None:
+    tenants = Tenants.read(_file())
+    kept_apart = Line(Behind(), tenants)
+
     def salt(key: str, **fields: Any) -> str:
         kept_apart.ask({**ASKED, **fields}, headers=keyed(key))
         return str(kept_apart.behind.body["cache_salt"])
@@ -650,12 +656,10 @@ def test_keys_are_nowhere_and_no_digest_of_them(tenants: Tenants, caplog: pytest
 
 
 def test_salts_outlive_a_restart_and_a_new_key_and_are_known_to_nobody_else(tmp_path: Path, tenants: Tenants) -> None:
-    file = tmp_path / "tenants.json"
-    file.write_text(json.dumps({"acme": {"key": "a new key"}}), encoding="utf-8")
+    file = write(tmp_path / "tenants.json", {"acme": {"key": "a new key"}})
     assert Tenants.read(file).identity("acme") == tenants.identity("acme")
     assert Path(f"{file}.secret").stat().st_mode & 0o777 == 0o600
-    elsewhere = tmp_path / "elsewhere.json"
-    elsewhere.write_text(json.dumps(TENANTS), encoding="utf-8")
+    elsewhere = write(tmp_path / "elsewhere.json", TENANTS)
     assert Tenants.read(elsewhere).identity("acme") != tenants.identity("acme")
 
 
@@ -671,22 +675,71 @@ def test_processes_that_start_together_have_the_same_secret(tmp_path: Path) -> N
         ({}, None, 0, "names no tenant"),
         ({"a": {"key": "1-1"}, "b": {"key": "1-1"}}, None, 0, "must not be given twice"),
         ({"a": {"key": "ö"}}, None, 0, "printable ASCII"),
-        (TENANTS, b"x" * 32, 0o644, "chmod 600"),
+        *((TENANTS, b"x" * 32, mode, "chmod 600") for mode in (0o604, 0o620, 0o640)),
         (TENANTS, b"short", 0o600, "32 bytes"),
+        ({**TENANTS, "secret": "01234567"}, b"x" * 32, 0o600, "that is the secret [0-9a-f]{8}, and .* names 01234567"),
+        ({**TENANTS, "secret": "01234567"}, None, 0, "No such file"),
     ],
 )
 def test_a_file_that_cannot_be_right_is_refused_without_telling_a_key(
     tmp_path: Path, named: Any, secret: bytes | None, mode: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "tenants.json"
-    file.write_text(json.dumps(named), encoding="utf-8")
+    file = write(tmp_path / "tenants.json", named)
     if secret is not None:
         Path(f"{file}.secret").write_bytes(secret)
         Path(f"{file}.secret").chmod(mode)
     monkeypatch.setenv("CARGOHOLD_TENANTS", str(file))
     with pytest.raises(ConfigError, match=message) as refused:
         Front(Behind())
-    assert not any(one["key"] in str(refused.value) for one in named.values())
+    assert not any(one["key"] in str(refused.value) for one in named.values() if isinstance(one, dict))
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640])
+def test_a_file_of_keys_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = write(tmp_path / "tenants.json", TENANTS)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Tenants.read(file)
+
+
+def test_under_another_secret_no_tenant_is_known_and_requests_have_the_least_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by use: where the file was copied to and its secret was not, a tenant had all rights, and no limit."""
+    named = {
+        "zebra": {"key": "of zebra", "hints": "off", "hard": "10%"},
+        "acme": {"key": "of acme", "hard": "2GiB", "reserved": "1GiB"},
+    }
+    _unknown.cache_clear()
+    before, engine = (Tenants.read(write(tmp_path / name, named)) for name in ("front.json", "engine.json"))
+    monkeypatch.setenv("CARGOHOLD_TENANTS", str(tmp_path / "engine.json"))
+    offload = engine.shared(OffloadConfig(host_bytes="8GiB"))
+    for salt, who in ((engine.salt("zebra", "ann"), engine.identity("zebra")), (before.salt("zebra", "ann"), UNKNOWN)):
+        tenant = tenant_in(salt)
+        assert (tenant, offload.hints.allowed_to(tenant)) == (who, "off")
+        assert [quota.hard for quota in offload.quotas if quota.tenant == tenant] == ["10%"]
+    assert [tenant_in(before.identity(name)) for name in named] == [UNKNOWN] * 2
+    assert [record.levelname for record in caplog.records if "tenants that are not known here" in record.message] == [
+        "WARNING"
+    ]
+    monkeypatch.delenv("CARGOHOLD_TENANTS")
+    assert tenant_in(before.identity("acme")) == UNKNOWN, "an engine without the file knows none"
+    assert Tenants().shared(offload).hints.allowed_to(UNKNOWN) == "off"
+
+
+def test_the_front_says_once_that_it_is_on_and_for_how_many_tenants(
+    tenants: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("CARGOHOLD_TENANTS", str(tmp_path / "tenants.json"))
+    Front(Behind())
+    assert caplog.messages == [f"cargohold: the front is on, for 2 tenants; their secret is {tenants.fingerprint}"]
+
+
+def test_a_start_whose_secret_fits_the_file_is_as_one_without_its_fingerprint(tmp_path: Path) -> None:
+    tenants = Tenants.read(write(tmp_path / "tenants.json", TENANTS))
+    write(tmp_path / "tenants.json", {**TENANTS, "secret": tenants.fingerprint})
+    assert Tenants.read(tmp_path / "tenants.json") == tenants
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------

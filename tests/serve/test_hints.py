@@ -161,7 +161,8 @@ def test_a_prompt_is_brought_up_from_the_disk_of_an_earlier_server(chat_model: s
 
 
 def write(path: Path, tenants: object) -> str:
-    path.write_text(json.dumps(tenants), encoding="utf-8")
+    path.write_text(tenants if isinstance(tenants, str) else json.dumps(tenants), encoding="utf-8")
+    path.chmod(0o600)
     return str(path)
 
 
@@ -192,7 +193,16 @@ def test_tenants_have_their_shares_and_hints(chat_model: str, tmp_path: Path) ->
         ({"acme": {"key": "a", "hrad": 1}}, "there are key, reserved"),
         ({"acme": {"key": 1}}, "its key must be text"),
         ({"a/b": {"key": "a"}}, "without a slash"),
-        ({"acme": {"key": "a", "hard": "200%"}}, "from 0% to 100%"),
+        ({"acme": {"key": "a", "hard": "200%"}}, r"^acme\.hard='200%' .* from 0% to 100%"),
+        ({"acme": {"key": "a", "soft": "50%", "hard": "10%"}}, r"^acme\.soft='50%' .* at most hard, which is 10%"),
+        ({"acme": {"key": "a", "reserved": "2GiB", "hard": "1GiB"}}, r"^acme\.reserved='2GiB' .* at most hard"),
+        (
+            {name: {"key": name, "reserved": "60%"} for name in ("acme", "zebra")},
+            "reserved={'acme': '60%', 'zebra': '60%'} .* 100% at most",
+        ),
+        ('{"acme": {"key": "a"}, "acme": {"key": "b"}}', "'acme' stands in it twice"),
+        ('{"acme": {"key": "a", "hard": "1%", "hard": "100%"}}', "'hard' stands in it twice"),
+        ({"acme": {"key": " a"}}, "^--tenants='acme' .* without spaces around it"),
         ({"acme": {"key": "a", "hints": "some"}}, "one of all, retain, off"),
         ({"acme": {"key": "a"}, "zebra": {"key": "a"}}, "must not be given twice"),
         ({"acme": {"key": "all"}}, "must not be another key"),

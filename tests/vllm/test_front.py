@@ -90,6 +90,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     shares = {"acme": {"reserved": "25%"}, "zebra": {"hard": "50%"}, "agents": {}}
     tenants = {name: {"key": KEYS[name], **of} for name, of in shares.items()}
     (directory / "tenants.json").write_text(json.dumps(tenants), encoding="utf-8")
+    (directory / "tenants.json").chmod(0o600)
     options = {
         "middleware": "cargohold.serve.front.Front",
         "api-key": VLLM_KEY,

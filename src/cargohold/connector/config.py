@@ -62,7 +62,7 @@ class HintConfig(Options):
 
 def _share(key: str, size: int | str, capacity: int = 100, chunk_bytes: int = 1) -> int:
     """Return a size, or a part such as ``10%``, in chunks of a tier with ``capacity`` chunks."""
-    if isinstance(size, str) and size.strip().endswith("%"):
+    if isinstance(size, str) and _is_part(size):
         try:
             part = float(size.strip().removesuffix("%"))
         except ValueError:
@@ -98,6 +98,21 @@ class TenantQuota(Options):
     hard: Annotated[int | str | None, checked(_share)] = None
     label: Annotated[str | None, _LABEL] = None
 
+    def __post_init__(self) -> None:
+        if self.hard is not None:
+            for name, lower in (("reserved", self.reserved), ("soft", self.soft)):
+                if (
+                    lower is not None
+                    and _is_part(lower) == _is_part(self.hard)
+                    and _share(name, lower) > _share("hard", self.hard)
+                ):
+                    raise ConfigError(name, lower, f"for {self.shown} it must be at most hard, which is {self.hard}")
+
+    @property
+    def shown(self) -> str:
+        """The tenant for people."""
+        return self.label or self.tenant
+
     def limits(self, capacity: int, chunk_bytes: int) -> Limits:
         """Return the limits in chunks, for a tier of ``capacity`` chunks of ``chunk_bytes``."""
         return Limits(
@@ -111,11 +126,26 @@ def limits_in_chunks(quotas: Sequence[TenantQuota], capacity: int, chunk_bytes: 
     """Return the limits of all tenants in chunks. Raises ``ConfigError`` if they do not fit together."""
     limits = {quota.tenant: quota.limits(capacity, chunk_bytes) for quota in quotas}
     if sum(of.reserved for of in limits.values()) > capacity:
-        raise ConfigError("quotas", sorted(limits), f"more is reserved than the tier's {capacity} chunks")
-    for tenant, of in limits.items():
+        names = sorted(quota.shown for quota in quotas)
+        raise ConfigError("quotas", names, f"more is reserved than the tier's {capacity} chunks")
+    for quota in quotas:
+        of = limits[quota.tenant]
         if of.hard is not None and of.hard < max(1, of.reserved):
-            raise ConfigError("hard", of.hard, f"{tenant} needs one chunk at least, and what is reserved for it")
+            raise ConfigError(
+                "hard", quota.hard, f"{quota.shown} needs one chunk at least, and what is reserved for it"
+            )
     return limits
+
+
+def check_parts(quotas: Sequence[TenantQuota]) -> None:
+    """Raise ``ConfigError`` if more than all of a tier is reserved, whatever its size."""
+    reserving = {quota.shown: quota.reserved for quota in quotas if _is_part(quota.reserved)}
+    if sum(_share("reserved", part, 10_000) for part in reserving.values()) > 10_000:
+        raise ConfigError("reserved", reserving, "together, tenants can have 100% at most")
+
+
+def _is_part(size: int | str) -> bool:
+    return isinstance(size, str) and size.strip().endswith("%")
 
 
 LOAD_TIMEOUT: Final = "nothing to set: twice what a copy may take, which is 30 s longer than transfer_timeout_s"
@@ -235,8 +265,11 @@ class OffloadConfig(KernelConfig):
         for name in _NOT_IN[self.mode]:
             if getattr(self, name) != declared(OffloadConfig)[name].default:
                 raise ConfigError(name, getattr(self, name), f"that is no option of mode={self.mode}")
+        if self.manager and self.policy != DEFAULT_POLICY:
+            raise ConfigError("policy", self.policy, "a manager of your own evicts by a rule of its own: leave it out")
         names = [quota.tenant for quota in self.quotas]
         if names and self.manager:
             raise ConfigError("quotas", self.quotas, "it must be empty: a manager of your own keeps no quotas")
         if len(set(names)) < len(names) or len(names) >= MAX_SHARES:
             raise ConfigError("quotas", self.quotas, f"it must be one for each of {MAX_SHARES - 1} tenants at most")
+        check_parts(self.quotas)

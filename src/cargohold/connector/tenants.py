@@ -2,7 +2,8 @@
 
 A front in front of an engine and the connector inside it read the same file, each in its own process. A salt is an HMAC of the
 tenant's name under a secret that is stored beside that file: it tells nothing of a key, and nobody outside can make one. Under
-it, chunks on disk are found again after a restart, or with another key; engines that share a store need the same secret.
+it, chunks on disk are found again after a restart, or with another key. All engines behind a front, and all that share a store,
+need the same secret: under another one, no tenant is known, and requests have the least rights that there are.
 """
 
 from __future__ import annotations
@@ -10,25 +11,33 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from cargohold.cache.policies import RunsPolicy, find_policy
 from cargohold.cache.shares import MAX_SHARES
-from cargohold.connector.config import EAGER, HintConfig, OffloadConfig, TenantQuota
-from cargohold.errors import ConfigError, one_line
+from cargohold.connector.config import EAGER, HINTS_OFF, HintConfig, OffloadConfig, TenantQuota, check_parts
+from cargohold.errors import ConfigError, one_line, option_path
 
 FILE_VARIABLE: Final = "CARGOHOLD_TENANTS"
 """Environment variable that names the file of tenants."""
+FINGERPRINT: Final = "secret"
+"""Beside the tenants, the file may say the fingerprint of the secret: then a start with another secret is refused."""
 _SECRET_BYTES: Final = 32
 _MARK: Final = "ch1."
 """What salts of ours begin with. vLLM allows 128 characters, and none of ``@/\\``."""
 _DIGITS: Final = 32
+UNKNOWN: Final = f"{_MARK}unknown"
+"""The identity of every tenant of a front that the engine does not know."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +63,10 @@ class Tenant:
             raise ConfigError("--tenants", self.name, "its key must be text")
         if not self.name or not self.name.isprintable() or "/" in self.name:
             raise ConfigError("--tenants", self.name, "a tenant's name must be printable text without a slash")
-        self.quota()
-        HintConfig(allow_of={} if self.hints is None else {self.name: self.hints})
+        check_keys("--tenants", [self.key], self.name)
+        with option_path(f"{self.name}."):
+            self.quota()
+            HintConfig(allow="all" if self.hints is None else self.hints)
 
     @property
     def has_limits(self) -> bool:
@@ -72,25 +83,49 @@ class Tenant:
     def read(cls, file: str | Path) -> tuple[Self, ...]:
         """Read tenants from a file: a JSON object with their options by name. Raises ``ConfigError`` if it has others."""
         known = [option.name for option in fields(cls) if option.name != "name"]
-        try:
-            named = json.loads(Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError("--tenants", str(file), f"it must be a file of JSON ({one_line(error)})") from error
+        named = _named(Path(file))
         expected = f'it must be an object such as {{"acme": {{"key": "..."}}}}; there are {", ".join(known)}'
-        if not isinstance(named, dict) or not all(isinstance(options, dict) for options in named.values()):
+        if not isinstance(named, dict):
             raise ConfigError("--tenants", str(file), expected)
+        if isinstance(named.get(FINGERPRINT), str):
+            del named[FINGERPRINT]
         for name, options in named.items():
-            if "key" not in options or options.keys() - known:
+            if not isinstance(options, dict) or "key" not in options or options.keys() - known:
                 raise ConfigError("--tenants", name, expected)
-        return tuple(cls(name=name, **options) for name, options in named.items())
+        tenants = tuple(cls(name=name, **options) for name, options in named.items())
+        check_parts([tenant.quota() for tenant in tenants])
+        return tenants
 
 
-def check_keys(option: str, keys: Sequence[str]) -> None:
+def check_keys(option: str, keys: Sequence[str], owner: str = "***") -> None:
     """Raise ``ConfigError`` unless these are keys that headers can carry, each once. It names none."""
-    if not all(key and key.isascii() and key.isprintable() for key in keys):
-        raise ConfigError(option, "***", "a key must be printable ASCII, as headers are")
+    if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
+        raise ConfigError(option, owner, "a key must be printable ASCII without spaces around it, as headers are")
     if len(set(keys)) < len(keys):
-        raise ConfigError(option, "***", "a key must not be given twice: each is one tenant's")
+        raise ConfigError(option, owner, "a key must not be given twice: each is one tenant's")
+
+
+def _named(file: Path) -> Any:
+    """What a file of tenants says, by name. Raises ``ConfigError`` unless it is JSON that only its owner may read."""
+    try:
+        _check_owner_only(file)
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--tenants", str(file), f"it must be a file of JSON ({one_line(error)})") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ``ValueError`` for a name that stands in it twice, of which JSON keeps the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.100} stands in it twice")
+    return found
+
+
+def _check_owner_only(file: Path) -> None:
+    if file.stat().st_mode & 0o077:
+        raise ConfigError("--tenants", str(file), "others may read the keys or the secret in it: chmod 600")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +143,29 @@ class Tenants:
     @classmethod
     def read(cls, file: str | Path) -> Self:
         """Read the file, and the secret beside it, which is made if there is none. Raises ``ConfigError``."""
-        known = Tenant.read(file)
+        known, fingerprint = Tenant.read(file), _named(Path(file)).get(FINGERPRINT)
         if not known:
             raise ConfigError(FILE_VARIABLE, str(file), "it names no tenant: leave the variable out")
         check_keys(FILE_VARIABLE, [tenant.key for tenant in known])
-        return cls(known, stored_secret(Path(f"{file}.secret")))
+        is_wanted = isinstance(fingerprint, str)
+        tenants = cls(known, stored_secret(Path(f"{file}.secret"), may_make=not is_wanted))
+        if is_wanted and tenants.fingerprint != fingerprint:
+            expected = (
+                f"that is the secret {tenants.fingerprint}, and {file} names {fingerprint}: copy the other one here"
+            )
+            raise ConfigError(FILE_VARIABLE, f"{file}.secret", expected)
+        return tenants
 
     @classmethod
     def of_environment(cls) -> Self:
         """Read the file that the environment names; none if it names none. Raises ``ConfigError``."""
         file = os.environ.get(FILE_VARIABLE)
         return cls.read(file) if file else cls()
+
+    @property
+    def fingerprint(self) -> str:
+        """By which people tell secrets apart."""
+        return self._digest("fingerprint")[:8]
 
     def identity(self, name: str) -> str:
         """What connectors know a tenant by: its salt."""
@@ -130,9 +177,15 @@ class Tenants:
         return own if cache_salt is None else f"{own}.{self._digest(f'{name}/{cache_salt}')}"
 
     def shared(self, offload: OffloadConfig) -> OffloadConfig:
-        """The options of a connector in which each tenant has its share and its rights."""
-        allowed = {self.identity(one.name): one.hints for one in self.known if one.hints is not None}
+        """The options of a connector in which each tenant has its share and its rights; unknown ones together the least."""
+        allowed = {self.identity(one.name): one.hints for one in self.known if one.hints is not None} | {
+            UNKNOWN: HINTS_OFF
+        }
         limited = [one.quota(self.identity(one.name)) for one in self.known if one.has_limits]
+        hard = [quota for quota in limited if quota.hard is not None]
+        if hard and len(limited) + len(offload.quotas) < MAX_SHARES - 1:
+            least = min(hard, key=lambda quota: quota.limits(offload.num_host_bytes, 1).hard or 0).hard
+            limited.append(TenantQuota(tenant=UNKNOWN, label="unknown", soft=0, hard=least))
         counted = [one.quota(self.identity(one.name)) for one in self.known if not one.has_limits]
         return with_quotas(offload, limited, counted, allowed)
 
@@ -160,16 +213,33 @@ def tenant_in(salt: str | None) -> str | None:
     """Whose request it is that has this salt: of a front's, the tenant's part; of others, all of it."""
     if salt is None or not salt.startswith(_MARK):
         return salt
-    return salt[: len(_MARK) + _DIGITS]
+    found = salt[: len(_MARK) + _DIGITS]
+    return found if found in _identities(os.environ.get(FILE_VARIABLE)) else _unknown()
 
 
-def stored_secret(file: Path) -> bytes:
+@cache
+def _identities(file: str | None) -> frozenset[str]:
+    """The tenants of this process, which reads their file once."""
+    tenants = Tenants.read(file) if file else Tenants()
+    return frozenset(map(tenants.identity, [tenant.name for tenant in tenants.known]))
+
+
+@cache
+def _unknown() -> str:
+    logger.warning(
+        "requests come with salts of tenants that are not known here: they get no hints, and the least share. The front has"
+        " another secret, or another file (%s): copy both to here, and start again",
+        FILE_VARIABLE,
+    )
+    return UNKNOWN
+
+
+def stored_secret(file: Path, *, may_make: bool = True) -> bytes:
     """Read a secret from a file that only its owner may read; made if there is none. Raises ``ConfigError``."""
     try:
-        if not file.exists():
+        if may_make and not file.exists():
             _make(file)
-        if file.stat().st_mode & 0o077:
-            raise ConfigError(FILE_VARIABLE, str(file), "others may read the secret: chmod 600")
+        _check_owner_only(file)
         secret = file.read_bytes()
     except OSError as error:
         expected = f"the secret of salts must be readable, or the directory writable ({one_line(error)})"

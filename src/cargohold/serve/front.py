@@ -26,6 +26,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cargohold.connector.tenants import Tenants
+from cargohold.option_values import format_count
 from cargohold.protocol import FRONT_KEY, HINTS_KEY, hints_in
 from cargohold.serve.access import PINS, PROMPTS, Access, RequestClient, VllmAccess, path_of
 from cargohold.serve.errors import ApiError, error_response, invalid, json_response
@@ -127,7 +128,12 @@ class Front:
 
     def __init__(self, app: ASGIApp, access: Access | None = None, *, is_strict: bool = False) -> None:
         self._app = app
-        self._access = VllmAccess(Tenants.of_environment()) if access is None else access
+        if access is None:
+            tenants = Tenants.of_environment()
+            access = VllmAccess(tenants)
+            whose = f"; their secret is {tenants.fingerprint}" if tenants.known else ""
+            logger.info("cargohold: the front is on, for %s%s", format_count(len(tenants.known), "tenant"), whose)
+        self._access = access
         self._is_strict = is_strict
         self._sessions = Sessions()
         self._has_failed = False
@@ -194,7 +200,7 @@ class Front:
             # What is known is worth less than the request.
             if not self._has_failed:
                 self._has_failed = True
-                logger.exception("the front has failed; requests pass without what their clients have said")
+                logger.exception("cargohold: the front has failed; requests pass without what their clients have said")
             return None
         return lease
 
@@ -273,7 +279,7 @@ class Front:
         if args is not None and getattr(args, "kv_transfer_config", None) is None:
             self._says = False
             logger.warning(
-                "this vLLM has no connector (--kv-transfer-config): the front keeps tenants apart, and no more"
+                "cargohold: this vLLM has no connector (--kv-transfer-config): the front keeps tenants apart, and no more"
             )
         for one in getattr(state, "_state", {}).values():
             if hasattr(one, "enable_prompt_tokens_details"):

@@ -35,6 +35,11 @@ def test_an_unknown_policy_names_those_there_are(name: str) -> None:
         OffloadConfig(host_bytes=10000, policy=name)
 
 
+def test_a_policy_beside_a_manager_of_ones_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^policy='arc' .* a rule of its own: leave it out"):
+        OffloadConfig(host_bytes=10000, manager="examples.own_manager.least_recent:LeastRecent", policy="arc")
+
+
 def test_a_policy_of_ones_own_is_named_by_where_it_is() -> None:
     assert find_policy(OLDEST_ENDS) is OldestEnds
     assert isinstance(make_manager(OLDEST_ENDS, 8).policy, OldestEnds)
@@ -98,6 +103,7 @@ def test_a_manager_without_slots_is_refused_whoever_makes_it() -> None:
         ("store_generated", "yes"),
         ("store_within_steps", -1),
         ("store_within_steps", True),
+        ("store_within_steps", 10**30),
         ("max_inflight_fraction", 0),
         ("max_inflight_fraction", 1.1),
         ("max_inflight_fraction", "half"),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.registry import POLICY
 from cargohold.cache.rows import RowPlan, even_rows, plan_rows
 from cargohold.deadlines import DEFAULTS, MAX_SHUTDOWN_S, RESTORE, SHUTDOWN, TRANSFER
-from cargohold.option_values import is_number, parse_bytes
-from cargohold.options import FACTORY, INT_FROM_0, INT_FROM_1, PART, SHORT_TIME, SIZE, Options, must
+from cargohold.option_values import is_int, is_number, parse_bytes
+from cargohold.options import FACTORY, INT_FROM_1, PART, SHORT_TIME, SIZE, Options, must
 from cargohold.protocol import KVCacheLayout
 
 _SHUTDOWN = must(
     lambda value: is_number(value) and 0 <= value <= MAX_SHUTDOWN_S, f"a number of seconds from 0 to {MAX_SHUTDOWN_S:g}"
 )
+_STEPS: Final = must(lambda value: is_int(value) and 0 <= value <= 1_000_000, "an integer from 0 to 1000000")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class KernelConfig(Options):
     policy: Annotated[str, POLICY] = DEFAULT_POLICY
     blocks_per_chunk: Annotated[int, INT_FROM_1] = 1
     store_generated: bool = True
-    store_within_steps: Annotated[int, INT_FROM_0] = 8
+    store_within_steps: Annotated[int, _STEPS] = 8
     max_inflight_fraction: Annotated[float, PART] = 0.5
     transfer_timeout_s: Annotated[float, SHORT_TIME] = DEFAULTS[TRANSFER]
     restore_timeout_s: Annotated[float, SHORT_TIME] = DEFAULTS[RESTORE]

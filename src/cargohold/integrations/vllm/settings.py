@@ -164,7 +164,7 @@ def _of_replica(offload: Offload, replica: int) -> Offload:
 
 def _shared(offload: Offload, tenants: Tenants) -> Offload:
     """The options of a connector with the shares of the tenants that a front in vLLM's server keeps apart."""
-    return tenants.shared(offload) if tenants.known and isinstance(offload, OffloadConfig) else offload
+    return tenants.shared(offload) if isinstance(offload, OffloadConfig) else offload
 
 
 def _is_ours(offload: Offload) -> TypeGuard[OffloadConfig]:
