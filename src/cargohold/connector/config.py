@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, cast
 
+from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.cache.policies.registry import POLICY_NAMES
 from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.connector.kernel.config import KernelConfig

@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 
 from cargohold.cache.policies import RunsPolicy, find_policy
 from cargohold.cache.shares import MAX_SHARES
-from cargohold.connector.config import EAGER, HINTS_OFF, HintConfig, OffloadConfig, TenantQuota, check_parts
+from cargohold.connector.config import HINTS_OFF, LAZY, HintConfig, OffloadConfig, TenantQuota, check_parts
 from cargohold.errors import ConfigError, one_line, option_path
 
 FILE_VARIABLE: Final = "CARGOHOLD_TENANTS"
@@ -203,7 +203,7 @@ def with_quotas(
     that needs a place takes it from the one that has most.
     """
     quotas = [*offload.quotas, *limited]
-    has_shares = offload.mode == EAGER and not offload.manager and issubclass(find_policy(offload.policy), RunsPolicy)
+    has_shares = offload.mode != LAZY and not offload.manager and issubclass(find_policy(offload.policy), RunsPolicy)
     if has_shares and len(quotas) + len(counted) < MAX_SHARES:
         quotas += counted
     return replace(offload, quotas=quotas, hints=replace(offload.hints, allow_of={**offload.hints.allow_of, **allowed}))
