@@ -21,7 +21,7 @@ from rich.text import Text
 
 from cargohold.cli import VLLM_BENCH, VLLM_FLAGS, machine, vllm_flags
 from cargohold.cli.app import Answers, app, errors
-from cargohold.cli.machine import MEASURED_BYTES, Finding, Level
+from cargohold.cli.machine import MEASURED_BYTES, Finding, Level, judged
 from cargohold.cli.vllm_flags import installed_version, is_tested
 from cargohold.engine.core.request import SamplingParams
 from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError, one_line
@@ -140,9 +140,8 @@ def _engines() -> Iterator[Finding]:
     if found is None:
         yield Finding("vLLM", Level.OK, "not installed in this environment")
     else:
-        is_known = is_tested(found.rpartition(" ")[2])
-        advice = "" if is_known else f"Tested are {vllm_flags.TESTED}. If it cannot be served, the log says so."
-        yield Finding("vLLM", Level.OK if is_known else Level.NOTE, found, advice)
+        advice = f"Tested are {vllm_flags.TESTED}. If it cannot be served, the log says so."
+        yield judged("vLLM", is_tested(found.rpartition(" ")[2]), found, advice)
         if not any(point.name == "cargohold" for point in entry_points(group="vllm.general_plugins")):
             advice = "pip install cargohold into this environment: vLLM finds CargoholdConnector by its entry point."
             yield Finding("vLLM", Level.SET, "does not know CargoholdConnector", advice)
@@ -219,7 +218,7 @@ def _together(device: str | None, host: str | None, size: KVSize | None) -> Iter
         raise ConfigError("--device", device, "give --device and --host: both are one cache")
     sizes = parse_room("--device", device), parse_room("--host", host)
     held, *warning = vllm_flags.of_both(*sizes, None if size is None else size.bytes_per_token)
-    yield Finding("cache", Level.NOTE if warning else Level.OK, held, "; ".join(warning))
+    yield judged("cache", not warning, held, "; ".join(warning))
 
 
 # --- does it pay ------------------------------------------------------------------------------------------------------
@@ -245,8 +244,7 @@ def _paying(model: str, size: KVSize, prefill: float | None, links: Mapping[str,
     yield Finding("prefill", Level.OK, f"{prefill:,.0f} tokens/s ({source}): {took} for {TOKENS:,} tokens")
     for tier, speed in links.items():
         pays = Paying(prefill, size.bytes_per_token, speed)
-        level = Level.OK if pays.saved_s > 0 else Level.NOTE
-        yield Finding("does it pay", level, f"{pays.describe(tier)} ({speed / 1e9:.1f} GB/s, measured)")
+        yield judged("does it pay", pays.saved_s > 0, f"{pays.describe(tier)} ({speed / 1e9:.1f} GB/s, measured)", "")
     yield Finding("does it pay", Level.OK, "how often prompts return decides the rest", "cargohold plan --trace FILE")
 
 

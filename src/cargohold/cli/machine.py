@@ -65,6 +65,11 @@ class Finding:
     advice: str = ""
 
 
+def judged(area: str, is_good: bool, found: str, advice: str, otherwise: Level = Level.NOTE) -> Finding:
+    """A finding whose advice is needed only if it is not good."""
+    return Finding(area, Level.OK, found) if is_good else Finding(area, otherwise, found, advice)
+
+
 def findings() -> Iterator[Finding]:
     """What can be seen without writing anything, except disks."""
     yield from _system()
@@ -74,8 +79,7 @@ def findings() -> Iterator[Finding]:
 
 def _system() -> Iterator[Finding]:
     python = f"Cargohold {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    is_linux = sys.platform == "linux"
-    yield Finding("system", Level.OK if is_linux else Level.NOTE, python, "" if is_linux else "Only Linux is tested.")
+    yield judged("system", sys.platform == "linux", python, "Only Linux is tested.")
     limit, machine = memory_limit_bytes(), int(psutil.virtual_memory().total)
     of = f" by its control group, of the machine's {format_bytes(machine)}" if limit < machine else ""
     yield Finding(
@@ -88,16 +92,13 @@ def _system() -> Iterator[Finding]:
 
 def _user() -> Iterator[Finding]:
     """Who this process is, and where it may write: containers run as users without a name, with a read-only root."""
-    user = f"user {os.geteuid()}, group {os.getegid()}" if sys.platform != "win32" else "this user"
-    is_read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
-    user += ", the root is read-only" if is_read_only else ""
-    home = Path(os.environ.get("HOME") or "/")
-    closed = [str(place) for place in (Path("/tmp"), home) if not _is_writable(place)]  # noqa: S108  # looked at only
-    if not closed:
-        yield Finding("user", Level.OK, f"{user}; temporary files and {home} can be written")
-        return
+    root = ", the root is read-only" if os.statvfs("/").f_flag & os.ST_RDONLY else ""
+    places = Path("/tmp"), Path(os.environ.get("HOME") or "/")  # noqa: S108  # looked at only
+    closed = [str(place) for place in places if not _is_writable(place)]
+    writable = f"{', '.join(closed)} cannot be written" if closed else "temporary files and its home can be written"
+    found = f"user {os.geteuid()}, group {os.getegid()}{root}; {writable}"
     advice = "vLLM and PyTorch keep what they compile there: mount an emptyDir on /tmp, and set HOME=/tmp/home"
-    yield Finding("user", Level.SET, f"{user}; {', '.join(closed)} cannot be written", advice)
+    yield judged("user", not closed, found, advice, Level.SET)
 
 
 def _is_writable(place: Path) -> bool:
@@ -113,39 +114,34 @@ def _limits() -> Iterator[Finding]:
     advice = (
         "For GPUs: ulimit -l unlimited, --ulimit memlock=-1, in Kubernetes LimitMEMLOCK of the runtime. CPUs need none."
     )
-    level = Level.OK if is_unlimited else Level.NOTE
-    yield Finding("pinned memory", level, f"RLIMIT_MEMLOCK is {shown}", "" if is_unlimited else advice)
+    yield judged("pinned memory", is_unlimited, f"RLIMIT_MEMLOCK is {shown}", advice)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = files == resource.RLIM_INFINITY or files >= _FILES_WANTED
     advice = f"Large disk tiers and servers want more: ulimit -n {max(_FILES_WANTED, min(most, 65536))}"
-    level = Level.OK if is_enough else Level.SET
-    yield Finding("open files", level, f"{files:,} at most", "" if is_enough else advice)
+    yield judged("open files", is_enough, f"{files:,} at most", advice, Level.SET)
     shared = Path("/dev/shm")  # noqa: S108  # looked at only
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
-        is_enough = free >= _SHARED_WANTED
         advice = (
             "Cargohold uses none of it; several workers of vLLM talk through it: --shm-size=2g, or in Kubernetes an emptyDir "
             "with medium: Memory on /dev/shm"
         )
-        found = f"{format_bytes(free)} free in {shared}"
-        yield Finding("shared memory", Level.OK if is_enough else Level.NOTE, found, "" if is_enough else advice)
+        yield judged("shared memory", free >= _SHARED_WANTED, f"{format_bytes(free)} free in {shared}", advice)
     pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     if pages.is_file():
         (chosen,) = re.findall(r"\[(\w+)\]", pages.read_text(encoding="ascii"))
-        is_huge = chosen not in ("never", "deny")
-        advice = "" if is_huge else f"For latent attention on several GPUs: echo advise > {pages}, on the node"
-        yield Finding("shared memory", Level.OK if is_huge else Level.NOTE, f"huge pages: {chosen}", advice)
+        advice = f"For latent attention on several GPUs: echo advise > {pages}, on the node"
+        yield judged("shared memory", chosen not in ("never", "deny"), f"huge pages: {chosen}", advice)
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 _POOR_FILE_SYSTEMS: Final = MappingProxyType(
     {
-        "overlay": "it ends with the container: mount a volume there",
-        "tmpfs": "it is memory, and counts for the limit of the container: mount a disk there",
-        "nfs": "it is on the network: use it as a shared store, --shared file://...",
-        "cifs": "it is on the network: use it as a shared store, --shared file://...",
+        "overlay": "It ends with the container: mount a volume there",
+        "tmpfs": "It is memory, and counts for the limit of the container: mount a disk there",
+        "nfs": "It is on the network: use it as a shared store, --shared file://...",
+        "cifs": "It is on the network: use it as a shared store, --shared file://...",
     }
 )
 
@@ -163,29 +159,27 @@ def check_disk(place: Path, measure: Callable[[Path], tuple[float, float]] | Non
         reason = "is read-only" if is_read_only else "cannot be written" if existing.is_dir() else "is no directory"
         advice = "Mount a volume there that this user may write to: securityContext.fsGroup, or chown on the machine."
         return Finding("disk", Level.SET, f"{place}: {existing} {reason}", advice)
-    usage = shutil.disk_usage(existing)
-    kind = file_system(existing)
-    found = f"{place}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}, {kind}"
+    usage, kind = shutil.disk_usage(existing), file_system(existing)
     if not usage.total:
         return Finding(
             "disk", Level.SET, f"{place}: its file system, {kind}, keeps no files", "Give a directory on a disk."
         )
+    found = f"{place}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}, {kind}"
     if (mode := existing.stat().st_mode) & stat.S_IWOTH and not mode & stat.S_ISVTX:
         advice = f"KV must be private: chmod o-w {shlex.quote(str(existing))}"
         return Finding("disk", Level.SET, f"{found}; others may write to it", advice)
-    level, advice = Level.OK, ""
-    if poor := next((said for name, said in _POOR_FILE_SYSTEMS.items() if kind.startswith(name)), ""):
-        level, advice = Level.NOTE, poor[0].upper() + poor[1:]
-    elif existing != place.absolute():
-        level, advice = Level.NOTE, f"It is not there, and would be made in {existing}: is a mount missing?"
-    if measure is None or usage.free < 4 * MEASURED_BYTES:
-        return Finding("disk", level, found if measure is None else f"{found}; too little to measure", advice)
-    try:
-        written, read = measure(existing)
-    except (CargoholdError, OSError) as error:
-        return Finding("disk", Level.SET, f"{found}; a disk tier does not work there", one_line(error))
-    found += f"; a disk tier writes {written / 1e9:.2f} GB/s and reads {read / 1e9:.2f} GB/s"
-    return Finding("disk", level, found, advice or "Whether that pays: cargohold plan --disk-bandwidth, docs/replay.md")
+    advice = next((said for name, said in _POOR_FILE_SYSTEMS.items() if kind.startswith(name)), "")
+    if not advice and existing != place.absolute():
+        advice = f"It is not there, and would be made in {existing}: is a mount missing?"
+    if measure is not None and usage.free < 4 * MEASURED_BYTES:
+        found += "; too little to measure"
+    elif measure is not None:
+        try:
+            written, read = measure(existing)
+        except (CargoholdError, OSError) as error:
+            return Finding("disk", Level.SET, f"{found}; a disk tier does not work there", one_line(error))
+        found += f"; a disk tier writes {written / 1e9:.2f} GB/s and reads {read / 1e9:.2f} GB/s"
+    return judged("disk", not advice, found, advice)
 
 
 def _existing(place: Path) -> Path:

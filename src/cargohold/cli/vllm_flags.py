@@ -29,6 +29,7 @@ from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.option_values import format_bytes, format_count, parse_room
 from cargohold.tiers import Namespace as ModelNamespace
 from cargohold.tiers import SharedTierConfig, open_tier
+from cargohold.tiers.config import UsedDirectory
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -49,22 +50,14 @@ class Launch:
     """A command line of vLLM, and what a container around it needs.
 
     Attributes:
-        made_by: the command that prints it.
-        words: vLLM's own arguments, in front.
+        asked: what was asked for; ``words`` are vLLM's own arguments, which come first, ``made_by`` is the whole command.
         options: vLLM's options by name, without the dashes in front.
-        memory_bytes: host memory of the container: of the KV, and of vLLM itself.
-        disks: directories of this machine that tiers write to.
-        shared_directories: directories that engines share.
-        asks_server: whether a tier is a store that wants credentials from the environment.
+        used: the directory of each tier; ``None`` for a store that wants credentials from the environment.
     """
 
-    made_by: str
-    words: Sequence[str]
+    asked: Namespace
     options: Mapping[str, str | int]
-    memory_bytes: int
-    disks: Sequence[str]
-    shared_directories: Sequence[str]
-    asks_server: bool
+    used: Sequence[UsedDirectory | None]
 
     @classmethod
     def of(cls, asked: Namespace, transfer: Mapping[str, Any]) -> Launch:
@@ -73,20 +66,24 @@ class Launch:
         settings = VllmSettings.parse(transfer["kv_connector_extra_config"])
         if settings.has_tiers:
             options["shutdown-timeout"] = SHUTDOWN_TIMEOUT_S
-        used = [tier.used_directory for _, tier, _ in tiers_of(settings.offload)]
-        return cls(
-            made_by=asked.made_by,
-            words=asked.words,
-            options=options,
-            memory_bytes=parse_room("--host", asked.host) + parse_room("--engine", asked.engine),
-            disks=[str(place.path) for place in used if place is not None and place.is_own],
-            shared_directories=[str(place.path) for place in used if place is not None and not place.is_own],
-            asks_server=None in used,
-        )
+        return cls(asked, options, [tier.used_directory for _, tier, _ in tiers_of(settings.offload)])
 
     def arguments(self) -> list[str]:
         """All arguments, in order."""
-        return [*self.words, *(word for name, value in self.options.items() for word in (f"--{name}", str(value)))]
+        return [
+            *self.asked.words,
+            *(word for name, value in self.options.items() for word in (f"--{name}", str(value))),
+        ]
+
+    def directories(self, *, is_own: bool) -> list[str]:
+        """The directories that are this engine's own, or those that engines share."""
+        return [str(place.path) for place in self.used if place is not None and place.is_own is is_own]
+
+    def memory(self, mib: str, gib: str) -> str:
+        """Host memory of the container, of the KV and of vLLM itself, in whole units of these names."""
+        num_bytes = parse_room("--host", self.asked.host) + parse_room("--engine", self.asked.engine)
+        number = -(-num_bytes >> 20)
+        return f"{number}{mib}" if number % 1024 else f"{number >> 10}{gib}"
 
 
 def main(words: Sequence[str]) -> int:
@@ -270,14 +267,14 @@ _POD_NAME: Final = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": 
 
 def _for_kubernetes(launch: Launch) -> str:
     """A patch for a StatefulSet: for ``kubectl patch --patch-file`` and kustomize. ``$(NAME)`` is for Kubernetes to replace."""
-    places = [(f"kv-{at}", _mounted(place)) for at, place in enumerate(launch.disks)]
-    shared = [(f"kv-shared-{at}", place) for at, place in enumerate(launch.shared_directories)]
-    memory = {"memory": _quantity(launch.memory_bytes, "Mi", "Gi")}
+    places = [(f"kv-{at}", _mounted(place)) for at, place in enumerate(launch.directories(is_own=True))]
+    shared = [(f"kv-shared-{at}", place) for at, place in enumerate(launch.directories(is_own=False))]
+    memory = {"memory": launch.memory("Mi", "Gi")}
     container = {
         "name": "vllm",
         "args": launch.arguments(),
         "env": [_POD_NAME] if any("$(POD_NAME)" in word for word in launch.arguments()) else [],
-        "envFrom": [{"secretRef": {"name": "kv-store"}}] if launch.asks_server else [],
+        "envFrom": [{"secretRef": {"name": "kv-store"}}] if None in launch.used else [],
         "resources": {"requests": memory, "limits": memory},
         "volumeMounts": [{"name": name, "mountPath": place} for name, place in [*places, *shared]],
     }
@@ -292,13 +289,7 @@ def _for_kubernetes(launch: Launch) -> str:
         "metadata": {"name": "vllm"},
         "spec": {"template": {"spec": pod}},
     }
-    return "\n".join([f"# {launch.made_by}", *_yaml(patch)])
-
-
-def _quantity(num_bytes: int, mib: str, gib: str) -> str:
-    """A size in whole units, rounded up."""
-    number = -(-num_bytes >> 20)
-    return f"{number}{mib}" if number % 1024 else f"{number >> 10}{gib}"
+    return "\n".join([f"# {launch.asked.made_by}", *_yaml(patch)])
 
 
 def _mounted(directory: str) -> str:
@@ -310,15 +301,15 @@ def _for_compose(launch: Launch) -> str:
     """A file to merge with one's own: ``docker compose -f compose.yaml -f cargohold.yaml up``."""
     service = {
         "command": [word.replace("$", "$$") for word in launch.arguments()],
-        "mem_limit": _quantity(launch.memory_bytes, "m", "g"),
+        "mem_limit": launch.memory("m", "g"),
         "stop_grace_period": f"{GRACE_S}s",
-        "env_file": ["kv-store.env"] if launch.asks_server else [],
+        "env_file": ["kv-store.env"] if None in launch.used else [],
         "volumes": [
             {"type": "bind", "source": place.replace("$", "$$"), "target": place.replace("$", "$$")}
-            for place in [*launch.disks, *launch.shared_directories]
+            for place in [*launch.directories(is_own=True), *launch.directories(is_own=False)]
         ],
     }
-    return "\n".join([f"# {launch.made_by}", *_yaml({"services": {"vllm": service}})])
+    return "\n".join([f"# {launch.asked.made_by}", *_yaml({"services": {"vllm": service}})])
 
 
 _PLAIN: Final = re.compile(
