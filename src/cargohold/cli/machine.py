@@ -34,7 +34,7 @@ from cargohold.tiers.port import LoadOutcome, StoreOutcome
 
 MEASURED_BYTES: Final = 256 << 20
 _FILES_WANTED: Final = 4096
-_SHARED_WANTED: Final = 1 << 30
+_SHARED_WANTED: Final = 1 << 29
 _CHUNK_BYTES: Final = 4 << 20
 _THREADS: Final = 8
 
@@ -123,8 +123,8 @@ def _limits() -> Iterator[Finding]:
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         advice = (
-            "Cargohold uses none of it; several workers of vLLM talk through it: --shm-size=2g, or in Kubernetes an emptyDir "
-            "with medium: Memory on /dev/shm"
+            "Cargohold uses none of it; vLLM's workers talk through it: --shm-size=1g, or in Kubernetes an emptyDir with "
+            "medium: Memory on /dev/shm"
         )
         yield judged("shared memory", free >= _SHARED_WANTED, f"{format_bytes(free)} free in {shared}", advice)
     pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
