@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from cargohold.blocks import READY
-from cargohold.cache import ChunkPins, OffloadKey, SlotReservation, StoreOffer, TierManager
+from cargohold.cache import ChunkPins, OffloadKey, OffloadManager, SlotReservation, StoreOffer, TierManager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import Newcomers, ReplacementPolicy
@@ -39,13 +39,24 @@ class PolicyConformance(ABC):
         """A new policy whose every answer is checked."""
         return StrictPolicy(self.policy(table))
 
+    def _traffic(
+        self,
+        capacity: int,
+        seed: int,
+        policy: Callable[[ChunkTable], ReplacementPolicy] | None = None,
+        *,
+        all_goes_well: bool = False,
+    ) -> ManagerTraffic:
+        manager = TierManager(capacity, policy or self.strict, record_events=True)
+        return ManagerTraffic(manager, seed, all_goes_well=all_goes_well)
+
     # --- any traffic --------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("capacity", [1, 2, 5, 30])
     def test_any_traffic_keeps_every_rule(self, capacity: int) -> None:
         """Victims hold chunks, are not busy, named once, and no more than asked for; the policy knows the slots in use."""
         for seed in range(self.num_seeds):
-            traffic = _PolicyTraffic(self.strict, capacity, seed)
+            traffic = self._traffic(capacity, seed)
             for _ in range(NUM_OPERATIONS):
                 traffic.move()
                 traffic.manager.check()
@@ -55,7 +66,7 @@ class PolicyConformance(ABC):
     def test_the_same_traffic_has_the_same_victims(self) -> None:
         """Two policies that see the same operations evict the same chunks: decisions depend on nothing but history."""
         for seed in range(self.num_seeds):
-            left, right = (_PolicyTraffic(self.policy, 12, seed) for _ in range(2))
+            left, right = (self._traffic(12, seed, self.policy) for _ in range(2))
             for _ in range(NUM_OPERATIONS):
                 left.move()
                 right.move()
@@ -64,7 +75,7 @@ class PolicyConformance(ABC):
     def test_no_prefix_has_holes(self) -> None:
         """No chunk stays while the one before it in its prefix is gone: chunks behind such a hole could never be used."""
         for seed in range(self.num_seeds):
-            traffic = _PolicyTraffic(self.policy, 15, seed, all_goes_well=True)
+            traffic = self._traffic(15, seed, self.policy, all_goes_well=True)
             for _ in range(NUM_OPERATIONS):
                 traffic.move()
                 states = dict(zip(traffic.tree.keys, traffic.manager.lookup(traffic.tree.keys), strict=True))
@@ -86,7 +97,7 @@ class PolicyConformance(ABC):
     def test_idle_chunks_make_room_or_are_worth_more(self) -> None:
         """While no chunk is busy, every chunk on offer gets a slot or is refused for good; none is deferred."""
         for seed in range(self.num_seeds):
-            traffic = _PolicyTraffic(self.strict, 6, seed)
+            traffic = self._traffic(6, seed)
             for _ in range(NUM_OPERATIONS // 4):
                 traffic.settle()
                 handle = traffic.manager.prepare_store(traffic.tree.any_path(traffic.random))
@@ -97,7 +108,7 @@ class PolicyConformance(ABC):
     def test_offers_that_come_together_spare_each_others_prefixes(self, capacity: int) -> None:
         """Of several offers that come together, none gets a slot whose chunk is in front of another offer in its prefix."""
         for seed in range(self.num_seeds):
-            traffic = _PolicyTraffic(self.strict, capacity, seed, all_goes_well=True)
+            traffic = self._traffic(capacity, seed, all_goes_well=True)
             for _ in range(NUM_OPERATIONS // 2):
                 traffic.store_several()
                 traffic.manager.check()
@@ -130,7 +141,7 @@ class PolicyConformance(ABC):
 
     def test_clearing_forgets_all_slots(self) -> None:
         """After a reset, the policy knows of no slot in use, and the tier can be filled again."""
-        traffic = _PolicyTraffic(self.policy, 10, seed=1)
+        traffic = self._traffic(10, 1, self.policy)
         for _ in range(3):
             for _ in range(60):
                 traffic.move()
@@ -218,47 +229,37 @@ class StrictPolicy(ReplacementPolicy):
         assert in_front.isdisjoint(table.evicted), "a chunk is evicted for what comes behind it"
 
 
-class _PolicyTraffic:
+class ManagerTraffic:
     """A random stream of operations on a tier's manager.
 
     Args:
-        policy: makes the policy under test.
-        capacity: slots of the tier.
+        manager: the manager.
         seed: seed of the random numbers.
         all_goes_well: whether stores never fail and chunks are never found corrupt: both leave holes in prefixes that are not
             the policy's doing.
     """
 
-    def __init__(
-        self,
-        policy: Callable[[ChunkTable], ReplacementPolicy],
-        capacity: int,
-        seed: int,
-        *,
-        all_goes_well: bool = False,
-    ) -> None:
+    def __init__(self, manager: OffloadManager, seed: int, *, all_goes_well: bool = False) -> None:
         self.random = Random(seed)  # noqa: S311  # repeatable, on purpose
         self.tree = Tree(Random(seed))  # noqa: S311  # repeatable, on purpose
-        self.manager = TierManager(capacity, policy, record_events=True)
+        self.manager = manager
         self._all_goes_well = all_goes_well
-        self._stores: list[SlotReservation] = []
-        self._loads: list[ChunkPins] = []
+        self.stores: list[SlotReservation] = []
+        self.loads: list[ChunkPins] = []
 
     def move(self) -> None:
         """Carry out one random operation."""
         match self.random.randrange(7):
             case 0 | 1:
-                self._store()
+                self.store()
             case 2:
-                path = self.tree.any_path(self.random)
-                self.manager.touch(path)
-                self.manager.end_turn(path, self.random.choice(list(TurnEnd)))
+                self.touch()
             case 3:
-                self._load()
-            case 4 if self._stores:
-                self._end_store(self._stores.pop(self.random.randrange(len(self._stores))))
-            case 5 if self._loads:
-                self._end_load(self._loads.pop(self.random.randrange(len(self._loads))))
+                self.load()
+            case 4 if self.stores:
+                self.end_store(self.stores.pop(self.random.randrange(len(self.stores))))
+            case 5 if self.loads:
+                self.end_load(self.loads.pop(self.random.randrange(len(self.loads))))
             case 6:
                 self.store_several()
             case _:
@@ -266,18 +267,16 @@ class _PolicyTraffic:
 
     def settle(self) -> None:
         """End all stores and loads in flight."""
-        while self._stores:
-            self._end_store(self._stores.pop())
-        while self._loads:
-            self._end_load(self._loads.pop())
+        while self.stores:
+            self.end_store(self.stores.pop())
+        while self.loads:
+            self.end_load(self.loads.pop())
 
-    def _store(self) -> None:
+    def store(self) -> None:
+        """Store for one request, which may have lost the beginning of its prefix."""
         path = self.tree.any_path(self.random)
         first = 0 if self._all_goes_well else self.random.choice((0, 0, self.random.randrange(len(path))))
-        handle = self.manager.prepare_store(path[first:], path[first - 1] if first else None)
-        self._stores.append(handle)
-        if self._all_goes_well:
-            self._end_store(self._stores.pop())
+        self._reserve([StoreOffer(path[first:], path[first - 1] if first else None)])
 
     def store_several(self) -> None:
         """Store for several requests at once, as one step does: each continues its prefix, often by a single chunk."""
@@ -288,25 +287,43 @@ class _PolicyTraffic:
             end = at + self.random.choice((1, 1, len(path)))
             if at < len(path):
                 offers.append(StoreOffer(path[at:end], path[at - 1] if at else None))
-        self._stores.append(self.manager.prepare_stores(offers))
-        if self._all_goes_well:
-            self._end_store(self._stores.pop())
+        self._reserve(offers)
 
-    def _load(self) -> None:
+    def _reserve(self, offers: Sequence[StoreOffer]) -> SlotReservation:
+        handle = self.manager.prepare_stores(offers)
+        self.stores.append(handle)
+        if self._all_goes_well:
+            self.end_store(self.stores.pop())
+        return handle
+
+    def touch(self) -> None:
+        """Use a prefix, and end the turn that did."""
+        path = self.tree.any_path(self.random)
+        before = self.manager.lookup(path)
+        assert self.manager.touch(path) == len(self.manager.lookup_run(path))
+        self.manager.end_turn(path, self.random.choice(list(TurnEnd)))
+        assert self.manager.lookup(path) == before, "the end of a turn changes what is found"
+
+    def load(self) -> ChunkPins | None:
+        """Pin the ready beginning of a prefix, if there is any."""
         path = self.tree.any_path(self.random)
         there = self.manager.lookup_run(path)
         if there:
-            self._loads.append(self.manager.prepare_load(path[: len(there)]))
+            self.loads.append(self.manager.prepare_load(path[: len(there)]))
+        return self.loads[-1] if there else None
 
-    def _end_store(self, handle: SlotReservation) -> None:
-        if self._all_goes_well or self.random.random() < 0.8:
-            handle.commit()
-        else:
-            handle.forfeit()
+    def end_store(self, handle: SlotReservation) -> bool:
+        """Make the chunks of a reservation visible, or give it up. Returns whether they are written."""
+        is_written = self._all_goes_well or self.random.random() < 0.8
+        (handle.commit if is_written else handle.forfeit)()
+        return is_written
 
-    def _end_load(self, handle: ChunkPins) -> None:
+    def end_load(self, handle: ChunkPins) -> Sequence[OffloadKey]:
+        """Unpin, now and then with a chunk that could not be read. Returns those."""
         is_bad = not self._all_goes_well and self.random.random() < 0.1
-        handle.release([handle.keys[-1]] if is_bad else [])
+        bad = [handle.keys[-1]] if is_bad else []
+        handle.release(bad)
+        return bad
 
 
 def _store(manager: TierManager, path: list[OffloadKey]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final, NoReturn
 
 from cargohold.blocks import extend_hashes, root_hash
 from cargohold.engine.core.request import (
@@ -26,12 +25,9 @@ from cargohold.lab.simulation.transfers import CopiesInFlight
 from cargohold.protocol import (
     NULL_CONNECTOR,
     Clock,
-    ConnectorGuard,
     Hint,
-    KVCacheBlockView,
     KVCacheLayout,
     KVConnectorFactory,
-    KVEvent,
     OutputAggregator,
     Prefix,
     SchedulerEnvironment,
@@ -40,86 +36,6 @@ from cargohold.protocol import (
 
 NO_OUTPUT: Final = StepOutput()
 """The output of a step that has not been made yet."""
-
-
-class ReplicaPool(Protocol):
-    """The device pool. ``CopyOracle`` replaces ``allocate`` by a function of its own."""
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks, the null block included."""
-        ...
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """Without the null block."""
-        ...
-
-    @property
-    def num_free_blocks(self) -> int: ...
-
-    @property
-    def num_cached_prefixes(self) -> int: ...
-
-    def get_block(self, block_id: int) -> KVCacheBlockView: ...
-
-    def allocate(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
-        """Allocate blocks. There is no other way in which blocks are given out."""
-        ...
-
-
-class ReplicaCache(Protocol):
-    """The manager of the requests' blocks."""
-
-    @property
-    def pool(self) -> ReplicaPool: ...
-
-    def reference_counts(self) -> Counter[int]:
-        """References that requests hold, per block."""
-        ...
-
-    def check(self) -> None:
-        """Verify that no block is lost. Raises ``AssertionError``."""
-        ...
-
-
-class WaitingRequest(Protocol):
-    """A request that waits."""
-
-    @property
-    def request_id(self) -> str: ...
-
-
-class ReplicaScheduler(Protocol):
-    """The scheduler."""
-
-    @property
-    def kv(self) -> ReplicaCache:
-        """The requests' blocks."""
-        ...
-
-    @property
-    def connector(self) -> ConnectorGuard: ...
-
-    def has_work(self) -> bool:
-        """Whether another step is needed."""
-        ...
-
-    def waiting_requests(self) -> Iterable[WaitingRequest]:
-        """Requests that are not running, for the timeline."""
-        ...
-
-    def reset_cache(self) -> bool:
-        """Forget everything cached; ``False`` if something is in the way."""
-        ...
-
-    def take_events(self) -> Iterable[KVEvent]:
-        """KV events of device pool and tiers since the last call, in order per medium."""
-        ...
-
-    def check_settled(self) -> None:
-        """Verify that nothing is left behind once all work is done. Raises ``AssertionError`` naming what is."""
-        ...
 
 
 class Replica(ABC):
@@ -140,14 +56,14 @@ class Replica(ABC):
         dedupes_blocks: whether the device pool keeps each prefix at most once.
         has_own_hashes: whether block hashes are those of ``cargohold.blocks``, so that events can be checked.
         takes_less: whether it may take less than a connector has found, or later, when others have been told the same.
-        scheduler: its scheduler.
+        scheduler: its scheduler, or what shows another one in the same way.
         chains: the fingerprints of its requests' prefixes.
     """
 
     dedupes_blocks: ClassVar[bool]
     has_own_hashes: ClassVar[bool]
     takes_less = False
-    scheduler: ReplicaScheduler
+    scheduler: Scheduler
     chains: PrefixChains
 
     def __init__(
@@ -381,7 +297,6 @@ class SimulatedEngine(Replica):
 
     dedupes_blocks = True
     has_own_hashes = True
-    scheduler: Scheduler
 
     def __init__(  # noqa: PLR0913  # options that tests name
         self,

@@ -85,13 +85,13 @@ class AdapterEngine(VllmEngine):
         reset = VllmReset.draw(self._random)
         if self._late is not None and reset.mode != "wait":  # blocks of which nobody was told forbid it
             reset = VllmReset(is_of_connector=reset.is_of_connector)
-        self.scheduler.announce_reset(reset)
+        self.view.announce_reset(reset)
         return reset.mode == "abort"
 
     @property
     def num_steps_before_weights(self) -> int:
         """As many as chance has it while vLLM is paused: then it takes only such steps as connectors need."""
-        return 0 if self.scheduler.reset.mode is None else self._random.choice((0, 1, 3))
+        return 0 if self.view.reset.mode is None else self._random.choice((0, 1, 3))
 
     def load_weights(self, version: int) -> None:
         """Compute with other weights from now on. They come while the device sleeps or not, as chance has it."""
@@ -104,7 +104,7 @@ class AdapterEngine(VllmEngine):
             worker.connector.weights = held_by(self.chains.version, worker.connector._vllm_config.parallel_config)
         for worker in self.workers * num_naps:
             worker.wake_up()
-        self.scheduler.resume()
+        self.view.resume()
 
     def is_shown(self, request_id: str, num_computed_tokens: int) -> bool:
         """Not if it waited while its adapter's files changed, or has started over since, because of a refused reset."""

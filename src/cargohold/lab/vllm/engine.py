@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_kv_cache_block_sizes
@@ -20,6 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from cargohold.engine.core.request import FinishReason, Request, SchedulerStep, StepOutput
 from cargohold.engine.core.request_queues import SchedulerConfig
 from cargohold.engine.core.scheduler import RequestUpdate
+from cargohold.engine.core.scheduler import Scheduler as OwnScheduler
 from cargohold.integrations.vllm.layout import shares_load_ends, shares_loads
 from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.lab.simulation.fingerprints import PrefixChains, layout_of
@@ -113,6 +114,7 @@ class VllmEngine(Replica):
 
     Attributes:
         vllm: vLLM's scheduler.
+        view: vLLM's scheduler as runs and oracles see it.
         workers: by rank.
         aggregator: vLLM's, which merges the ranks' outputs.
         guards_appends: see ``FingerprintRunner``.
@@ -121,7 +123,6 @@ class VllmEngine(Replica):
     dedupes_blocks = False
     has_own_hashes = False
     guards_appends: ClassVar[bool] = False
-    scheduler: SchedulerView
 
     def __init__(
         self, shape: Shape, transfer: Any, *, clock: VirtualClock, copies: Sequence[CopiesInFlight], random: Random
@@ -162,7 +163,7 @@ class VllmEngine(Replica):
 
     def abort(self, request_id: str) -> None:
         """End a request, either at once or, at random, just before the next step's result is accounted for."""
-        if self.scheduler.reset.mode != "abort" and self._random.random() < 0.5:
+        if self.view.reset.mode != "abort" and self._random.random() < 0.5:
             self._late_aborts.append(request_id)
         else:
             self._abort(request_id)
@@ -291,7 +292,8 @@ class VllmEngine(Replica):
         self._late = LateBlocks(self.vllm, rate, self._random) if rate and self.vllm.connector is not None else None
         self.workers = [self._new_worker(config, caches, rank) for rank in range(shape.world_size)]
         self.aggregator = KVOutputAggregator.from_connector(self.vllm.connector, shape.world_size)
-        self.scheduler = self._view()
+        self.view = self._view()
+        self.scheduler = cast("OwnScheduler", self.view)  # what oracles look at in ours, it shows of vLLM's
 
     def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
         copies = self.copies[rank]

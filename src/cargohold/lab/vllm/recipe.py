@@ -36,7 +36,6 @@ from cargohold.lab.vllm.configuration import (
 from cargohold.lab.vllm.engine import VllmEngine
 from cargohold.lab.vllm.late_blocks import LATE_BLOCKS
 from cargohold.lab.vllm.oracles import LeftoverOracle
-from cargohold.lab.vllm.requests import SchedulerView
 from cargohold.protocol import AttentionKind
 
 APPLICABLE: Final = tuple(name for name, kind in CONNECTORS.items() if kind.with_context and kind.applies_locks)
@@ -85,14 +84,15 @@ class VllmRun(ScenarioRun):
         In every step, it would do harm: running requests start over each time, and some connectors forget what they hold. Where
         copies that never end hold blocks, vLLM refuses every reset, and goes on without one.
         """
-        scheduler = self._engine.scheduler
-        if self._engine.num_steps >= self._next_reset or not scheduler.has_work():
+        engine = self._engine
+        assert isinstance(engine, VllmEngine)
+        if engine.num_steps >= self._next_reset or not engine.view.has_work():
             super()._try_to_reset()
-            if self._is_reset_due and not scheduler.has_work() and isinstance(scheduler, SchedulerView):
-                scheduler.resume()
+            if self._is_reset_due and not engine.view.has_work():
+                engine.view.resume()
                 self._is_reset_due = False
             self._reset_pause = 1 + 2 * self._reset_pause if self._is_reset_due else 0
-            self._next_reset = self._engine.num_steps + self._reset_pause
+            self._next_reset = engine.num_steps + self._reset_pause
 
     def play(self) -> RunResult:
         with quiet_logging("vllm"), patch.dict(os.environ, _WHOLE_HASHES):

@@ -319,7 +319,7 @@ class VllmReset:
 
 
 class SchedulerView:
-    """vLLM's scheduler.
+    """vLLM's scheduler, as runs and oracles see our own: its steps aside, what they use of it.
 
     Args:
         scheduler: vLLM's own.
