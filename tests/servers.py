@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,35 @@ def key_value_server(kind: str, *options: str) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def capacity(tier: str, engine: int, tokens: int) -> str:
+    """A line of ``/metrics``, as vLLM with Cargohold has it."""
+    labels = f'engine="{engine}",model_name="my model",tier="{tier}"'
+    return f"cargohold_tier_capacity_tokens{{{labels}}} {float(tokens)}\n"
+
+
+@contextmanager
+def metrics_server(*lines: str) -> Iterator[str]:
+    """Serve these lines under every path, in a thread; yields the address."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("".join(lines).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _redis() -> str:

@@ -25,6 +25,7 @@ from cargohold import (
 from cargohold.engine.config import EngineConfig
 from tests.command import Command
 from tests.data.make_trace import TRACE
+from tests.servers import capacity, metrics_server
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -84,7 +85,9 @@ def test_commands_in_the_readme_work(args: list[str], cargohold: Command, chat_m
     args = [stand_ins.get(arg, arg) for arg in args] + SHORTER.get(" ".join(args), [])
     if args[0] == "demo":
         args += ["--model", chat_model]
-    result = cargohold(*args, stdin="Hello\n/quit\n")
+    with metrics_server(capacity("device", 0, 200_000), capacity("host", 0, 100_000)) as address:
+        args = [address if arg == "localhost:8000" else arg for arg in args]
+        result = cargohold(*args, stdin="Hello\n/quit\n")
     assert result.status == 0, result.err
 
 

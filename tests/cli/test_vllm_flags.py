@@ -7,9 +7,6 @@ import json
 import re
 import shlex
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import yaml  # type: ignore[import-untyped]  # its types are a package of their 
 
 from cargohold.cli import vllm_flags
 from tests.command import Command
-from tests.servers import free_port, key_value_server
+from tests.servers import capacity, free_port, key_value_server, metrics_server
 
 ODD = '50% of it\'s $HOME \\ "x"'
 """A directory's name with all that shells and service managers look at."""
@@ -214,42 +211,10 @@ def test_they_are_among_the_commands(cargohold: Command) -> None:
 # --- a benchmark as large as the caches -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def serves_metrics() -> Iterator[list[str]]:
-    """A server whose ``/metrics`` says what is put behind its address in this list."""
-    told: list[str] = []
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write("".join(told[1:]).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        told.append(f"127.0.0.1:{server.server_port}")
-        yield told
-        server.shutdown()
-
-
-def capacity(tier: str, engine: int, tokens: int) -> str:
-    labels = f'engine="{engine}",model_name="my model",tier="{tier}"'
-    return f"cargohold_tier_capacity_tokens{{{labels}}} {float(tokens)}\n"
-
-
-def test_a_benchmark_has_more_prefixes_than_the_pool_holds_and_fewer_than_both(
-    cargohold: Command, serves_metrics: list[str]
-) -> None:
-    for engine in (0, 1):
-        serves_metrics += [
-            capacity("device", engine, 200_000),
-            capacity("host", engine, 100_000),
-            capacity("disk", 0, 9),
-        ]
-    result = cargohold("vllm-bench", serves_metrics[0])
+def test_a_benchmark_has_more_prefixes_than_the_pool_holds_and_fewer_than_both(cargohold: Command) -> None:
+    sizes = [("device", 0, 200_000), ("host", 0, 100_000), ("device", 1, 200_000), ("host", 1, 100_000), ("disk", 0, 9)]
+    with metrics_server(*(capacity(*each) for each in sizes)) as address:
+        result = cargohold("vllm-bench", address)
     words = shlex.split(result.out)
     asked = {
         name: words[words.index(f"--{name}") + 1] for name in ("model", "num-prompts", "prefix-repetition-num-prefixes")
@@ -259,9 +224,9 @@ def test_a_benchmark_has_more_prefixes_than_the_pool_holds_and_fewer_than_both(
     assert (asked["model"], int(asked["num-prompts"])) == ("my model", 4 * prefixes)
 
 
-def test_a_benchmark_needs_a_server_with_cargohold(cargohold: Command, serves_metrics: list[str]) -> None:
-    serves_metrics.append('vllm:num_requests_running{engine="0"} 0.0\n')
-    refused = cargohold("vllm-bench", serves_metrics[0])
+def test_a_benchmark_needs_a_server_with_cargohold(cargohold: Command) -> None:
+    with metrics_server('vllm:num_requests_running{engine="0"} 0.0\n') as address:
+        refused = cargohold("vllm-bench", address)
     assert (refused.status, refused.out) == (1, "") and "serve it with what vllm-flags prints" in refused.err
     nobody = cargohold("vllm-bench", f"http://127.0.0.1:{free_port()}")
     assert nobody.status == 1 and "/metrics cannot be read" in nobody.err
