@@ -23,7 +23,7 @@ import yaml  # type: ignore[import-untyped]  # its types are a package of their 
 
 from cargohold import DiskTierConfig, OffloadConfig
 from cargohold.connector.tenants import Tenant
-from cargohold.serve.records import metrics_url, scrape
+from cargohold.serve.scrape import metrics_url, scrape
 from cargohold.serve.settings import ServeConfig, with_shares
 from tests.serve.running import call, running, settle, wait_until
 
@@ -294,7 +294,21 @@ Alerts = list[tuple[str, str, dict[str, str]]]
 SINCE = "cargohold_outage_since_timestamp_seconds"
 TENANT = 'instance="a",tier="host",tenant="acme"'
 ENGINE = {"instance": "a"}
+
+
+def restoring(load_s: float) -> Series:
+    """Two blocks restored in ``load_s`` seconds, and 1,000 tokens computed in 1 s, in each step of the series."""
+    grown = {"load_tokens_total": 32, "load_seconds_sum": load_s, "wait_seconds_sum": 0}
+    grown |= {"prefill_tokens_total": 1000, "prefill_seconds_total": 1}
+    return {f'cargohold_{name}{{instance="a"}}': [at * each for at in range(200)] for name, each in grown.items()}
+
+
 SCENES: dict[str, tuple[Series, Alerts]] = {
+    "restoring costs more time than it saves": (
+        restoring(2.0),
+        [("50m", "CargoholdRestoringSlowerThanComputing", ENGINE)],
+    ),
+    "a few blocks were restored slowly, which costs next to nothing": (restoring(0.1), []),
     "a reason whose text changes is one outage": (
         {
             f'{SINCE}{{instance="a",tier="disk",what="writes",reason="full"}}': [9.0] * 30 + [0.0] * 30,

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from cargohold import LLM, OffloadConfig, SamplingParams
 from cargohold.cli.top import draw
-from cargohold.serve.records import Scrape
+from cargohold.serve.scrape import Scrape
 from tests.counting import ENDED, CountsEnds
 from tests.serve.running import call, running, settle
 

@@ -27,7 +27,7 @@ from playwright.sync_api import sync_playwright
 from rich.console import Console
 
 from cargohold.cli.top import draw
-from cargohold.serve.records import metrics_url, scrape
+from cargohold.serve.scrape import metrics_url, scrape
 
 PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
 TEXTS: Final = Path(__file__).parents[1] / "src" / "cargohold" / "cli" / "texts"

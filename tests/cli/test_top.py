@@ -18,7 +18,7 @@ from cargohold import OffloadConfig
 from cargohold.cli.top import draw
 from cargohold.errors import ConfigError
 from cargohold.protocol import metrics
-from cargohold.serve.records import Scrape, metrics_url
+from cargohold.serve.scrape import Scrape, metrics_url
 from tests.command import Command
 from tests.forks import ForkedCommand
 from tests.serve.running import call, running, settle
@@ -63,7 +63,7 @@ def test_a_real_server_is_shown(cargohold: Command, chat_model: str) -> None:
     assert "0 running, 0 waiting" in shown.out
     rows = {line.split()[1]: line for line in shown.out.splitlines() if line.startswith(("│ device", "│ host"))}
     assert "944" in rows["device"] and rows.keys() == {"device", "host"}
-    assert "device" in shown.out and "computed" in shown.out and "tokens/s" in shown.out
+    assert "device" in shown.out and "computed" in shown.out and "restored: " in shown.out
     assert "bypassed" not in shown.out, "nothing was"
 
 
@@ -74,7 +74,7 @@ def test_vllm_is_shown_with_our_connector_in_it(cargohold: Command, recorded: st
         assert expected in shown.out
 
 
-RECORDED_FACTS = ("1 running", "host", "speed: restoring")
+RECORDED_FACTS = ("1 running", "host", "restored: ")
 
 
 LARGE = b"".join(
@@ -112,6 +112,28 @@ def test_numbers_stay_whole_however_narrow_the_terminal_is(
 def test_a_server_that_loads_its_model_is_starting(cargohold: Command, recorded: str) -> None:
     shown = cargohold("top", recorded)
     assert "it is starting" in shown.out and "no Cargohold" not in shown.out
+
+
+def restoring(tokens: int, seconds: float) -> bytes:
+    """Metrics of an engine that restored so many tokens in so many seconds, and computed 500 tokens a second."""
+    totals = {"load_tokens_total": tokens, "load_seconds_sum": seconds}
+    totals |= {"prefill_tokens_total": 3000, "prefill_seconds_total": 6, 'tier_ready_bytes{tier="host"}': 1}
+    return "".join(f"cargohold_{name} {value}\n" for name, value in totals.items()).encode()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"),
+    [
+        (restoring(64, 9.0), "restored: 64 tokens in 9 s"),
+        (restoring(2000, 0.2), "restored: 2,000 tokens in 200 ms, computing them takes 4 s"),
+    ],
+    indirect=["recorded"],
+)
+def test_restoring_is_compared_with_computing_in_all_and_not_for_a_few_tokens(
+    cargohold: Command, recorded: str, expected: str
+) -> None:
+    lines = [line.strip("│ ") for line in cargohold("top", recorded, "--once").out.splitlines()]
+    assert expected in lines
 
 
 def test_what_an_engine_does_not_tell_is_not_none() -> None:
@@ -160,7 +182,7 @@ def test_ctrl_c_ends_the_live_view_and_gives_the_terminal_back(recorded: str) ->
     process = ForkedCommand(("top", recorded, "--interval", "0.1"), environment, its)
     try:
         seen = ""
-        while "speed:" not in seen:
+        while "restored:" not in seen:
             seen += os.read(ours, 65536).decode(errors="replace")
         assert "\x1b[?1049h" in seen, "it has a screen of its own"
         process.send_signal(signal.SIGINT)

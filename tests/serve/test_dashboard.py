@@ -13,7 +13,7 @@ import uvicorn
 
 from cargohold import DiskTierConfig, OffloadConfig
 from cargohold.serve.dashboard import Engine, make_dashboard
-from cargohold.serve.records import Scrape, metrics_url
+from cargohold.serve.scrape import Scrape, metrics_url
 from cargohold.serve.server import Server, listening
 from cargohold.serve.settings import ServeConfig
 from tests.serve.running import call, running, settle, wait_until

@@ -11,7 +11,7 @@ import pytest
 from cargohold import OffloadConfig, TenantQuota
 from cargohold.connector.tenants import Tenant
 from cargohold.protocol import BlockStored
-from cargohold.serve.records import metrics_url, scrape
+from cargohold.serve.scrape import metrics_url, scrape
 from cargohold.serve.server import Server
 from cargohold.serve.settings import Client, ServeConfig, tenant_of, with_shares
 from tests.serve.running import call, running, wait_until

@@ -21,7 +21,7 @@ from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.protocol import Tally, metrics
 from cargohold.protocol.metrics import Bucket
 from cargohold.serve.dashboard import Engine
-from cargohold.serve.records import Scrape
+from cargohold.serve.scrape import Scrape
 from tests.vllm.common import forget, make_prompts, restored
 
 

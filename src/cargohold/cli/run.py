@@ -390,7 +390,7 @@ def dashboard(
     """Show the page for engines that run elsewhere: cargohold serve, or vLLM with the connector. Ctrl-C ends it."""
     _check_packages("dashboard")
     from cargohold.serve.dashboard import Engine, serve_dashboard  # noqa: PLC0415  # needs packages that may be absent
-    from cargohold.serve.records import metrics_url, scrape  # noqa: PLC0415  # as above
+    from cargohold.serve.scrape import metrics_url, scrape  # noqa: PLC0415  # as above
     from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # as above
 
     engines = [Engine(url, metrics_url(url), partial(scrape, key=metrics_key)) for url in urls]

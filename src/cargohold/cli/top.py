@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
 from cargohold.protocol import metrics
 from cargohold.serve.families import GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, UP
-from cargohold.serve.records import Scrape, metrics_url, scrape, tiers_of
+from cargohold.serve.scrape import LEAST_TOKENS, Scrape, metrics_url, moved_bytes, scrape, tiers_of
 
 _MAX_AT_ONCE: Final = 32
 _COLOURS: Final = ("green", "blue", "magenta", "cyan", "yellow")
@@ -148,9 +147,7 @@ class _Places:
     def _moved(self) -> Iterator[tuple[str, ...]]:
         """What went into each tier and out of it, row by row."""
         yield "in", "out", "evicted"
-        moved: Counter[tuple[str, str]] = Counter()
-        for labels, value in self.grown.of(metrics.MOVED).items():
-            moved[dict(labels)["tier"], dict(labels)["direction"]] += value  # type: ignore[assignment]  # a Counter adds what can be added
+        moved = moved_bytes(self.grown)
         removed = self.grown.by(metrics.REMOVED, "tier")
         for tier in self.tiers:
             ways = (moved.get((tier, way)) for way in ("in", "out"))
@@ -159,14 +156,13 @@ class _Places:
 
 
 def _speeds(grown: Scrape) -> Text:
+    """How long restoring took, beside how long computing the same would have."""
     restore_s = grown.seconds(metrics.LOAD) + grown.seconds(metrics.WAIT)
-    prefill_s = grown.total(metrics.PREFILL_SECONDS)
-    restored = grown.total(metrics.LOAD_TOKENS)
-    restoring = restored / restore_s if restored and restore_s else None
-    computing = grown.total(metrics.PREFILL_TOKENS) / prefill_s if prefill_s else None
-    text = Text(f"speed: restoring {_known(restoring)} tokens/s, computing {_known(computing)} tokens/s")
-    if restoring and computing:
-        text.append(f" ({restoring / computing:.1f} times)", style="" if restoring > computing else "bold red")
+    restored, computed = grown.total(metrics.LOAD_TOKENS), grown.total(metrics.PREFILL_TOKENS)
+    text = Text(f"restored: {_known(grown.known(metrics.LOAD_TOKENS))} tokens in {_time(restore_s)}")
+    if min(restored, computed) >= LEAST_TOKENS:
+        compute_s = restored * grown.total(metrics.PREFILL_SECONDS) / computed
+        text.append(f", computing them takes {_time(compute_s)}", style="bold red" if restore_s > compute_s else "")
     for family in (metrics.LOAD, metrics.FETCH, metrics.LOOK_UP, metrics.WAIT):
         what = family.name.removesuffix("_seconds").replace("_", "-")
         for tier, window in sorted(grown.times(family).items()):

@@ -29,6 +29,7 @@ from cargohold.llm import AsyncLLM
 from cargohold.protocol import Stats, TierContents
 from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
+from cargohold.serve.scrape import History, Scrape
 from cargohold.serve.settings import Client, ServeConfig
 from cargohold.serve.turns import Turns
 
@@ -281,24 +282,28 @@ class LogLines(logging.Handler):
 
 
 class EngineWatch:
-    """The engine's counters as they were a second ago.
+    """The engine's counters as they were a second ago, and what has happened since the start.
 
     Args:
         admission: has the model.
-        looked: called with the model and its counters after each look.
+        registry: what Prometheus reads.
 
     Attributes:
-        stats: the counters; empty before there are any.
+        stats: what connectors have counted; empty before there is any.
+        now: what Prometheus reads.
+        history: what has happened.
         contents: what is kept below the device, tier by tier; empty before somebody has asked.
         log: the last warnings.
     """
 
-    def __init__(self, admission: RequestAdmission, looked: Callable[[AsyncLLM, Stats], object]) -> None:
+    def __init__(self, admission: RequestAdmission, registry: CollectorRegistry) -> None:
         self.stats: Stats = {}
+        self.now = Scrape(0.0)
+        self.history = History(self.now)
         self.contents: Sequence[TierContents] = ()
         self.log = LogLines()
         self._admission = admission
-        self._looked = looked
+        self._registry = registry
 
     async def run(self) -> None:
         """Look again and again, until this is cancelled."""
@@ -321,7 +326,8 @@ class EngineWatch:
                 self.stats = await llm.stats()
                 if inside:
                     self.contents = await llm.contents()
-            self._looked(llm, self.stats)
+            self.now = Scrape.of_families(time.monotonic(), self._registry.collect())
+            self.history.add(self.now)
         except TimeoutError:
             pass
         except EngineDeadError as error:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
@@ -20,14 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import HTMLResponse, Response
 
 from cargohold.base_llm import Hints
-from cargohold.connector.factory import lower_tiers, own_configs
 from cargohold.llm import AsyncLLM
-from cargohold.protocol import Hint, KeptPrefix, Pin, Stats, Tally, TenantUse, metrics
+from cargohold.protocol import Hint, KeptPrefix, Pin, TenantUse
 from cargohold.serve.admission import ServerContext, client_of, context_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Items, Message, fitting, in_turn, offered_tools
-from cargohold.serve.meters import OfNobody, told_of
-from cargohold.serve.records import Moved, Record
+from cargohold.serve.meters import OfNobody
+from cargohold.serve.records import Record
+from cargohold.serve.scrape import tier_uses
 from cargohold.serve.settings import Client
 
 router = APIRouter()
@@ -56,8 +56,7 @@ async def cache(request: Request) -> Response:
         **_contents(context, client),
     }
     if client.tenant is None:
-        history = [bucket.as_json() for bucket in context.admission.records.history()]
-        shown |= {"history": history, "log": context.watch.log.lines()}
+        shown |= {"history": context.watch.history.as_json(), "log": context.watch.log.lines()}
     elif context.config.metrics_key is not None:
         shown |= {"tiers": [], "engine": None}  # sums over all tenants, as those of ``/metrics``
     return json_response(shown)
@@ -203,7 +202,7 @@ def _engine(context: ServerContext) -> dict[str, Any]:
     engine = {"running": status.num_running, "waiting": status.num_waiting, "loading": status.num_loading}
     return {
         "model": context.shown_name,
-        "tiers": [tier_use.as_json() for tier_use in tier_uses(llm, context.watch.stats)],
+        "tiers": tier_uses(context.watch.now),
         "engine": {**engine, "refused": context.admission.num_refused, "connector_error": status.connector_error},
     }
 
@@ -220,85 +219,6 @@ def _contents(context: ServerContext, client: Client) -> dict[str, list[dict[str
 
 def _labelled(context: ServerContext, tier: str, item: Pin | TenantUse | KeptPrefix) -> dict[str, Any]:
     return {"tier": tier, **asdict(item), "tenant": context.config.label_of(item.tenant)}
-
-
-# --- how full each place is -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """A place that keeps KV.
-
-    Attributes:
-        name: ``device``, ``host``, or a tier's.
-        held_bytes: bytes of KV in it that can be found again; of a shared store, those that this engine has stored.
-        capacity_bytes: bytes that it may hold; ``None`` if it sets its own limit.
-        used_bytes: bytes that requests are using now; on the device only.
-        in_bytes, out_bytes: bytes copied into it and out of it, since the start.
-        stored_chunks, evicted_chunks: chunks that entered and left; ``None`` where that is not counted.
-        suspended: how many of its look-ups, loads and writes are suspended, on all workers.
-        is_off: whether it is out of use until a restart.
-    """
-
-    name: str
-    held_bytes: float
-    capacity_bytes: float | None
-    used_bytes: float | None = None
-    in_bytes: float = 0
-    out_bytes: float = 0
-    stored_chunks: float | None = None
-    evicted_chunks: float | None = None
-    suspended: int = 0
-    is_off: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        """What people are shown."""
-        return asdict(self)
-
-
-def tier_uses(llm: AsyncLLM, stats: Stats) -> list[TierUse]:
-    """All places, the fastest first. Of several connectors, what they keep in places of the same name is added up.
-
-    Args:
-        llm: the model.
-        stats: its counters.
-    """
-    told = told_of(llm, stats)
-    return [_tier_use(name, told) for name in _places(llm)]
-
-
-def moved(llm: AsyncLLM, stats: Stats) -> Moved:
-    """What the engine has moved and computed since the start."""
-    told, below = told_of(llm, stats), _places(llm)[1:]
-    return Moved(
-        up_bytes=sum(told[metrics.MOVED.of(name, "out")] for name in below),
-        down_bytes=sum(told[metrics.MOVED.of(name, "in")] for name in below),
-        evicted_chunks=told[metrics.REMOVED.of("host")],
-        restored_tokens=told[metrics.LOAD_TOKENS.of()],
-        restore_s=told.seconds(metrics.LOAD) + told.seconds(metrics.WAIT),
-        prefill_tokens=told[metrics.PREFILL_TOKENS.of()],
-        prefill_s=told[metrics.PREFILL_SECONDS.of()],
-    )
-
-
-def _places(llm: AsyncLLM) -> list[str]:
-    host = ["host"] if list(own_configs(llm.offload)) else []
-    return ["device", *host, *lower_tiers(llm.offload)]
-
-
-def _tier_use(name: str, told: Tally) -> TierUse:
-    return TierUse(
-        name,
-        told[metrics.TIER_READY.of(name)],
-        told.get(metrics.TIER_CAPACITY.of(name)),
-        used_bytes=told[metrics.TIER_IN_USE.of(name)] if name == "device" else None,
-        in_bytes=told[metrics.MOVED.of(name, "in")],
-        out_bytes=told[metrics.MOVED.of(name, "out")],
-        stored_chunks=told.get(metrics.STORED.of(name)),
-        evicted_chunks=told.get(metrics.REMOVED.of(name)),
-        suspended=int(told[metrics.OTHER_LEVELS.of(f"num_{name}_suspended")]),
-        is_off=bool(told[metrics.OTHER.of(f"{name}_off")]),
-    )
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -49,12 +49,7 @@ def make_app(admission: RequestAdmission, meters: ServerMeters, config: ServeCon
     """
     # The pages of FastAPI's own need scripts from the internet.
     app = FastAPI(title="Cargohold", version=__version__, docs_url=None, redoc_url=None, lifespan=_watching)
-    context = ServerContext(
-        admission,
-        config,
-        EngineWatch(admission, lambda llm, stats: admission.records.note_moves(cache.moved(llm, stats))),
-        meters.registry,
-    )
+    context = ServerContext(admission, config, EngineWatch(admission, meters.registry), meters.registry)
     meters.read_also(admission, context.watch)
     app.state.context = context
     app.include_router(openai.router)
