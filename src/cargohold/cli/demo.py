@@ -6,7 +6,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -21,8 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from cargohold.cli.app import EXIT_USAGE, Answers, app, errors, loaded, quiet_transformers
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.core.request import SamplingParams
-from cargohold.engine.model.files import SMOLLM2, locate_model
-from cargohold.engine.model.info import KVGeometry, describe_model
+from cargohold.engine.model.files import locate_model
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError
 from cargohold.integrations.vllm.server import serving, why_turned_off
@@ -262,11 +260,7 @@ def demo(
         "dtype": "float32",
         "tensor_parallel_size": tensor_parallel_size,
     }
-    with (
-        _splittable(model, tensor_parallel_size, out) as path,
-        loaded(path, **options, offload=offload) as offloading,
-        loaded(path, **options) as plain,
-    ):
+    with loaded(model, **options, offload=offload) as offloading, loaded(model, **options) as plain:
         _check_fits(plain, conversations, answer_tokens)
         total = len(conversations) * turns
         # Visit by visit, first one engine and then the other: what else the machine does slows both of them down alike.
@@ -278,50 +272,6 @@ def demo(
                 pairs.append(next(rows))
             show_row(out, *pairs[-1])
     conclude(out, [visit for visit, _ in pairs], [visit for _, visit in pairs])
-
-
-@contextmanager
-def _splittable(model: str, num_shards: int, out: Console) -> Iterator[str]:
-    """Yield the model; if it is the built-in one and its heads do not split, a copy of it with silent heads added."""
-    if model != SMOLLM2 or num_shards == 1:
-        yield model
-        return
-    info = describe_model(model)
-    if info.geometry.splits_over(num_shards):
-        yield model
-        return
-    possible = _possible_shards(info.geometry)
-    if num_shards not in possible:
-        expected = (
-            f"it must be one of {', '.join(map(str, possible))}: over so many workers this model's heads can be split"
-        )
-        raise ConfigError("tensor_parallel_size", num_shards, expected)
-    out.print(
-        f"SmolLM2 has {info.geometry.num_query_heads} query heads and {info.geometry.num_kv_heads} KV heads, which do not "
-        f"split over {num_shards} workers. For this demo it gets more heads, which stay silent: its answers are the same.\n"
-    )
-    with tempfile.TemporaryDirectory(prefix="cargohold-") as directory:
-        with errors.status("adding silent heads"):
-            quiet_transformers()
-            from cargohold.engine.model.weights import write_with_silent_heads  # noqa: PLC0415  # imports torch
-
-            write_with_silent_heads(info, num_shards, Path(directory))
-        yield directory
-
-
-def _possible_shards(geometry: KVGeometry) -> list[int]:
-    """Numbers of workers that the built-in model can be split over, with silent heads if necessary.
-
-    Models of its kind must have a width that is a multiple of the heads, although with silent heads nothing depends on that.
-    """
-    width = geometry.num_query_heads * geometry.head_dim
-    heads_per_kv_head = geometry.num_query_heads // geometry.num_kv_heads
-
-    def num_heads(num_shards: int) -> int:
-        return heads_per_kv_head * -(-geometry.num_kv_heads // num_shards) * num_shards
-
-    shards = range(1, width + 1)
-    return [count for count in shards if geometry.splits_over(count) or width % num_heads(count) == 0]
 
 
 def _visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> Iterator[Visit]:
