@@ -59,7 +59,7 @@ def test_what_vllm_runs_needs_none_of_the_packages_that_only_we_use() -> None:
     absent = ["fastapi", "packaging", "prometheus_client", "pytest", "rich", "transformers", "typer", "uvicorn"]
     code = (
         "import cargohold.connector.factory, cargohold.connector.options, cargohold.integrations.vllm.plugin\n"
-        "import cargohold.connector.offloading.lazy, cargohold.tiers.opening, cargohold.transfer.cpu\n"
+        "import cargohold.connector.offloading.factory, cargohold.tiers.opening, cargohold.transfer.cpu\n"
         "from cargohold import OffloadConfig; OffloadConfig(host_bytes='1GiB')\n"
         "import cargohold.lab.simulation\n"
         "print('all there')"

@@ -181,9 +181,3 @@ def test_host_memory_has_the_policy_that_the_options_name(monkeypatch: pytest.Mo
     config = OffloadConfig(mode="lazy", host_bytes="1MiB", policy="examples.own_policy.oldest_ends:OldestEnds")
     OffloadingFactory(config).make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
     assert len(made) == 1
-
-
-def test_it_needs_a_prefix_cache_to_keep_what_that_evicts() -> None:
-    factory = OffloadingFactory(OffloadConfig(mode="lazy", host_bytes="1MiB"))
-    with pytest.raises(ConfigError, match="prefix_caching=False"):
-        factory.make_scheduler_side(SchedulerEnvironment(simulated_layout(20), lambda: 0.0, prefix_caching=False))

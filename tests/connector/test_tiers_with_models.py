@@ -379,7 +379,9 @@ def test_on_two_workers_each_with_its_shard(
     expected = tokens(ask(llm, prompts()))
     again = ask(llm, prompts())
     assert tokens(again) == expected
-    assert all(counts["disk"] > 50 for counts in restored(again))
+    assert all(counts["disk"] > 40 and sum(counts.values()) == 100 for counts in restored(again)), (
+        "the rest is in host memory"
+    )
 
 
 @pytest.mark.parametrize("trouble", ["fails", "hangs"])

@@ -28,11 +28,12 @@ from cargohold.cache.manager import ChunkKeys, ChunkPins
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy
 from cargohold.cache.policies.runs import Runs
 from cargohold.cache.retention import HELD, NO_RETENTION, Budget, Budgets
-from cargohold.cache.rows import RowTable
+from cargohold.cache.rows import PooledTable, RowTable
 from cargohold.cache.shares import Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.guests.hints import Hints
+from cargohold.connector.kernel.device import DeviceChunks
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.kernel.loads import Loads, TierLookup, blocks_to_load
 from cargohold.connector.kernel.offers import blocks_to_store
@@ -1024,3 +1025,59 @@ def announces_nothing_that_is_found_once_a_job_has_failed(patch: Patch) -> None:
             vars(self.tiers[task.tier])["_note_events"] = lambda *_: None
 
     patch.setattr(LowerTiers, "_conclude", silent)
+
+
+# --- host memory and the device pool as one cache ---------------------------------------------------------------------
+
+
+@mutant(connector="exclusive", workload="multi-turn")
+def never_takes_a_copy(patch: Patch) -> None:
+    patch.setattr(PooledTable, "take_copies", lambda self, num_free_rows, may_take: [])
+    patch.setattr(FIFOPolicy, "give_up", lambda self, num_chunks, worth=0: None)
+
+
+@mutant(connector="exclusive")
+def takes_copies_that_are_being_read(patch: Patch) -> None:
+    patch.setattr(TierManager, "may_be_taken", lambda self, slots: self._may_take(self.table.keys_at(slots)))
+
+
+@mutant(connector="exclusive")
+def never_sees_what_the_device_evicts(patch: Patch) -> None:
+    patch.setattr(DeviceChunks, "take_lost", lambda self: {})
+
+
+@mutant(connector="exclusive")
+def watches_nothing_for_a_request_that_is_about_to_get_blocks(patch: Patch) -> None:
+    patch.setattr(PooledStores, "expect", lambda self, state, num_computed_tokens, num_hit_tokens: None)
+
+
+@mutant(connector="exclusive")
+def does_not_watch_the_blocks_of_a_request_that_ends(patch: Patch) -> None:
+    patch.setattr(DeviceChunks, "watch_ended", lambda self, block_ids: None)
+
+
+@mutant(connector="exclusive")
+def saves_what_was_evicted_after_the_step_has_overwritten_it(patch: Patch) -> None:
+    def build(self: OffloadingScheduler, step: Any) -> Any:
+        metadata: Any = build_connector_meta(self, step)
+        return replace(metadata, stores=(*metadata.stores, *metadata.saves), saves=())
+
+    build_connector_meta = OffloadingScheduler.build_connector_meta
+    patch.setattr(OffloadingScheduler, "build_connector_meta", build)
+
+
+@mutant(connector="exclusive")
+def takes_whatever_was_evicted_at_any_time_for_evicted_just_now(patch: Patch) -> None:
+    watch = DeviceChunks.watch
+
+    def keep(self: DeviceChunks) -> dict[bytes, int]:
+        watched = dict(self._watched)
+        lost = take_lost(self)
+        self._watched |= {at: known for at, known in watched.items() if known[2] not in lost}
+        return lost
+
+    take_lost = DeviceChunks.take_lost
+    patch.setattr(DeviceChunks, "take_lost", keep)
+    patch.setattr(
+        DeviceChunks, "watch", lambda self, num_blocks: watch(self, num_blocks) if not self._watched else None
+    )

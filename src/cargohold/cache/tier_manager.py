@@ -279,7 +279,7 @@ class TierManager(OffloadManager):
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         if self.num_listed:
-            self._unlist([key for offer in offers for key in offer.keys])
+            self._unlist(list(dict.fromkeys(chain.from_iterable([offer.keys for offer in offers]))))
         are_apart = _are_apart(offers)
         is_limited = self._shares is not None and self._shares.has_hard_limits
         handle = self._fill_free(offers) if are_apart and not is_limited else None
@@ -454,11 +454,12 @@ class TierManager(OffloadManager):
         """Take the slots of copies, until so many chunks fit. Mutates the table."""
         table = self._pooled
         if table is not None:
-            taken = table.take_copies(num_free * table.most, self._may_be_taken)
+            taken = table.take_copies(num_free * table.most, self.may_be_taken)
             if taken:
                 self._note_removed(table.keys_at(taken))
 
-    def _may_be_taken(self, slots: Sequence[int]) -> Sequence[bool]:
+    def may_be_taken(self, slots: Sequence[int]) -> Sequence[bool]:
+        """Return which chunks' slots may be taken, because the device holds them, too."""
         pins, shares = self._table.pins, self._shares
         may = self._may_take(self._table.keys_at(slots))
         is_free = [not pins[slot] and (shares is None or shares.level_of(slot) <= NORMAL) for slot in slots]

@@ -253,7 +253,7 @@ class OffloadConfig(KernelConfig):
 
     names_elsewhere: ClassVar[Mapping[str, str]] = _NAMES_ELSEWHERE
 
-    mode: Annotated[str, _MODE] = EAGER
+    mode: Annotated[str, _MODE] = EXCLUSIVE
     tiers: Annotated[Sequence[TierConfig], TIERS] = ()
     restore: Annotated[str, one_of(RESTORE_IF_FASTER, RESTORE_ALWAYS)] = RESTORE_IF_FASTER
     hints: HintConfig = HintConfig()

@@ -18,7 +18,7 @@ from cargohold.cache.retention import HELD, NORMAL, Budget, Budgets
 from cargohold.connector.config import HINTS_ALL, HINTS_OFF, OffloadConfig
 from cargohold.connector.kernel.guest import ORDINARY, AdmissionReport, Guest, Worth
 from cargohold.connector.kernel.jobs import Store
-from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.protocol import (
     MAX_PRIORITY,
     BlockIds,
@@ -270,6 +270,10 @@ class Hints(Guest):
         if state.request.request_id in self._of_request:
             self._note_ended(state)
 
+    def chunks_listed(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            self.note_stored(offer.keys)
+
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
         """See ``note_stored``."""
         if outcome is TransferOutcome.DONE and not store.is_spoiled:
@@ -361,7 +365,8 @@ class Hints(Guest):
     def expire(self) -> None:
         """End what is over by now. To be called once a step."""
         for grant in self.grants.take_ended():
-            has_some = READY in self._manager.lookup(list(grant.keys))
+            keys = list(grant.keys)
+            has_some = READY in self._manager.lookup(keys) or bool(self.grants.coming(keys))
             self._end(grant, HintEnd.EXPIRED if has_some else HintEnd.VOID)
 
     def void_all(self) -> None:

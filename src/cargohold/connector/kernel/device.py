@@ -33,9 +33,9 @@ class DeviceChunks:
         self._context = context
         self._block_of: dict[OffloadKey, int] = {}
         self._key_in: dict[int, OffloadKey] = {}
-        # What each of the next victims held when it was looked at; the first of them, and how many they are.
-        self._watched: dict[int, tuple[_Content, OffloadKey]] = {}
-        self._head: tuple[int, _Content] | None = None
+        # What each of the next victims held when it was looked at; how many blocks of the queue that were, if they are still
+        # the next ones.
+        self._watched: dict[int, tuple[KVCacheBlockView, _Content, OffloadKey]] = {}
         self._num_watched = 0
         self.namespace = 0
 
@@ -60,42 +60,31 @@ class DeviceChunks:
         block_id = self._block_of.get(key)
         return block_id is not None and self._content(self._context.get_block(block_id)) == split_key(key)
 
-    def watch(self, num_blocks: int) -> None:
-        """Note what the blocks hold that are evicted next."""
-        free = self._context.iter_free_blocks()
-        first = next(free, None)
-        if first is None or not num_blocks:
-            return
-        head = first.block_id, self._content(first)
-        if head == self._head and num_blocks <= self._num_watched:
-            return
-        self._head, self._num_watched = head, num_blocks
-        self._watch_block(first)
-        for block in islice(free, num_blocks - 1):
-            self._watch_block(block)
+    def watch(self, num_blocks: int, *, is_more: bool = False) -> None:
+        """Note what so many blocks hold that are evicted next; with ``is_more``, beside those that have been noted."""
+        if is_more or num_blocks > self._num_watched:
+            self._num_watched = 0 if is_more else num_blocks
+            for block in islice(self._context.iter_free_blocks(), num_blocks):
+                self._watch_block(block)
 
     def watch_ended(self, block_ids: Sequence[int]) -> None:
         """Note what the blocks of a request hold that ends now: where hardly any is free, they may be evicted at once."""
-        if self._watched or self._head is not None:
-            self._head = None
-            for block_id in block_ids:
-                self._watch_block(self._context.get_block(block_id))
+        self._num_watched = 0  # blocks that it has hit are no next ones any more
+        for block_id in block_ids:
+            self._watch_block(self._context.get_block(block_id))
 
     def _watch_block(self, block: KVCacheBlockView) -> None:
         block_hash, group = content = self._content(block)
         if block_hash is not None and group is not None and block.block_id not in self._watched:
-            self._watched[block.block_id] = content, offload_key(block_hash, group, self.namespace)
+            self._watched[block.block_id] = block, content, offload_key(block_hash, group, self.namespace)
 
     def take_lost(self) -> dict[OffloadKey, int]:
         """Return what was evicted since the last look, in order: by chunk, the block where its bytes still are."""
-        if not self._watched:
+        changed = [at for at, (block, content, _) in self._watched.items() if self._content(block) != content]
+        if not changed and not any(block.ref_cnt for block, _, _ in self._watched.values()):
             return {}
-        first = next(self._context.iter_free_blocks(), None)
-        if first is not None and (first.block_id, self._content(first)) == self._head:
-            return {}  # nothing was allocated
-        watched, self._watched, self._head = self._watched, {}, None
-        get = self._context.get_block
-        gone = {key: at for at, (content, key) in watched.items() if self._content(get(at)) != content}
+        watched, self._watched, self._num_watched = self._watched, {}, 0
+        gone = {watched[at][2]: at for at in changed}
         lost = {key: at for key, at in gone.items() if self._block_of.get(key, at) == at}
         for key in lost:
             self._block_of.pop(key, None)
@@ -112,7 +101,7 @@ class DeviceChunks:
         """Forget all chunks, and return them. Chunks have keys of this namespace from now on."""
         keys, self._block_of, self._key_in = list(self._block_of), {}, {}
         self._watched.clear()
-        self._head, self.namespace = None, namespace
+        self._num_watched, self.namespace = 0, namespace
         return keys
 
     @staticmethod

@@ -22,7 +22,7 @@ from cargohold.connector.kernel.offers import end_store, start_store
 from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores
-from cargohold.protocol import BlockIds, StepView, TransferOutcome
+from cargohold.protocol import AttentionKind, BlockIds, StepView, TransferOutcome
 from cargohold.transfer import CopyJob
 
 IN_STEP_SHARE: Final = 0.03
@@ -71,6 +71,8 @@ class PooledStores(EagerStores):
         super().__init__(shared, requests)
         self._pooling = pooling
         self._group_tokens = [group.block_tokens for group in shared.layout.groups]
+        # Groups whose blocks the device's prefix cache keeps: of others, chunks are stored as they are computed.
+        self._cached = [shared.caches_all or group.kind is AttentionKind.FULL for group in shared.layout.groups]
         # What a copy costs, in the time that computing as much takes, and in how many steps to look again.
         self._copy_cost, self._look_in = 0.0, 0
         # Blocks evicted for one step, at most, lately; and chunks that were not worth a slot when they came near eviction.
@@ -92,20 +94,22 @@ class PooledStores(EagerStores):
         """Watch what may be evicted for the request, whose hit is loaded, or computed on from there."""
         if (device := self._listing) is not None:
             num_tokens = min(state.request.num_tokens, num_hit_tokens + self._shared.pace.max_step_tokens)
-            device.watch(self._num_blocks(max(0, num_tokens - num_computed_tokens)))
+            device.watch(self._num_blocks(max(0, num_tokens - num_computed_tokens)), is_more=True)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """List what the request leaves on the device, or else remember it."""
-        device, num_tokens = self._shared.device, min(state.request.num_tokens, state.store_limit)
-        if device is None or state.is_awaited or not any(block_ids) or num_tokens < state.due_tokens:
-            super().end_request(state, block_ids)
-        else:
+        num_tokens = min(state.request.num_tokens, state.store_limit)
+        if (
+            self._shared.device is not None
+            and not state.is_awaited
+            and any(block_ids)
+            and num_tokens >= state.due_tokens
+        ):
             state.extend_keys()
             offers = list(self._unoffered(state, block_ids, num_tokens))
-            if self._must_store(sum([offer.end - offer.first for offer in offers])):
-                super().end_request(state, block_ids)
-            elif offers:
+            if offers and not self._must_store(sum([offer.end - offer.first for offer in offers])):
                 self._offering.list_on_device(offers)
+        super().end_request(state, block_ids)
         if (listing := self._listing) is not None:
             for table in block_ids:
                 listing.watch_ended(table)
@@ -122,14 +126,15 @@ class PooledStores(EagerStores):
         return first if first < end else None
 
     def _store(self, offers: Sequence[Offer]) -> Iterator[CopyJob]:
-        """Yield the store of chunks that are awaited, or that host memory has room for. The others are listed."""
+        """Yield the store of chunks that are awaited, or that host memory has room for; list the others."""
         if self._shared.device is None or self._must_store(sum([offer.end - offer.first for offer in offers])):
             yield from super()._store(offers)
             return
-        if urgent := [offer for offer in offers if offer.is_urgent]:
-            yield from super()._store(urgent)
-        if others := [offer for offer in offers if not offer.is_urgent]:
-            self._offering.list_on_device(others)
+        listed = [offer for offer in offers if self._cached[offer.group] and not offer.is_urgent]
+        if listed:
+            self._offering.list_on_device(listed)
+        if len(listed) < len(offers):
+            yield from super()._store([offer for offer in offers if offer not in listed])
 
     def _must_store(self, num_chunks: int) -> bool:
         """Whether so many chunks are stored as they are computed: there is room, or they would be lost, or a tier wants all."""
@@ -141,7 +146,9 @@ class PooledStores(EagerStores):
 
     def plan_saves(self) -> tuple[CopyJob, ...]:
         """Return the stores of what was evicted since the last step, as far as it is worth a slot."""
-        device = self._listing
+        device = (
+            self._shared.device
+        )  # even if nothing is listed by now: what was watched must not be taken for new later
         if device is None or not (lost := device.take_lost()):
             return ()
         self._peak = max(0.9 * self._peak, len(lost))
@@ -254,7 +261,7 @@ class PooledStores(EagerStores):
     def _unoffered(self, state: RequestState, block_ids: BlockIds, num_tokens: int) -> Iterator[Offer]:
         for group, (keys, first) in enumerate(zip(state.keys, state.next_chunk, strict=True)):
             end = min(num_tokens // keys.chunk_tokens, len(keys.keys), len(block_ids[group]))
-            if first < end:
+            if first < end and self._cached[group]:
                 yield Offer(state, group, block_ids[group], first, end)
 
     def _num_blocks(self, num_tokens: int) -> int:

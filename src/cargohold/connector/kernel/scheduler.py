@@ -81,6 +81,7 @@ class KernelScheduler(KVConnectorScheduler):
             self._pace,
             environment.finds_partial_loads,
             environment.prefix_caching,
+            environment.shares_loads,
         )
         self._guests = self._shared.guests
         self._requests: dict[str, RequestState] = {}

@@ -35,6 +35,7 @@ class Shared:
         consumer: who waits for all chunks of a request.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
+        caches_all: whether its prefix cache keeps the blocks of all groups; otherwise those of full attention alone.
         context: the engine's block pool; ``None`` if the engine gives none.
         namespace: number of the namespace in which chunks have their keys now.
         stats: counters since they were last taken.
@@ -55,6 +56,7 @@ class Shared:
     pace: StepPace
     keeps_partial_loads: bool = True
     prefix_caching: bool = True
+    caches_all: bool = True
     context: SchedulerContext | None = None
     device: DeviceChunks | None = None
     block_s: dict[str, float] = field(default_factory=dict)

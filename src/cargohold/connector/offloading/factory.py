@@ -226,15 +226,13 @@ def _name_of(config: OffloadConfig) -> str:
 
 
 def _planner_of(config: OffloadConfig, environment: SchedulerEnvironment) -> MakeStores:
-    """Return what decides which chunks are copied down. Raises ``ConfigError`` if the mode needs a prefix cache."""
+    """Return what decides which chunks are copied down."""
     if config.read_only:
         return _stores_nothing
     if config.mode == EAGER:
         return EagerStores
     if config.mode != LAZY:
         return partial(PooledStores, pooling=Pooling(lookahead=config.lookahead_blocks))
-    if not environment.prefix_caching:
-        raise ConfigError("prefix_caching", value=False, expected="lazy offloading keeps what the prefix cache evicts")
     per_step = sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)
     return partial(PooledStores, pooling=lazily(config.lookahead_blocks or 2 * per_step))
 

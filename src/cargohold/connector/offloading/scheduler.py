@@ -20,6 +20,7 @@ from cargohold.connector.kernel.guest import ContainedGuest, Guest, GuestView
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.scheduler import KernelScheduler
+from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.option_values import made_by
 from cargohold.protocol import (
@@ -173,6 +174,11 @@ class OffloadingScheduler(KernelScheduler):
     def namespace(self) -> int:
         """Number of the namespace in which chunks have their keys now: for inspection."""
         return self._shared.namespace
+
+    @property
+    def shared(self) -> Shared:
+        """What the kernel's parts share: for inspection."""
+        return self._shared
 
     @property
     def jobs(self) -> JobTable:

@@ -415,10 +415,6 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._vllm_config, self._kv_cache_config, reports_requests=compat.TransferResults is not None
         )
         obstacles = stage_obstacles(self._vllm_config) if self._is_scheduler else []
-        if self._settings.needs_prefix_caching and not self._vllm_config.cache_config.enable_prefix_caching:
-            obstacles.append(
-                "lazy offloading keeps what the prefix cache evicts: --enable-prefix-caching, or mode eager"
-            )
         return Translation(NO_GROUPS, (*translation.obstacles, *obstacles)) if obstacles else translation
 
     def _layout(self, hash_block_tokens: int) -> KVCacheLayout:

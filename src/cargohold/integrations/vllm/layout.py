@@ -259,11 +259,6 @@ def marks_shared_prefixes(groups: Sequence[KVCacheGroup]) -> bool:
     return compat.KEEPS_SHARED_PREFIXES and any(group.kind in _KEPT_AT_ENDS for group in groups)
 
 
-def finds_shared_prefixes(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether windows and states are kept where prompts begin to differ, because the blocks of full attention tell where."""
-    return marks_shared_prefixes(groups) and any(group.kind is AttentionKind.FULL for group in groups)
-
-
 def shares_load_ends(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
     """Whether vLLM's prefix cache keeps the windows and states at the end of a load if the request is marked so.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Self, TypeGuard
 
-from cargohold.connector.config import LAZY, OffloadConfig
+from cargohold.connector.config import OffloadConfig
 from cargohold.connector.factory import Offload, check_apart, check_memory, connector_factory, load_timeout_s, tiers_of
 from cargohold.connector.options import parse_offload
 from cargohold.connector.recording import RecordingFactory
@@ -105,11 +105,6 @@ class VllmSettings:
     def has_own_parts(self) -> bool:
         """Whether somebody's own connector, manager or transfers are used."""
         return any(not _is_ours(child) or child.manager or child.transfer for child in self._children)
-
-    @property
-    def needs_prefix_caching(self) -> bool:
-        """Whether a connector keeps only what the prefix cache evicts."""
-        return any(_is_ours(child) and child.mode == LAZY for child in self._children)
 
     def require_packages(self) -> None:
         """Raise ``ConfigError`` where a package for a tier, or for traces, is not installed."""

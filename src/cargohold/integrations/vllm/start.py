@@ -9,7 +9,7 @@ from typing import Any, Final
 from cargohold.connector.factory import never_found
 from cargohold.connector.held import held_per_gib, tokens_per_gib
 from cargohold.errors import ConfigError, one_line
-from cargohold.integrations.vllm.layout import finds_shared_prefixes, group_sizes, may_load, replicas, shares_loads
+from cargohold.integrations.vllm.layout import group_sizes, may_load, replicas
 from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.option_values import format_count
 from cargohold.protocol import KVCacheLayout, ToolTokens, added_tokens
@@ -33,10 +33,6 @@ SINGLE_BLOCKS: Final = (
     "blocks_per_chunk is taken as 1: vLLM keeps a recurrent state where a step has ended with a block, which is seldom where a "
     "chunk of several ends"
 )
-_LAZY_ENDS: Final = (
-    "mode=lazy keeps what vLLM's prefix cache evicts, and of this model that has windows and recurrent states only of where "
-    "prompts end: a prompt that leaves an earlier one before its end finds nothing; mode=eager keeps more"
-)
 
 
 def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, settings: VllmSettings) -> Iterator[str]:
@@ -45,10 +41,6 @@ def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, sett
         yield _LOADS_NOTHING
     if not vllm_config.kv_transfer_config.is_kv_producer and not settings.has_tiers:
         yield _HAS_NOTHING
-    if settings.needs_prefix_caching and not (
-        shares_loads(kv_cache_config, layout.groups) or finds_shared_prefixes(layout.groups)
-    ):
-        yield _LAZY_ENDS
     yield from never_found(settings.offload, layout, int(vllm_config.model_config.max_model_len))
 
 

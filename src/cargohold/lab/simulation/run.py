@@ -29,6 +29,7 @@ from cargohold.lab.simulation.oracles import (
     HintOracle,
     LimitOracle,
     LookUpOracle,
+    LossOracle,
     Oracle,
     OracleError,
     PatienceOracle,
@@ -302,6 +303,7 @@ class ScenarioRun:
             HintOracle(engine, known_tiers, world.listed_media, lambda: struck.total() > 0),
             ContainmentOracle(engine, self._is_excused),
             FoundOracle(engine, world.listed_media, lambda: engine.takes_less or struck.total() > 0),
+            LossOracle(engine, lambda: struck.total() > 0 or any("quotas" in tier.options for tier in known_tiers)),
             *world.oracles(engine),
         ]
         if scenario.workload not in REUSING:

@@ -428,6 +428,7 @@ class LinkTransfers(TransferWorker):
         self._copies = [copy for copy in self._copies if copy.job.direction is not Direction.STORE]
         for copy in stores:
             self._end(copy)
+        self._lanes[Direction.STORE] = [self._clock()] * self._profile.lanes
 
     def settle(self, within_s: float) -> bool:
         """Let running jobs end now, in no time, and abandon the others."""

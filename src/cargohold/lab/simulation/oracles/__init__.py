@@ -3,6 +3,7 @@
 from cargohold.lab.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
 from cargohold.lab.simulation.oracles.found import FoundOracle, ReuseOracle
 from cargohold.lab.simulation.oracles.hints import HintOracle
+from cargohold.lab.simulation.oracles.losses import LossOracle
 from cargohold.lab.simulation.oracles.requests import (
     ContainmentOracle,
     Expectation,
@@ -24,6 +25,7 @@ __all__ = [
     "Index",
     "LimitOracle",
     "LookUpOracle",
+    "LossOracle",
     "Oracle",
     "OracleError",
     "PatienceOracle",

@@ -1,0 +1,77 @@
+"""An oracle of chunks that are lost although host memory could have kept them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cargohold.cache import OffloadKey, TierManager
+from cargohold.cache.chunk_table import ON_DEVICE, READY
+from cargohold.cache.manager import ForwardingManager, OffloadManager, SlotReservation
+from cargohold.connector.kernel.shared import Shared
+from cargohold.engine.core.request import SchedulerStep, StepOutput
+from cargohold.lab.simulation.connectors import offloading_sides
+from cargohold.lab.simulation.replica import Oracle, Replica
+
+
+class LossOracle(Oracle):
+    """Checks that nothing which the device alone held is lost while host memory has a free slot, or that of a copy, for it.
+
+    A step in which a request is preempted is under pressure: its blocks may be freed and allocated again in one go.
+
+    Args:
+        engine: the replica.
+        is_excused: whether a fault has struck, or limits of tenants may be in the way.
+    """
+
+    name = "losses"
+
+    def __init__(self, engine: Replica, is_excused: Callable[[], bool]) -> None:
+        self._is_excused = is_excused
+        self._shared = [side.shared for side, _ in offloading_sides(engine.scheduler.connector)]
+        # By connector, what only the device held when the last step ended, and whether there was room then; what was to be
+        # saved since; and of that, what was refused although there was room.
+        self._before: list[tuple[set[OffloadKey], bool]] = [(set(), False) for _ in self._shared]
+        self._offered: set[OffloadKey] = set()
+        self._refused: list[OffloadKey] = []
+        for shared in self._shared:
+            self._watch(shared)
+
+    def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
+        """What the device alone held is there still, or has a slot, or there is none."""
+        lost, self._refused = self._refused, []
+        for at, shared in enumerate(self._shared):
+            (held, had_room), now = self._before[at], _held_and_room(shared)
+            self._before[at] = now
+            if had_room and now[1] and not step.preempted_req_ids:
+                lost += [key for key in held - now[0] - self._offered if not shared.manager.num_known([key])]
+        self._offered.clear()
+        if lost and not self._is_excused():
+            self.fail(f"{len(lost)} chunks are lost, {lost[0].hex()[:8]} among them, and there is room for them")
+
+    def _watch(self, shared: Shared) -> None:
+        prepare_saves = shared.manager.prepare_saves
+
+        def save(keys: Sequence[OffloadKey]) -> SlotReservation:
+            listed = shared.manager.listed(keys)
+            handle = prepare_saves(keys)
+            self._offered.update(keys)
+            if len(handle.keys) < len(listed) and _held_and_room(shared)[1]:
+                self._refused += set(listed).difference(handle.keys)
+            return handle
+
+        vars(shared.manager)["prepare_saves"] = save
+
+
+def _held_and_room(shared: Shared) -> tuple[set[OffloadKey], bool]:
+    """Return the chunks that the device alone holds, and whether host memory has a slot for such ones."""
+    manager: OffloadManager = shared.manager
+    while isinstance(manager, ForwardingManager):
+        manager = manager.inner
+    if shared.device is None or not isinstance(manager, TierManager) or not manager.num_listed:
+        return set(), False
+    table = manager.table
+    listed = table.keys_at(table.slots_in(ON_DEVICE))
+    held = {key for key, is_held in zip(listed, shared.device.holds(listed), strict=True) if is_held}
+    # What a policy thinks nobody asks for again takes free slots alone.
+    copies = table.slots_in(READY) if manager.policy.name in ("lru", "fifo") else []
+    return held, manager.num_free > 0 or any(manager.may_be_taken(copies))
