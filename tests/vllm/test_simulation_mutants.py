@@ -20,7 +20,6 @@ from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.loads import Loads
 from cargohold.connector.kernel.requests import RequestState
-from cargohold.connector.kernel.worker import KernelWorker
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.integrations.vllm.groups import bears_full_hits
 from cargohold.integrations.vllm.pool_view import PoolContext
@@ -117,11 +116,6 @@ def asks_the_first_rank_alone_which_weights_it_holds(patch: Patch) -> None:
 @mutant(workload="stops")
 def finds_what_is_kept_of_other_weights(patch: Patch) -> None:
     patch.setattr(OffloadingScheduler, "use_weights", lambda self, name: True)
-
-
-@mutant(workload="stops")
-def goes_on_copying_while_the_device_sleeps(patch: Patch) -> None:
-    patch.setattr(KernelWorker, "unregister_kv_caches", lambda self: None)
 
 
 @mutant(workload="stops", connector="eager")
