@@ -589,9 +589,19 @@ def test_tenants_cannot_open_a_socket(kept_apart: Line) -> None:
 
 def test_probes_and_browsers_need_no_key(kept_apart: Line) -> None:
     for path in ("/health", "/ping", "/version", "/metrics"):
-        assert kept_apart.ask(b"", path, method="GET").status == 200
+        assert [kept_apart.ask(b"", path, method=method).status for method in ("GET", "HEAD")] == [200, 200]
         assert kept_apart.ask(b"", path, method="POST").status == 401
     assert kept_apart.ask(b"", CHAT, method="OPTIONS").status == 200
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+@pytest.mark.parametrize("with_tenants", [True, False])
+def test_a_key_that_is_sent_twice_is_refused_as_another_server_reads_the_other_one(
+    tenants: Tenants, name: str, *, with_tenants: bool
+) -> None:
+    line = Line(Behind(), tenants if with_tenants else None)
+    twice = line.ask(ASKED, headers={name: "Bearer of acme", name.upper(): "Bearer of zebra"})
+    assert (twice.status, twice.json["error"]["code"], line.behind.seen) == (400, "two_keys", [])
 
 
 def test_without_tenants_vllm_decides_and_learns_of_anthropic_s_header_too(line: Line) -> None:

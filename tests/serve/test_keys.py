@@ -11,13 +11,15 @@ import pytest
 from cargohold import OffloadConfig, TenantQuota
 from cargohold.connector.tenants import Tenant
 from cargohold.protocol import BlockStored
+from cargohold.serve.access import Client
 from cargohold.serve.scrape import metrics_url, scrape
 from cargohold.serve.server import Server
-from cargohold.serve.settings import Client, ServeConfig, tenant_of, with_shares
-from tests.serve.running import call, running, wait_until
+from cargohold.serve.settings import ServeConfig, tenant_of, with_shares
+from tests.serve.running import call, connect, running, wait_until
 from tests.serve.test_cache_view import PROMPT, complete, keyed
 
 KEYS = ("open sesame", "open poppy")
+KEY = b"authorization: Bearer of acme\r\n"
 TENANT = Tenant(name="acme", key="of acme", hard="50%")
 
 
@@ -65,6 +67,14 @@ def test_with_a_key_for_metrics_nobody_reads_them_without(guarded: Server) -> No
     assert len(call(guarded, "/cache", headers=keyed("all")).json["tiers"]) == 2
     assert tenants_in_metrics(guarded, "all"), "the admin may"
     assert scrape(metrics_url(guarded.url)).error == "it needs a key (--metrics-key)"
+
+
+def test_a_key_that_is_sent_twice_is_refused(guarded: Server) -> None:
+    with connect(guarded) as connection:
+        connection.sendall(
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + 2 * b"authorization: Bearer of acme\r\n" + b"\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
 def test_without_one_metrics_are_for_everybody_and_name_no_tenant(chat_model: str) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from cargohold import AsyncLLM, EngineDeadError
+from cargohold.serve.access import Client
 from cargohold.serve.admission import State
 from cargohold.serve.server import Server, serving
-from cargohold.serve.settings import Client, ServeConfig
+from cargohold.serve.settings import ServeConfig
 from tests.llms import scheduler_of
 from tests.serve.running import LONG, Reply, call, connect, posted, running, wait_until
 

@@ -1,22 +1,24 @@
-"""Who may ask vLLM's server for what: tenants by their keys, and its operator by vLLM's own."""
+"""Who asks a server, by the key that it shows, and for what it may ask."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, TypeVar
 
 from starlette.types import Scope
 
 from cargohold.connector.tenants import Tenants
 from cargohold.serve.errors import ApiError
-from cargohold.serve.keys import KeyRing, shown_key
 
 PROMPTS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Paths of requests that a model answers, of which clients can say something."""
 PINS: Final = "/cache/pins"
+_KEY_HEADERS: Final = (b"authorization", b"x-api-key")
+_READS: Final = ("GET", "HEAD")
 _OPEN: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
 """What whoever reaches the server may read, as without a front."""
 _HARMLESS: Final = frozenset({"/v1/models", "/v1/messages/count_tokens", "/tokenize", "/detokenize", PINS})
@@ -30,66 +32,58 @@ _WITHHELD: Final = ("ec_transfer_params", "request_id", "vllm_xargs")
 """Fields that tenants may not give: engines, ids by which others' answers are found, and a way around the parameters above."""
 
 
-class RequestClient(Protocol):
-    """Whoever sends a request."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The client that sends a request.
+
+    Attributes:
+        tenant: its identity, by which it is kept apart from others; ``None`` where no key is known, and for vLLM's operator.
+        is_admin: whether it has shown the admin key.
+        is_scraper: whether it has shown the key for metrics.
+        withheld: fields of bodies that it may not give.
+    """
+
+    tenant: str | None = None
+    is_admin: bool = False
+    is_scraper: bool = False
+    withheld: Sequence[str] = ()
 
     @property
-    def tenant(self) -> str | None:
-        """The tenant; ``None`` where nobody is told apart."""
+    def reads_all_metrics(self) -> bool:
+        """Whether it may see those of tenants."""
+        return self.is_admin or self.is_scraper
+
+    def sees(self, tenant: str | None) -> bool:
+        """Whether it may see what is a tenant's: its own, or as the admin everybody's."""
+        return self.is_admin or self.tenant == tenant
 
     def salt(self, cache_salt: str | None) -> str | None:
-        """The salt of a request whose client has given one of its own, or none."""
-
-    @property
-    def withheld(self) -> Sequence[str]:
-        """Fields of bodies that it may not give."""
+        """The salt of a request: the tenant's own, and within it the client's."""
+        if self.tenant is None:
+            return cache_salt
+        return self.tenant if cache_salt is None else f"{self.tenant}/{cache_salt}"
 
     def allowed(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """What it may ask of connectors, of all that it asks."""
-
-
-class Access(Protocol):
-    """Who may ask for what.
-
-    Attributes:
-        serves_pins: whether the front is to serve pins, because the server behind it does not.
-    """
-
-    serves_pins: bool
-
-    def admit(self, scope: Scope) -> RequestClient:
-        """Return who asks; may rewrite the scope's headers. Raises ``ApiError`` if it may not ask this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Anybody:
-    """A client that is told apart from nobody: where there are no tenants, or vLLM's operator."""
-
-    tenant: str | None = None
-    withheld: Sequence[str] = ()
-
-    def salt(self, cache_salt: str | None) -> str | None:
-        return cache_salt
-
-    def allowed(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return dict(params)
 
 
-@dataclass(frozen=True, slots=True)
-class OfTenant:
-    """A client with a tenant's key.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmTenant(Client):
+    """A client of vLLM's with a tenant's key, by whose name it is known.
 
     Attributes:
-        tenant: the tenant's name.
         tenants: make its salts.
     """
 
     tenant: str
-    tenants: Tenants
     withheld: Sequence[str] = _WITHHELD
+    tenants: Tenants
 
     def salt(self, cache_salt: str | None) -> str:
-        """The tenant's, within which its client may keep users apart."""
         return self.tenants.salt(self.tenant, cache_salt)
 
     def allowed(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,26 +91,66 @@ class OfTenant:
         return {name: value for name, value in params.items() if name in _TENANT_PARAMS}
 
 
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+class KeyRing(Generic[T]):
+    """Knows whose a key is.
+
+    Args:
+        owners: keys, and whose they are.
+    """
+
+    def __init__(self, owners: Iterable[tuple[str, T]]) -> None:
+        self._owners = [(key.encode(), owner) for key, owner in owners]
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def find(self, key: bytes | None) -> T | None:
+        """Whose key it is; ``None`` if nobody's."""
+        found = None
+        for known, owner in self._owners:  # all of them, so that the time tells nothing
+            if key is not None and secrets.compare_digest(known, key):
+                found = owner
+        return found
+
+
+def shown_key(scope: Scope) -> bytes | None:
+    """The key as clients of OpenAI send it, or else as those of Anthropic do.
+
+    Raises:
+        ApiError: there are several in headers of one name, of which the server behind may read another.
+    """
+    headers = dict(scope["headers"])
+    names = [name for name, _ in scope["headers"]]
+    if any(names.count(name) > 1 for name in _KEY_HEADERS):
+        raise ApiError(HTTPStatus.BAD_REQUEST, "Authorization and x-api-key may each be sent once", code="two_keys")
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
+
+
 class VllmAccess:
-    """Doors in front of vLLM's own, which knows keys in ``Authorization: Bearer`` only, and no tenants.
+    """Who may ask vLLM's server for what. It knows keys in ``Authorization: Bearer`` only, and no tenants.
 
     Args:
         tenants: the tenants; without any, vLLM decides who is let in.
     """
 
     serves_pins = True
+    """Whether the front is to serve pins, because the server behind it does not."""
 
     def __init__(self, tenants: Tenants) -> None:
-        self._ring = KeyRing((tenant.key, OfTenant(tenant.name, tenants)) for tenant in tenants.known)
+        known = ((tenant.key, VllmTenant(tenant=tenant.name, tenants=tenants)) for tenant in tenants.known)
+        self._ring = KeyRing[Client](known)
 
-    def admit(self, scope: Scope) -> RequestClient:
-        """See ``Access``."""
-        headers = dict(scope["headers"])
-        key, own = shown_key(headers), _keys_of_vllm(scope)
+    def admit(self, scope: Scope) -> Client:
+        """Return who asks; may rewrite the scope's headers. Raises ``ApiError`` if it may not ask this."""
+        key, own = shown_key(scope), _keys_of_vllm(scope)
         if not self._ring:
-            if key is not None and b"authorization" not in headers:
+            if key is not None and b"authorization" not in dict(scope["headers"]):
                 _show(scope, key)
-            return Anybody()
+            return Client()
         client = self._ring.find(key)
         if client is not None:
             _check_path(path_of(scope))
@@ -125,12 +159,25 @@ class VllmAccess:
         is_operator = KeyRing((one, True) for one in own).find(key)
         if is_operator and key is not None:
             _show(scope, key)
-        elif not (scope.get("method") == "OPTIONS" or (scope.get("method") == "GET" and path_of(scope) in _OPEN)):
-            message = (
-                "this needs a key that the server knows: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            )
-            raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
-        return Anybody()
+        elif scope.get("method") != "OPTIONS" and not (scope.get("method") in _READS and path_of(scope) in _OPEN):
+            raise missing_key("a key that the server knows")
+        return Client()
+
+
+class LimitedAccess:
+    """Who may ask our own server, whose limits stand in front, and have found the client."""
+
+    serves_pins = False
+
+    def admit(self, scope: Scope) -> Client:
+        client: Client = scope["state"]["client"]
+        return client
+
+
+def missing_key(needed: str) -> ApiError:
+    """The refusal of a request without a key that it needs."""
+    message = f"this needs {needed}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
 
 def path_of(scope: Scope) -> str:
@@ -154,5 +201,5 @@ def _keys_of_vllm(scope: Scope) -> list[str]:
 
 def _show(scope: Scope, key: bytes | None) -> None:
     """Let the server behind see this key, and no other."""
-    headers = [(name, value) for name, value in scope["headers"] if name not in {b"authorization", b"x-api-key"}]
+    headers = [(name, value) for name, value in scope["headers"] if name not in _KEY_HEADERS]
     scope["headers"] = headers if key is None else [*headers, (b"authorization", b"Bearer " + key)]

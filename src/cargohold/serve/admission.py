@@ -27,10 +27,11 @@ from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import CargoholdError, EngineDeadError
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import Stats, TierContents
+from cargohold.serve.access import Client
 from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
 from cargohold.serve.scrape import History, Scrape
-from cargohold.serve.settings import Client, ServeConfig
+from cargohold.serve.settings import ServeConfig
 from cargohold.serve.turns import Turns
 
 T = TypeVar("T")

@@ -22,13 +22,13 @@ from starlette.responses import HTMLResponse, Response
 from cargohold.base_llm import Hints
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import Hint, KeptPrefix, Pin, TenantUse
+from cargohold.serve.access import Client
 from cargohold.serve.admission import ServerContext, client_of, context_of
 from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Items, Message, fitting, in_turn, offered_tools
 from cargohold.serve.meters import OfNobody
 from cargohold.serve.records import Record
 from cargohold.serve.scrape import tier_uses
-from cargohold.serve.settings import Client
 
 router = APIRouter()
 page_router = APIRouter()

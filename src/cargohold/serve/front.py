@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cargohold.connector.tenants import Tenants
 from cargohold.option_values import format_count
 from cargohold.protocol import FRONT_KEY, HINTS_KEY, hints_in
-from cargohold.serve.access import PINS, PROMPTS, Access, RequestClient, VllmAccess, path_of
+from cargohold.serve.access import PINS, PROMPTS, Client, LimitedAccess, VllmAccess, path_of
 from cargohold.serve.errors import ApiError, error_response, invalid, json_response
 from cargohold.serve.request_fields import (
     MarkError,
@@ -126,7 +126,9 @@ class Front:
         is_strict: whether marks that are impossible are refused. Otherwise they are passed over.
     """
 
-    def __init__(self, app: ASGIApp, access: Access | None = None, *, is_strict: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, access: VllmAccess | LimitedAccess | None = None, *, is_strict: bool = False
+    ) -> None:
         self._app = app
         if access is None:
             tenants = Tenants.of_environment()
@@ -163,7 +165,7 @@ class Front:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def _prompt(self, scope: Scope, receive: Receive, send: Send, client: RequestClient) -> None:
+    async def _prompt(self, scope: Scope, receive: Receive, send: Send, client: Client) -> None:
         """Serve a request whose body is read."""
         sent = await _whole(receive)
         if sent is None:
@@ -187,7 +189,7 @@ class Front:
         elif body is not None and first_call(body) is None:
             self._sessions.note_calls(client.tenant, end.ids, lease)
 
-    def _say(self, headers: Mapping[bytes, bytes], body: RequestFields, client: RequestClient) -> str | None:
+    def _say(self, headers: Mapping[bytes, bytes], body: RequestFields, client: Client) -> str | None:
         """Put what is known into a request. Returns the lease of its conversation, if it is kept for its next turn."""
         try:
             hints, lease = self._known(headers, body, client.tenant)
@@ -226,7 +228,7 @@ class Front:
 
     # --- without a request --------------------------------------------------------------------------------------------
 
-    async def _pin(self, scope: Scope, receive: Receive, send: Send, client: RequestClient) -> None:
+    async def _pin(self, scope: Scope, receive: Receive, send: Send, client: Client) -> None:
         """Pin a prompt, or release a pin, by a request of one token: a connector hears of nothing else.
 
         The prompt is computed for it, unless it is cached.
@@ -286,7 +288,7 @@ class Front:
                 one.enable_prompt_tokens_details = True
 
 
-def _keep_apart(body: RequestFields, client: RequestClient) -> None:
+def _keep_apart(body: RequestFields, client: Client) -> None:
     """Give a request its tenant's salt, and take from it what its client may not give. Mutates the body."""
     params = body.get("kv_transfer_params")
     if isinstance(params, dict):
@@ -308,7 +310,7 @@ def _is_of_pin(scope: Scope, path: str) -> bool:
     )
 
 
-def _salt_of(given: Any, client: RequestClient) -> str | None:
+def _salt_of(given: Any, client: Client) -> str | None:
     return client.salt(given if isinstance(given, str) and given else None)
 
 

@@ -22,9 +22,9 @@ from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.errors import PromptTooLongError
 from cargohold.llm import AsyncLLM
 from cargohold.protocol import FRONT_KEY
+from cargohold.serve.access import Client
 from cargohold.serve.admission import Job, Outputs, client_of, context_of, size_of, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
-from cargohold.serve.settings import Client
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -14,9 +14,9 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from cargohold.serve.access import Client, KeyRing, missing_key, shown_key
 from cargohold.serve.errors import ApiError, error_response
-from cargohold.serve.keys import shown_key
-from cargohold.serve.settings import Client, Keys, ServeConfig
+from cargohold.serve.settings import ServeConfig, tenant_of
 
 HEALTH: Final = "/health"
 """Answered however many requests there are: whoever asks may restart a server that does not answer."""
@@ -46,7 +46,7 @@ class Limits:
         self._app = app
         self._config = config
         self._hosts = hosts
-        self._keys = Keys(config)
+        self._ring = KeyRing(_clients(config))
         self._num_requests = 0
         self._bodies = _Bodies(_NUM_LARGEST_BODIES * config.max_body_bytes, config.num_tenants)
 
@@ -59,16 +59,16 @@ class Limits:
         try:
             self._hosts.check(headers.get(b"host"))
             self._check_number(scope["path"])
-            scope.setdefault("state", {})["client"] = self._client(scope["path"], headers)
+            scope.setdefault("state", {})["client"] = self._client(scope)
             self._check_size(headers.get(b"content-length", b"0"))
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
-        tenant = scope["state"]["client"].tenant
+        tenant, connection = scope["state"]["client"].tenant, scope["state"].get("connection")
         body = scope["state"]["body"] = _Body(receive, self._config, partial(self._bodies.take, tenant))
         self._num_requests += 1
         try:
-            with suppress(UnheardError):
+            with suppress(UnheardError), connection or nullcontext():
                 await self._app(scope, body.receive, _patient(send, self._config.write_timeout_s))
         finally:
             self._num_requests -= 1
@@ -80,19 +80,20 @@ class Limits:
             message = f"{most} requests are open, which is all that this server takes: try again"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_requests", retry_after_s=1)
 
-    def _client(self, path: str, headers: dict[bytes, bytes]) -> Client:
-        keys, client = self._keys, self._keys.client(shown_key(headers)) or Client()
+    def _client(self, scope: Scope) -> Client:
+        path, config = scope["path"], self._config
+        client = self._ring.find(shown_key(scope)) or Client()
         is_known = client.is_admin or client.tenant is not None
+        has_tenants = bool(config.api_keys or config.tenants)
         if path.startswith("/v1/"):
-            is_let_in = is_known or not keys.has_tenants
+            is_let_in = is_known or not has_tenants
         elif path.startswith("/cache"):
-            is_let_in = is_known or not (keys.has_tenants or keys.has_admin)
+            is_let_in = is_known or not (has_tenants or config.admin_key)
         else:
-            is_let_in = path != "/metrics" or client.reads_all_metrics or not keys.has_scraper
+            is_let_in = path != "/metrics" or client.reads_all_metrics or not config.metrics_key
         if not is_let_in:
-            known = "the key for metrics (--metrics-key)" if path == "/metrics" else "a key that the server knows"
-            message = f"this needs {known}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+            is_scrape = path == "/metrics"
+            raise missing_key("the key for metrics (--metrics-key)" if is_scrape else "a key that the server knows")
         return client
 
     def _check_size(self, content_length: bytes) -> None:
@@ -100,14 +101,16 @@ class Limits:
             raise too_large(self._config.max_body_bytes)
 
 
-class LimitedAccess:
-    """What the front is told of who asks, where the gate has let them in."""
-
-    serves_pins = False
-
-    def admit(self, scope: Scope) -> Client:
-        client: Client = scope["state"]["client"]
-        return client
+def _clients(config: ServeConfig) -> Iterator[tuple[str, Client]]:
+    """Yield keys, and who shows them."""
+    for key in config.api_keys:
+        yield key, Client(tenant_of(key))
+    for tenant in config.tenants:
+        yield tenant.key, Client(tenant.name)
+    if config.admin_key is not None:
+        yield config.admin_key, Client(is_admin=True)
+    if config.metrics_key is not None:
+        yield config.metrics_key, Client(is_scraper=True)
 
 
 class _Bodies:
@@ -239,7 +242,7 @@ def _is_loopback(address: str) -> bool:
 # --- connections ------------------------------------------------------------------------------------------------------
 
 
-class GuardedConnection(H11Protocol):
+class Connection:
     """A connection that must say what it wants in time, and makes room for others while it wants nothing.
 
     ::
@@ -248,54 +251,68 @@ class GuardedConnection(H11Protocol):
           |<- header_timeout_s ->|                           |<-->| closed by uvicorn
                                                                   |<- header_timeout_s ->|
 
+    It stands between the event loop and what uvicorn makes of a connection. A request is answered within its ``with``.
+
     Args:
         limits: how long that may take, and how many connections there may be.
+        others: all connections of the server.
+        app_state: of uvicorn; the scopes of requests have it as their ``state``, with the connection in it.
         of_uvicorn: see ``H11Protocol``.
     """
 
-    def __init__(self, *, limits: ServeConfig, **of_uvicorn: Any) -> None:
-        super().__init__(**of_uvicorn)
+    def __init__(
+        self, limits: ServeConfig, others: set[Connection], *, app_state: dict[str, Any], **of_uvicorn: Any
+    ) -> None:
         self._limits = limits
+        self._others = others
+        self._http: Any = H11Protocol(app_state={**app_state, "connection": self}, **of_uvicorn)
+        self._loop = asyncio.get_running_loop()
+        self.transport: Any = None  # until ``connection_made``
         self._deadline: asyncio.TimerHandle | None = None
+        self.num_requests = 0
         self.has_asked = False
-        self.idle_since = self.loop.time()
+        self.idle_since = self._loop.time()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request of it is being answered."""
-        cycle: Any = self.cycle  # none before the first request, whatever uvicorn declares
-        return cycle is None or bool(cycle.response_complete)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._http, name)  # what else the event loop says
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+    def __enter__(self) -> None:
+        self.num_requests += 1
+        self._stop_watching()
+
+    def __exit__(self, *_: object) -> None:
+        self.num_requests -= 1
+        self.has_asked, self.idle_since = True, self._loop.time()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for headers. If there are too many connections, the one that has been idle longest is closed."""
-        super().connection_made(transport)
+        self.transport = transport
+        self._others.add(self)
+        self._http.connection_made(transport)
         self._watch()
-        if len(self.connections) > self._limits.max_connections + _SPARE_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, GuardedConnection) and one.is_idle]
-            idle = [one for one in idle if not one.transport.is_closing()]
+        if len(self._others) > self._limits.max_connections + _SPARE_CONNECTIONS:
+            idle = [one for one in self._others if one.is_idle]
             min(idle, key=lambda one: (one.has_asked, one.idle_since)).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        """Wait for the end of the headers, once something of them has come, or of what nobody reads any more."""
+        self._http.data_received(data)
         self._watch()
 
-    def on_response_complete(self) -> None:
-        """Begin to be idle."""
-        self.has_asked = True
-        self.idle_since = self.loop.time()
-        super().on_response_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         """Wait for nothing any more."""
-        super().connection_lost(exc)
+        self._others.discard(self)
+        self._http.connection_lost(error)
         self._stop_watching()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of it is being answered, and it is not being closed."""
+        return not self.num_requests and not self.transport.is_closing()
+
     def _watch(self) -> None:
-        """Wait for the end of the headers, once something of them has come, or of what nobody reads any more."""
-        if not self.is_idle:
-            self._stop_watching()
-        elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self._limits.header_timeout_s, self.transport.abort)
+        if self._deadline is None and self.is_idle:
+            self._deadline = self._loop.call_later(self._limits.header_timeout_s, self.transport.abort)
 
     def _stop_watching(self) -> None:
         if self._deadline is not None:
@@ -304,4 +321,5 @@ class GuardedConnection(H11Protocol):
 
 
 def connections(limits: ServeConfig) -> Any:
-    return partial(GuardedConnection, limits=limits)
+    """What uvicorn makes connections with."""
+    return partial(Connection, limits, set())

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from cargohold.connector.metrics import cache_label
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
-from cargohold.serve.settings import Client
+from cargohold.serve.access import Client
 
 MAX_RECORDS: Final = 200
 """Requests that can still be explained."""

@@ -29,10 +29,11 @@ from cargohold.llm import AsyncLLM
 from cargohold.option_values import format_count
 from cargohold.process import allow_open_files
 from cargohold.serve import anthropic, cache, openai
+from cargohold.serve.access import LimitedAccess
 from cargohold.serve.admission import EngineWatch, RequestAdmission, ServerContext, State
 from cargohold.serve.errors import api_error, error_response, invalid, json_response
 from cargohold.serve.front import Front
-from cargohold.serve.limits import HEALTH, Hosts, LimitedAccess, Limits, connections
+from cargohold.serve.limits import HEALTH, Hosts, Limits, connections
 from cargohold.serve.meters import ServerMeters
 from cargohold.serve.records import Records
 from cargohold.serve.settings import ServeConfig

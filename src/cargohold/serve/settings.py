@@ -1,19 +1,16 @@
-"""The server's own options, and who its clients are."""
+"""The server's own options."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cargohold.connector.offloading import OffloadConfig, TenantQuota
 from cargohold.connector.tenants import Tenant, check_keys, with_quotas
 from cargohold.errors import ConfigError
 from cargohold.option_values import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
 from cargohold.options import require
-from cargohold.serve.keys import KeyRing
 
 DEFAULT_BODY_BYTES = 8 * 1024**2
 """Largest body of a request by default: the text of some two million tokens."""
@@ -90,66 +87,6 @@ class ServeConfig:
         """How many clients are told apart, the admin included. All that need no key are one."""
         num_keys = len(self.api_keys) + len(self.tenants)
         return num_keys + (self.admin_key is not None) if num_keys else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """Whoever sends a request.
-
-    Attributes:
-        tenant: its identity, which is in the salt of its requests; ``None`` for a client without an API key.
-        is_admin: whether it has shown the admin key.
-        is_scraper: whether it has shown the key for metrics.
-    """
-
-    tenant: str | None = None
-    is_admin: bool = False
-    is_scraper: bool = False
-
-    @property
-    def reads_all_metrics(self) -> bool:
-        """Whether it may see those of tenants."""
-        return self.is_admin or self.is_scraper
-
-    def sees(self, tenant: str | None) -> bool:
-        """Whether it may see what is a tenant's: its own, or as the admin everybody's."""
-        return self.is_admin or self.tenant == tenant
-
-    def salt(self, cache_salt: str | None) -> str | None:
-        """The salt of a request: the tenant's own, and within it the client's."""
-        if self.tenant is None:
-            return cache_salt
-        return self.tenant if cache_salt is None else f"{self.tenant}/{cache_salt}"
-
-    @property
-    def withheld(self) -> Sequence[str]:
-        """Fields that it may not give: none."""
-        return ()
-
-    def allowed(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What it may ask of connectors: all of it."""
-        return dict(params)
-
-
-class Keys:
-    """Knows clients by their keys.
-
-    Args:
-        config: with the keys.
-    """
-
-    def __init__(self, config: ServeConfig) -> None:
-        of_tenants = [(key, Client(tenant_of(key))) for key in config.api_keys]
-        of_tenants += [(tenant.key, Client(tenant.name)) for tenant in config.tenants]
-        others = [(config.admin_key, Client(is_admin=True)), (config.metrics_key, Client(is_scraper=True))]
-        self._ring = KeyRing([*of_tenants, *((key, client) for key, client in others if key is not None)])
-        self.has_tenants = bool(of_tenants)
-        self.has_admin = config.admin_key is not None
-        self.has_scraper = config.metrics_key is not None
-
-    def client(self, key: bytes | None) -> Client | None:
-        """Whose key it is; ``None`` if nobody's."""
-        return self._ring.find(key)
 
 
 def with_shares(offload: OffloadConfig | None, config: ServeConfig) -> OffloadConfig | None:
