@@ -58,15 +58,19 @@ class Cluster:
             return list(json.loads(self.asked("get_segments_detail"))["segments"])
         return []
 
+    def lent(self) -> set[str]:
+        """Ids of segments; those of a lender that was killed are there for a while."""
+        return {segment["segment_id"] for segment in self.segments()}
+
     def await_segments(self, number: int) -> None:
         until(lambda: len(self.segments()) == number, f"{number} lenders were expected")
 
     def lend(self, num_bytes: int = LENT) -> Server:
         """Start a process that lends memory; return when the master knows."""
-        before = len(self.segments())
+        before = self.lent()
         options = ["--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", f"--global_segment_size={num_bytes}"]
         command = [str(BIN / "mooncake_client"), *options, f"--master_server_address=127.0.0.1:{self.master.port}"]
-        lender = Server(lambda port: [*command, f"--port={port}"], lambda _: len(self.segments()) > before)
+        lender = Server(lambda port: [*command, f"--port={port}"], lambda _: not self.lent() <= before)
         self.lenders.append(lender)
         lender.start()
         return lender

@@ -264,6 +264,7 @@ def test_an_engine_lives_through_random_faults(
         num_restored = 0
         for _ in range(NUM_FAULTS):
             mischief.strike()
+            print(f"{num_restored} tokens restored, then: {mischief.done[-1]}", flush=True)  # noqa: T201  # the same
             for _ in range(4):
                 prompt = [*draw.choice(stems), draw.randrange(VOCAB_SIZE)]
                 begun = time.monotonic()
@@ -273,7 +274,6 @@ def test_an_engine_lives_through_random_faults(
                 (expected,) = plain.generate([prompt], SAMPLING)
                 assert output.token_ids == expected.token_ids, f"a wrong token; {mischief.done}"
         mischief.thaw()
-        print(f"{num_restored} tokens restored; {mischief.done}")  # noqa: T201  # the same
         until(lambda: found_in_store(llm, stems) > 0, "the tier has not recovered")
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,22 @@ def test_two_servers_of_vllm_share_a_prompt(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     (prompt,) = make_prompts(1, NUM_TOKENS, seed=1)
-    answers = []
-    params: dict[str, Any] = {"do_remote_decode": True}
-    for role in ("kv_producer", "kv_consumer"):
-        config = {"kv_connector": "CargoholdConnector", "kv_role": role, "kv_connector_extra_config": extra_of(store)}
-        with serving(served_model, tmp_path / f"{role}.log", transfer_config=config, options=SERVED) as url:
-            answers.append(completion(url, prompt, params))
-        params = answers[0]["kv_transfer_params"]
+    with ExitStack() as running:
+        urls = []
+        for role in ("kv_producer", "kv_consumer"):
+            config = {
+                "kv_connector": "CargoholdConnector",
+                "kv_role": role,
+                "kv_connector_extra_config": extra_of(store),
+            }
+            server = serving(served_model, tmp_path / f"{role}.log", transfer_config=config, options=SERVED)
+            urls.append(running.enter_context(server))
+        first = completion(urls[0], prompt, {"do_remote_decode": True})
+        params = first["kv_transfer_params"]
+        answer = completion(urls[1], prompt, params)
     announced = params[HANDOFF]["num_tokens"]
-    assert announced == answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 320
-    assert [each["choices"][0]["text"] for each in answers] == [answers[0]["choices"][0]["text"]] * 2
+    assert announced == answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 320
+    assert answer["choices"][0]["text"] == first["choices"][0]["text"]
 
 
 def completion(url: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
