@@ -80,9 +80,9 @@ class Cluster:
             lender.stop()
 
 
-def until(is_so: Callable[[], bool], otherwise: str) -> None:
+def until(is_so: Callable[[], bool], otherwise: str, limit_s: float = WAIT_S) -> None:
     """Wait until something is so: masters and lenders do things at times of their own."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.05)
