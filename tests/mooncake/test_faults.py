@@ -82,6 +82,17 @@ def test_a_master_that_hangs(own: Cluster) -> None:
         assert load(tier, 1) == payload(1)
 
 
+def test_a_client_that_is_slow_to_start_is_waited_for(own: Cluster) -> None:
+    """Found by random faults on a busy machine: each request ended the client in its start, so that it never became ready."""
+    own.master.freeze()
+    with closing(open_tier(own)) as tier:
+        started = clients()
+        assert tried(lambda: tier.probe([key(1)])) is None
+        own.master.thaw()
+        until(lambda: tried(lambda: tier.probe([key(1)])) == [False], "the client does not become ready")
+        assert clients() == started and len(started) == 1
+
+
 def test_a_lender_that_is_killed_takes_its_chunks_with_it(own: Cluster) -> None:
     with closing(open_tier(own)) as tier:
         for number in range(8):

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +41,7 @@ from cargohold.tiers.memory import Staging, address_of, copy_bytes, padded
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.inventory import NAME
+from cargohold.tiers.stores.mooncake_process import READY
 
 if find_spec("mooncake") is None:
     raise ImportError("mooncake")  # imported where the client runs: it brings Go's runtime and handlers of signals
@@ -65,7 +66,7 @@ _MEANINGS: Final = {
     -900: "the master does not answer, or is of another version of Mooncake",
     -901: "the master has not answered in time",
 }
-_ENDED: Final = b'"its client has ended"'
+_MAX_REASON_BYTES: Final = 4096
 
 
 @cache
@@ -88,34 +89,43 @@ def require_libraries(url: str) -> None:
         raise ConfigError("url", places.without_secrets(url), f"Mooncake's client cannot be used: {reason}{remedy}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """One run of the client's process: the process, and the ends of the sockets over which no request is under way."""
-
-    process: subprocess.Popen[bytes]
-    free: queue.SimpleQueue[socket.socket]
-    lines: Sequence[socket.socket]
-
-    def end(self, patience_s: float = 0.0) -> None:
-        """End the process, and wait until it can write to no memory any more. Calls under way get no answer."""
-        for line in self.lines:
-            with suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
-        with suppress(queue.Empty):
-            while True:
-                self.free.get_nowait().close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience_s)
-        self.process.kill()
-        self.process.wait()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
-    """One run of the client's process: the process, and the sockets over which no request is under way."""
+    """One run of the client's process.
+
+    Attributes:
+        process: the process.
+        control: over which it says that it is ready, or why it ends.
+        free: the sockets over which no request is under way.
+        is_ready: whether it has said so. It is given time for that, even if requests end: libraries and networks may be slow.
+        gives_up_at: when it should be ready at the latest.
+    """
 
     process: subprocess.Popen[bytes]
+    control: socket.socket
     free: queue.SimpleQueue[socket.socket]
+    is_ready: bool = False
+    gives_up_at: float = field(default_factory=lambda: time.monotonic() + ANSWER.seconds())
+
+    def ask(self, request: str, ends_at: float) -> Any:
+        """Send a request, when the process is ready, and return the answer. Raises ``OSError`` or ``queue.Empty``."""
+        said = self.control.recv(_MAX_REASON_BYTES, socket.MSG_PEEK)
+        if said != READY:
+            raise ConnectionError(said.decode() or "its client has ended")
+        self.is_ready = True
+        line = self.free.get(timeout=max(0.001, ends_at - time.monotonic()))
+        try:
+            line.settimeout(max(0.001, ends_at - time.monotonic()))
+            line.sendall(f"{request}\n".encode())
+            with line.makefile("rb") as answers:
+                answer = answers.readline()
+            if not answer:
+                raise ConnectionError("its client has ended")
+        except OSError:
+            line.close()
+            raise
+        self.free.put(line)
+        return json.loads(answer)
 
     def end(self, patience_s: float = 0.0) -> None:
         """End the process, and wait until it can write to no memory any more. Calls under way get no answer."""
@@ -126,6 +136,7 @@ class _Run:
             self.process.wait(patience_s)
         self.process.kill()
         self.process.wait()
+        self.control.close()
 
 
 class ClientProcess:
@@ -178,22 +189,14 @@ class ClientProcess:
         """
         ends_at = time.monotonic() + self._limit_s
         run = self.begin()
-        answer: Any = f"it has not answered for {self._limit_s:g} s"
-        with suppress(queue.Empty):
-            line = run.free.get(timeout=self._limit_s)
-            try:
-                line.settimeout(max(0.001, ends_at - time.monotonic()))
-                line.sendall(json.dumps([operation, *arguments]).encode() + b"\n")
-                with line.makefile("rb") as answers:
-                    answer = json.loads(answers.readline() or _ENDED)
-            except OSError as error:
-                answer = answer if isinstance(error, TimeoutError) else one_line(error)
-            if not isinstance(answer, str):
-                run.free.put(line)
-                return answer[0]
-            line.close()
-            run.end()
-        raise TierError(NAME, f"{self._shown}: {answer}")
+        try:
+            return run.ask(json.dumps([operation, *arguments]), ends_at)
+        except (OSError, queue.Empty) as error:
+            is_late = isinstance(error, TimeoutError | queue.Empty)
+            if run.is_ready or not is_late or time.monotonic() > run.gives_up_at:
+                run.end()
+            reason = f"it has not answered for {self._limit_s:g} s" if is_late else one_line(error)
+            raise TierError(NAME, f"{self._shown}: {reason}") from error
 
     def begin(self) -> _Run:
         """Start the process, if it does not run, without waiting for it."""
@@ -212,7 +215,7 @@ class ClientProcess:
         self._file.close()
 
     def _start(self) -> _Run:
-        pairs = [socket.socketpair() for _ in range(self._num_lines)]
+        pairs = [socket.socketpair() for _ in range(self._num_lines + 1)]
         passed = [self._file.fileno(), *(their.fileno() for _, their in pairs)]
         process = subprocess.Popen(  # noqa: S603  # our own interpreter and file, and no shell
             [sys.executable, "-P", str(_PROGRAM), json.dumps({**self._settings, "descriptors": passed})],
@@ -221,9 +224,11 @@ class ClientProcess:
             stdout=subprocess.DEVNULL,
             stderr=None if _LOG_LEVEL in os.environ else subprocess.DEVNULL,
         )
-        run = _Run(process, queue.SimpleQueue())
         for our, their in pairs:
             their.close()
+            our.settimeout(self._limit_s)
+        run = _Run(process, pairs[0][0], queue.SimpleQueue())
+        for our, _ in pairs[1:]:
             run.free.put(our)
         return run
 

@@ -1,8 +1,8 @@
 """The process in which Mooncake's client runs, because its ``setup`` may hold the interpreter's lock for minutes.
 
-Started by ``mooncake.ClientProcess``, and ended by it: it may be killed in any call. It imports nothing of ours. Over each of
-its sockets comes one request at a time, a line of JSON: the name of an operation and its arguments. Chunks are in memory that
-both processes have, which is registered once; a request names their place there.
+Started by ``mooncake.ClientProcess``, and ended by it: it may be killed in any call. It imports nothing of ours. Over its first
+socket it says that it is ready; over each of the others comes one request at a time, a line of JSON: the name of an operation
+and its arguments. Chunks are in memory that both processes have, registered once; a request names their place there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import json
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ import threading
 import time
 from typing import Any, Final
 
+READY: Final = b"ready"
 _INVALID_PARAMS: Final = -600
 _CLOSE_S: Final = 5
 _RETRY_S: Final = 1.0
@@ -82,7 +82,7 @@ class MooncakeStore:
         """Carry out requests until the other end is closed."""
         for message in line.makefile("rb"):
             operation, *arguments = json.loads(message)
-            line.sendall(json.dumps([getattr(self, operation)(*arguments)]).encode() + b"\n")
+            line.sendall(json.dumps(getattr(self, operation)(*arguments)).encode() + b"\n")
         self.leave()
 
     def leave(self) -> None:
@@ -92,19 +92,15 @@ class MooncakeStore:
         os._exit(0)
 
 
-def reached(settings: dict[str, Any], lines: list[socket.socket]) -> MooncakeStore:
+def reached(settings: dict[str, Any], control: socket.socket) -> MooncakeStore:
     """Connect to the store. A process that only lends memory tries until it succeeds; another says why it cannot, and ends."""
     while os.getppid() == settings["parent"]:
         try:
             return MooncakeStore(settings)
         except Exception as error:  # noqa: BLE001  # goes to the one who can report it
-            reason = str(error)
-        if not settings["lent_bytes"]:
-            asked, *_ = select.select(lines, (), ())
-            for line in asked:
-                line.makefile("rb").readline()
-                line.sendall(json.dumps(reason).encode() + b"\n")
-            break
+            if not settings["lent_bytes"]:
+                control.sendall(str(error).encode())
+                break
         time.sleep(_RETRY_S)
     sys.exit(1)
 
@@ -113,10 +109,11 @@ def main() -> None:
     """Serve each socket in a thread of its own, as long as the parent lives."""
     settings = json.loads(sys.argv[1])
     settings["memory"], *descriptors = settings["descriptors"]
-    lines = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    store = reached(settings, lines)
+    control, *lines = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    store = reached(settings, control)
     for line in lines:
         threading.Thread(target=store.serve, args=(line,), daemon=True).start()
+    control.sendall(READY)
     while os.getppid() == settings["parent"]:  # what it has forked may keep the sockets open
         time.sleep(_RETRY_S)
     store.leave()
