@@ -33,6 +33,7 @@ class Cluster:
         command = [str(BIN / "mooncake_master"), *local, *options]
         self.master = Server(lambda port: [*command, f"--rpc_port={port}"], lambda _: self.is_up())
         self.lenders: list[Server] = []
+        self.metadata = "P2PHANDSHAKE"
 
     @property
     def url(self) -> str:
@@ -68,7 +69,7 @@ class Cluster:
     def lend(self, num_bytes: int = LENT) -> Server:
         """Start a process that lends memory; return when the master knows."""
         before = self.lent()
-        options = ["--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", f"--global_segment_size={num_bytes}"]
+        options = ["--host=127.0.0.1", f"--metadata_server={self.metadata}", f"--global_segment_size={num_bytes}"]
         command = [str(BIN / "mooncake_client"), *options, f"--master_server_address=127.0.0.1:{self.master.port}"]
         lender = Server(lambda port: [*command, f"--port={port}"], lambda _: not self.lent() <= before)
         self.lenders.append(lender)
@@ -89,12 +90,13 @@ def until(is_so: Callable[[], bool], otherwise: str, limit_s: float = WAIT_S) ->
 
 
 @contextmanager
-def cluster(*options: str, lent: int = LENT) -> Iterator[Cluster]:
+def cluster(*options: str, lent: int = LENT, metadata: str = "P2PHANDSHAKE") -> Iterator[Cluster]:
     with ExitStack() as running:
         made = Cluster(*options)
         running.callback(made.master.stop)
         made.master.start()
         running.callback(made.end_lenders)
+        made.metadata = metadata
         if lent:
             made.lend(lent)
         yield made

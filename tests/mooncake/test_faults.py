@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -106,6 +107,20 @@ def test_a_lender_that_is_killed_takes_its_chunks_with_it(own: Cluster) -> None:
         assert store(tier, 1) is StoreOutcome.STORED and load(tier, 1) == payload(1)
 
 
+def test_a_lender_that_is_killed_in_the_middle_of_reads(own: Cluster) -> None:
+    size = 8 * 2**20
+    with closing(open_tier(own, size=size)) as tier:
+        assert tier.store(key(1), memoryview(payload(1, size))) is StoreOutcome.STORED
+        killing = threading.Timer(0.05, own.lenders[0].stop)
+        killing.start()
+        for _ in range(1000):
+            read = tried(partial(load, tier, 1, size))
+            assert read in {payload(1, size), None, LoadOutcome.ABSENT}, "wrong bytes"
+            if read != payload(1, size):
+                break
+        killing.join()
+
+
 def test_a_lender_that_hangs_while_it_is_read(own: Cluster) -> None:
     with closing(open_tier(own)) as tier:
         store(tier, 1)
@@ -127,9 +142,14 @@ def test_a_client_that_is_killed_is_started_again(own: Cluster) -> None:
 
 def clients() -> list[psutil.Process]:
     """The processes of this one in which Mooncake's client runs."""
-    return [
-        child for child in psutil.Process().children() if any("mooncake_process" in each for each in child.cmdline())
-    ]
+    return [child for child in psutil.Process().children() if "mooncake_process" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def test_clients_end_with_their_engine(own: Cluster) -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.lab.conformance.tier import TierConformance
-from cargohold.tiers import Opening, SharedTierConfig, Tier
+from cargohold.tiers import LoadOutcome, Opening, SharedTierConfig, StoreOutcome, Tier
 from cargohold.tiers.stores.mooncake import ClientProcess
-from tests.mooncake.cluster import Cluster
-from tests.tiers.common import codec
+from tests.mooncake.cluster import Cluster, cluster
+from tests.servers import free_port
+from tests.tiers.common import codec, key, load, payload
+from tests.tiers.shared import raising
 
 SECONDS = 2.0
 """Of a request: where the master is gone, Mooncake's client tries for four."""
@@ -60,3 +62,24 @@ class TestMooncake(TierConformance):
 
 class TestEncrypted(TestMooncake):
     secret = bytes(range(32))
+
+
+def test_chunks_in_its_staging_memory_are_not_copied(store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_tier(store, "staged")) as tier:
+        staged = tier.staging()
+        staged[:] = payload(1)
+        for module in ("base", "mooncake"):
+            monkeypatch.setattr(f"cargohold.tiers.stores.{module}.copy_bytes", raising(AssertionError("copied")))
+        assert tier.store(key(1), staged) is StoreOutcome.STORED
+        staged[:] = bytes(len(staged))
+        assert tier.load(key(1), staged) is LoadOutcome.LOADED and staged == payload(1)
+
+
+def test_metadata_may_come_from_the_masters_own_server(usable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    server = ["--enable_http_metadata_server=true", f"--http_metadata_server_port={port}"]
+    metadata = f"http://127.0.0.1:{port}/metadata"
+    monkeypatch.setenv("MOONCAKE_TE_META_DATA_SERVER", metadata)
+    with cluster(*server, metadata=metadata) as own, closing(open_tier(own)) as tier:
+        assert tier.store(key(1), memoryview(payload(1))) is StoreOutcome.STORED
+        assert load(tier, 1) == payload(1)
