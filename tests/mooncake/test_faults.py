@@ -173,6 +173,15 @@ def test_a_full_store_puts_chunks_off_and_never_mixes_them_up(usable: None) -> N
         )
 
 
+def test_what_was_just_stored_is_not_evicted_for_others(usable: None) -> None:
+    """A hand-off announces it: the other engine must find it."""
+    with cluster(lent=16 * 2**20) as own, closing(open_tier(own, size=2**20)) as tier:
+        outcomes = {number: tier.store(key(number), memoryview(payload(number, 2**20))) for number in range(32)}
+        stored = [number for number, outcome in outcomes.items() if outcome is StoreOutcome.STORED]
+        assert len(stored) < 32 and set(outcomes.values()) == {StoreOutcome.STORED, StoreOutcome.LATER}
+        assert all(load(tier, number, 2**20) == payload(number, 2**20) for number in stored)
+
+
 def test_values_that_are_not_ours_are_misses_and_replaced(own: Cluster) -> None:
     with closing(open_tier(own)) as tier, closing(ClientProcess(own.url, {}, num_bytes=3 * CHUNK)) as other:
         name = f"cargohold:{codec().namespace.id}:{key(1).hex()}"
@@ -197,6 +206,10 @@ def test_an_engine_lends_memory_until_it_ends(usable: None) -> None:
             assert tried(lambda: tier.probe([key(1)])) is None
             own.master.thaw()
             assert load(tier, 1) == payload(1), "what it lends was given up with a client that hung"
+            for client in clients():
+                client.kill()
+            until(lambda: tried(lambda: store(tier, 2)) is StoreOutcome.STORED, "nothing is lent any more")
+            assert load(other, 2) == payload(2)
         own.await_segments(0)
 
 

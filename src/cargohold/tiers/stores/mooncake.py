@@ -267,7 +267,7 @@ class MooncakeTier(SharedTier):
         self._introduce()
 
     def begin(self) -> None:
-        """Begin to lend memory."""
+        """Begin to lend memory, also again, if the process that did has ended."""
         if self._lent_bytes:
             self._lender.begin()
 
@@ -292,6 +292,7 @@ class MooncakeTier(SharedTier):
         return self._slots.pop()
 
     def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
+        self.begin()
         outcome = self._write(self._name(key), value)
         if outcome is StoreOutcome.STORED and self._description:
             self._introduce()
