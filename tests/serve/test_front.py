@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -637,6 +638,41 @@ def test_what_a_tenant_may_not_ask_of_connectors_is_taken_from_its_request(kept_
     kept_apart.ask(body, headers=keyed("of acme"))
     assert kept_apart.behind.body["kv_transfer_params"] == mine
     assert not {"request_id", "vllm_xargs"} & kept_apart.behind.body.keys()
+
+
+def _logo(**fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": None, "uuid": "logo", **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [_logo()]}]}),
+        (CHAT, {"messages": [{"role": "tool", "content": [{"type": "result", "content": [_logo(uuid=7)]}]}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [_logo()]}]}),
+        (RESPONSES, {"input": [{"type": "function_call_output", "output": [_logo()]}]}),
+        ("/cache/pins", {"lease": "l", "messages": [{"role": "user", "content": [_logo()]}]}),
+        (CHAT, b'{"messages": [{"role": "user", "content": [{"image_url": null, "\\u0075uid": "logo"}]}]}'),
+    ],
+    ids=["part", "nested", "responses", "output", "pin", "escaped"],
+)
+def test_a_name_that_a_client_gives_a_picture_is_its_tenant_s_own(kept_apart: Line, path: str, body: Any) -> None:
+    """Found by serving: with the name alone, a tenant got the answer to another one's picture."""
+
+    def names(key: str) -> list[str]:
+        kept_apart.ask(body, path, headers=keyed(key))
+        return re.findall(r'"uuid": ?"([^"]+)"', kept_apart.behind.seen[-1][1].decode())
+
+    (mine,), (other,) = names("of acme"), names("of zebra")
+    assert mine != other and mine == names("of acme")[0]
+    assert {mine.rpartition("-")[2], other.rpartition("-")[2]} <= {"logo", "7"}
+
+
+def test_what_a_model_says_to_a_tool_is_nobody_s_name(kept_apart: Line) -> None:
+    use = {"type": "tool_use", "id": "t", "name": "find", "input": {"uuid": "logo"}}
+    body = {**ASKED, "messages": [{"role": "assistant", "content": [use]}]}
+    kept_apart.ask(body, MESSAGES, headers=keyed("of acme"))
+    assert kept_apart.behind.body["messages"] == body["messages"]
 
 
 def test_turns_of_one_tenant_are_not_said_with_another_s_requests(tenants: Tenants) -> None:

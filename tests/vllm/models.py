@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -206,7 +207,9 @@ def save_tokenizer(path: str) -> None:
     names = [f"w{at}" for at in range(VOCAB_SIZE)] + ["<image>"]
     names[3:98] = map(chr, range(32, 127))  # letters, for grammars
     words = WordLevel({name: at for at, name in enumerate(names)}, unk_token="w0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0", eos_token=names[END])
+    backend = Tokenizer(words)
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", eos_token=names[END])
     tokenizer.save_pretrained(path)
 
 

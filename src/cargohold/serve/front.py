@@ -39,6 +39,7 @@ from cargohold.serve.request_fields import (
     keeping,
     may_call,
     session_of,
+    with_own_media,
 )
 
 logger = logging.getLogger("vllm.cargohold.front")  # vLLM shows only loggers below its own name
@@ -244,6 +245,8 @@ class Front:
             if not isinstance(body.get("lease"), str) or not body.get("lease"):
                 raise invalid("lease: a pin needs a name, by which it is released", "lease")
             asked = {name: body.get(name) for name in _OF_PROMPT}
+            if client.tenant is not None:
+                with_own_media(asked["messages"], _salt_of(asked["cache_salt"], client))
             hint = {"action_type": "pin", "payload": {name: body.get(name) for name in _OF_PIN}}
         asked |= {
             "cache_salt": _salt_of(asked.get("cache_salt"), client),
@@ -297,7 +300,10 @@ def _keep_apart(body: RequestFields, client: Client) -> None:
             body.set("kv_transfer_params", left or None)
     if client.tenant is None:
         return
-    body.set("cache_salt", _salt_of(body.get("cache_salt"), client))
+    salt = _salt_of(body.get("cache_salt"), client)
+    body.set("cache_salt", salt)
+    for name in ("messages", "input") if body.mentions("uuid") else ():
+        body.set(name, with_own_media(body.get(name), salt))
     for name in client.withheld:
         body.set(name, None)
     if not isinstance(params, dict):

@@ -5,6 +5,7 @@ It reads what it knows, and never minds what it does not: whether a body is vali
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
@@ -77,8 +78,32 @@ class RequestFields:
         return raw is not None and bytes(memoryview(raw)[:64]).lstrip(b" \t\r\n[")[:1] == b"{"
 
     def mentions(self, name: str) -> bool:
-        """Whether this name stands anywhere in what was sent."""
-        return name.encode() in self.sent
+        """Whether this name may stand anywhere in what was sent: letters can be written as escapes, too."""
+        return name.encode() in self.sent or b"\\u00" in self.sent
+
+
+_NOT_MEDIA: Final = frozenset({"arguments", "input"})
+"""What a model has said to a tool: its fields are no parts of a message."""
+
+
+def with_own_media(messages: Any, salt: str | None) -> Any:
+    """Put a digest of a tenant's salt in front of each name that its client gives a picture or a sound (``uuid``).
+
+    vLLM takes such a name for the contents, whoever has given it. Mutates the messages, and returns them.
+    """
+    if salt is None:
+        return messages
+    owner = hashlib.sha256(salt.encode()).hexdigest()[:32]
+    stack = [messages]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, dict):
+            if one.get("uuid") is not None:
+                one["uuid"] = f"{owner}-{one['uuid']}"
+            stack += [value for name, value in one.items() if name not in _NOT_MEDIA]
+        elif isinstance(one, list):
+            stack += one
+    return messages
 
 
 # --- what a prompt is worth -------------------------------------------------------------------------------------------

@@ -1,0 +1,183 @@
+"""vLLM's own server with our connector, as users run it: each call that vLLM documents, in processes of their own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from tests.vllm.common import make_prompts
+from tests.vllm.models import save_adapter, save_model, save_tokenizer
+from tests.vllm.served import LONG, RESTORED, Server, answer_of, completion, serve
+
+PROMPT, OTHER, THIRD = make_prompts(3, LONG, seed=1)
+WORDS = " ".join(f"w{token}" for token in make_prompts(1, LONG, seed=2)[0])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> str:
+    path = save_model("llama", directory)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: str, directory: Path) -> Iterator[Server]:
+    """With what vLLM starts by itself: an engine core and a worker, each in a process of its own."""
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with serve(model, directory, environment=environment, enable_lora=True, max_lora_rank=8) as running:
+        yield running
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_is_restored_and_explained(server: Server) -> None:
+    assert server.metric("cargohold_prompt_tokens_total", tier="host") == 0
+    again = server.ask_twice(PROMPT)
+    assert again.restored == RESTORED
+    assert any("on the device" in note for note in again.notes)
+    assert server.metric("cargohold_prompt_tokens_total", tier="host") == RESTORED
+
+
+def test_a_chat_and_its_stream_say_the_same_however_much_is_restored(server: Server) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 6, "temperature": 0}
+    body |= {"ignore_eos": True, "kv_transfer_params": {"cargohold_explain": True}}
+    first = server.post("/v1/chat/completions", body)
+    server.forget()
+    with server.streaming("/v1/chat/completions", body) as events:
+        text = "".join(one["choices"][0]["delta"].get("content") or "" for one in events if one["choices"])
+    server.forget()
+    last = server.post("/v1/chat/completions", body)
+    assert text == first["choices"][0]["message"]["content"] == last["choices"][0]["message"]["content"]
+    assert answer_of(first).restored == 0 and answer_of(last).restored >= RESTORED
+
+
+def test_a_stream_of_tokens_is_that_of_the_whole_answer(server: Server) -> None:
+    whole = server.ask(OTHER)
+    server.forget()
+    with server.streaming("/v1/completions", completion(OTHER)) as events:
+        tokens = [token for one in events for choice in one["choices"] for token in choice.get("token_ids") or ()]
+    assert tuple(tokens) == whole.tokens
+
+
+def test_clients_that_leave_hold_nothing(server: Server) -> None:
+    expected = server.ask(THIRD).tokens
+    for _ in range(3):
+        server.forget()
+        with server.streaming("/v1/completions", completion(THIRD, max_tokens=600)) as events:
+            next(iter(events))
+    assert server.ask(THIRD).tokens == expected
+    assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("running", ["", "reset_running_requests=true"])
+@pytest.mark.parametrize("external", ["", "reset_external=true"])
+def test_a_reset_with_each_flag(server: Server, running: str, external: str) -> None:
+    """Requests go on, or start over; none fails. Where copies are in flight, vLLM may refuse."""
+    expected = server.ask(PROMPT, max_tokens=60).tokens
+    path = "/reset_prefix_cache?" + "&".join(filter(None, [running, external]))
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(server.ask, PROMPT, max_tokens=60) for _ in range(2)]
+        status, said = server.call(path, {}, method="POST")
+        assert status in {200, 500}, said
+        assert [one.result().tokens for one in asked] == [expected] * 2
+    for _ in range(20):  # copies end within some steps
+        if server.call(path, {}, method="POST") in ((200, ""), (200, {"success": True})):
+            break
+    answer = server.ask(PROMPT, max_tokens=60)
+    assert answer.tokens == expected and answer.cached == 0
+    assert server.ask_twice(OTHER).restored == RESTORED, "what was asked since is kept again"
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_and_what_comes_after_it(server: Server, mode: str) -> None:
+    expected = server.ask(PROMPT, max_tokens=60).tokens
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.call, "/v1/completions", completion(PROMPT, max_tokens=60))
+        server.post(f"/pause?mode={mode}")
+        assert server.call("/is_paused")[1] == {"is_paused": True}
+        server.post("/resume")
+        status, said = asked.result()
+    assert status == 200 and answer_of(said).tokens in (expected, expected[: len(answer_of(said).tokens)])
+    assert server.ask_twice(PROMPT, max_tokens=60).tokens == expected
+
+
+def test_sleep_and_waking_up(server: Server) -> None:
+    """On a CPU the workers do not, but engine and connector go the same way."""
+    expected = server.ask_twice(PROMPT).tokens
+    server.post("/sleep?level=1")
+    server.post("/wake_up")
+    assert server.ask(PROMPT).tokens == expected
+    assert server.ask_twice(PROMPT).restored == RESTORED
+
+
+def test_workers_can_be_called(server: Server) -> None:
+    """Found by serving: of 35 calls, all failed, for vLLM reads the signature of the method behind them."""
+    assert server.post("/collective_rpc", {"method": "check_health"}) == {"results": [None]}
+    for path in ("/server_info", "/get_world_size", "/version", "/health", "/load"):
+        assert server.call(path)[0] == 200, path
+
+
+def test_other_weights_and_the_first_ones_again(server: Server, directory: Path) -> None:
+    other, first = save_model("llama-retrained", directory), save_model("llama", directory)
+    before = server.ask(PROMPT).tokens
+    said = []
+    for path in (other, first, other, first):
+        server.post("/pause")
+        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        server.post("/resume")
+        said.append(server.ask_twice(PROMPT).tokens)
+    assert said[0] == said[2] != before and said[1] == said[3] == before
+
+
+def test_adapters_come_change_and_go(server: Server, model: str, directory: Path) -> None:
+    place, name = directory / "adapter", {"lora_name": "mine", "lora_path": str(directory / "adapter")}
+    said = []
+    for which in ("one", "two", "one"):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(save_adapter(model, which), place)
+        server.post("/v1/load_lora_adapter", name)
+        said.append(server.ask_twice(PROMPT, model="mine").tokens)
+        server.post("/v1/unload_lora_adapter", {"lora_name": "mine"})
+        server.post("/reset_prefix_cache")
+    assert said[0] == said[2] != said[1]
+    assert server.ask(PROMPT).tokens not in said
+
+
+def test_whatever_was_asked_the_connector_is_on(server: Server) -> None:
+    assert server.ask_twice(THIRD).restored == RESTORED
+    assert server.metric("cargohold_outage_since") == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+# --- several workers --------------------------------------------------------------------------------------------------
+
+
+def test_two_workers_are_called_reset_and_restored_together(model: str, directory: Path) -> None:
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    with serve(model, directory, name="log-2", environment=environment, tensor_parallel_size=2) as server:
+        first = server.ask_twice(PROMPT)
+        assert first.restored == RESTORED
+        assert server.post("/collective_rpc", {"method": "check_health"}) == {"results": [None, None]}
+        for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_external=true", "/pause?mode=wait", "/resume"):
+            server.post(path)
+        with server.streaming("/v1/completions", completion(OTHER, max_tokens=600)) as events:
+            next(iter(events))
+        again = server.ask_twice(PROMPT)
+        assert (again.tokens, again.restored) == (first.tokens, RESTORED)
+        assert server.metric("cargohold_outage_since") == 0
+    assert "Traceback" not in server.log.read_text()
