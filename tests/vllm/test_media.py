@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,33 @@ PROMPTS = [make_prompt(seed) for seed in range(3)]
 def look(engine: Engine, **options: Any) -> list[Answer]:
     """The answers to all prompts, one after the other."""
     return [engine.ask_for([prompt], **options)[0] for prompt in PROMPTS]
+
+
+def named(prompt: dict[str, Any], name: str) -> dict[str, Any]:
+    """The prompt with a picture that its client has named."""
+    return {**prompt, "multi_modal_uuids": {"image": [name]}}
+
+
+def test_a_picture_s_name_is_true_for_one_process_alone(
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by use: after a restart, another picture under the same name got the KV of the one before from the disk."""
+    extra = {**RESTARTED, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
+    model = vllm_model("blip2")
+    of_first, of_second = tokens(look(start(model, **OPTIONS)))[:2]
+    engine = start(model, extra, **OPTIONS)
+    with caplog.at_level(logging.INFO, logger="cargohold"):
+        engine.ask_for([named(PROMPTS[0], "logo")])
+        forget(engine)
+        (answer,) = engine.ask_for([named(PROMPTS[0], "logo")])
+    assert (answer.tokens, answer.restored) == (of_first, 320), "host memory of the same process has it"
+    assert any("its client has named a picture" in note for note in answer.notes)
+    assert caplog.text.count("its client has named a picture") == 1
+    engine.settle()
+    engine = start(model, extra, **OPTIONS)
+    (answer,) = engine.ask_for([named(PROMPTS[1], "logo")])
+    assert (answer.tokens, answer.restored) == (of_second, 0)
+    assert restored(engine.ask_for([PROMPTS[0]])) == 0, "and under its contents' own hash there is nothing either"
 
 
 def test_who_sees_another_picture_is_restored_nothing_of_it(

@@ -342,6 +342,8 @@ class SchedulerEnvironment:
         loads_in_step: whether a request with a load that is not asynchronous is computed in the very step that begins the load.
         keeps_weights: whether chunks of weights that are not those of the model's files may outlive the engine, to be found
             when a later one is given the same weights.
+        local_hashes: how those block hashes begin that only this process knows, such as of pictures that clients have named
+            instead of hashed: chunks of such blocks stay in host memory. Empty if there are none.
         observe: called with what the connector did for a request, once that is over; ``None`` if nobody observes. It must not
             raise.
     """
@@ -361,6 +363,7 @@ class SchedulerEnvironment:
     give_up_loads_after_s: float | None = None
     loads_in_step: bool = False
     keeps_weights: bool = False
+    local_hashes: bytes = b""
     observe: Callable[[Episode], None] | None = None
 
     @property

@@ -55,6 +55,15 @@ def test_chunks_are_written_in_prefix_order_with_their_parents() -> None:
     assert list(world.lower.lookup(KEYS[:5])) == [READY] * 5
 
 
+def test_chunks_that_only_this_process_knows_stay_in_host_memory() -> None:
+    world = World(local_hashes=bytes([7]))
+    own = [key_of(7, at) for at in range(2)]
+    world.keep([*KEYS[:2], *own])
+    world.lower.note_used([*KEYS[:2], *own])
+    written = [key for command in world.step() if command.kind is JobKind.STORE for key in command.keys]
+    assert written and set(written) <= set(KEYS[:2])
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 3])
 def test_chunks_of_a_host_memory_of_few_slots_are_written(capacity: int) -> None:
     world = World(capacity)

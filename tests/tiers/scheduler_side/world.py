@@ -59,6 +59,7 @@ class World:
         max_asked_chunks: int = 65536,
         num_asked_at_once: int | None = None,
         host: OffloadManager | None = None,
+        local_hashes: bytes = b"",
     ) -> None:
         self.clock = VirtualClock()
         self.epochs: Iterator[bytes] = (bytes([at]) * 16 for at in range(1, 256))
@@ -81,7 +82,13 @@ class World:
                 for at in range(num_tiers)
             ],
             self.clock,
-            TieringConfig(num_workers=num_workers, restore_timeout_s=2.0, store_timeout_s=5.0, record_events=True),
+            TieringConfig(
+                num_workers=num_workers,
+                restore_timeout_s=2.0,
+                store_timeout_s=5.0,
+                record_events=True,
+                local_hashes=local_hashes,
+            ),
             new_epoch=lambda: next(self.epochs),
         )
         self.lower.clock.begin_step()  # so that time passes

@@ -212,6 +212,7 @@ def scheduler_side(
             restore_timeout_s=config.restore_timeout_s,
             store_timeout_s=WRITE.seconds(config.transfer_timeout_s),
             record_events=environment.emits_events,
+            local_hashes=environment.local_hashes,
         )
         lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
     make_stores = _planner_of(config, environment)

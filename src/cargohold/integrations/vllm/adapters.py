@@ -1,4 +1,7 @@
-"""LoRA adapters by content: the keys of what is computed with an adapter cover its weights.
+"""What vLLM's block hashes cover by name alone: weights of LoRA adapters, and pictures that clients have named.
+
+A client may give a picture a name (``uuid``), which then stands for it in vLLM's hashes. It is true for as long as this process
+runs, so keys of such blocks are this process's own, and chunks of them stay in host memory.
 
 vLLM's block hashes cover an adapter's name and path. Other weights may come under both, in place or after a restart, and then
 its prefix cache finds KV of the weights before. So keys are vLLM's hashes, changed by a fingerprint of the weights that the
@@ -15,6 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import re
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +39,9 @@ MAX_ADAPTERS: Final = 16_384
 """Adapters that are remembered between two resets of vLLM's prefix cache: each must be, for as long as its KV may be there."""
 
 _MASK_BYTES: Final = 16
+_LOCAL: Final = os.urandom(8)
+_OF_CONTENTS: Final = re.compile(r"([0-9a-f]{64}){1,2}")
+"""What vLLM's hashes of contents look like. With options of processors, it hashes a client's name with them."""
 _CHANGED: Final = (
     "the weights of its adapter have changed, and vLLM's prefix cache may have KV of both: reset it, or load changed weights "
     "from another path"
@@ -55,6 +64,23 @@ class AdapterLooks:
 
 
 NO_LOOKS: Final = AdapterLooks()
+
+
+LOCAL_HASHES: Final = _LOCAL[:4]
+"""How those hashes begin that only this process knows, whatever their size."""
+
+
+def as_local(block_hash: bytes) -> bytes:
+    """Return a hash as only this process knows it."""
+    begin = _LOCAL[: len(block_hash) // 4]
+    return begin + block_hash[len(begin) :]
+
+
+def named_from(request: Any, pool: Any) -> int:
+    """Return the number of the first hash of a request's that covers a picture or sound by a name that its client chose."""
+    features = getattr(request, "mm_features", None) or ()
+    named = [one for one in features if not _OF_CONTENTS.fullmatch(one.mm_hash or one.identifier)]
+    return min((int(one.mm_position.offset) // pool.hash_block_size for one in named), default=sys.maxsize)
 
 
 # --- scheduler side ---------------------------------------------------------------------------------------------------
@@ -83,41 +109,51 @@ class AdapterWeights:
         return changed.to_bytes(size) + block_hash[size:]
 
 
-class AdapterRequest(SeenRequest):
-    """A view of a request with an adapter. It has no block hashes until it is known which weights the adapter has.
+_OWN_WEIGHTS: Final = AdapterWeights()
+"""Of requests without an adapter."""
+
+
+class RekeyedRequest(SeenRequest):
+    """A view of a request with an adapter, or with pictures that its client has named.
+
+    It has no block hashes until it is known which weights the adapter has.
 
     Args:
         own: vLLM's request object.
         weights: those of its adapter.
+        local_from: number of the first hash that only this process knows.
         blocks: takes the weights with which vLLM's blocks are computed, by vLLM's hash.
 
     Attributes:
         weights: those of its adapter.
         is_sure: whether they are known. From then on, workers tell of every step with others.
+        local_from: as given.
     """
 
-    __slots__ = ("_blocks", "_keys", "is_sure", "weights")
+    __slots__ = ("_blocks", "_keys", "is_sure", "local_from", "weights")
 
-    def __init__(self, own: Any, weights: AdapterWeights, blocks: AdapterBlocks) -> None:
+    def __init__(self, own: Any, weights: AdapterWeights, local_from: int, blocks: AdapterBlocks) -> None:
         super().__init__(own)
         self.weights = weights
-        self.is_sure = False
+        self.is_sure = weights is _OWN_WEIGHTS
+        self.local_from = local_from
         self._blocks = blocks
         self._keys: list[bytes] = []
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Digests that vLLM made, changed by the weights."""
+        """Digests that vLLM made, changed by the weights, and into ones that only this process knows."""
         if self.is_sure:
-            for block_hash in self.own.block_hashes[len(self._keys) :]:
-                self._keys.append(self.weights.key_of(block_hash))
-                self._blocks.note(block_hash, self.weights)
+            for at, block_hash in enumerate(self.own.block_hashes[len(self._keys) :], len(self._keys)):
+                key, is_local = self.weights.key_of(block_hash), at >= self.local_from
+                self._keys.append(as_local(key) if is_local else key)
+                self._blocks.note(block_hash, self.weights, is_local)
         return self._keys
 
     def prefix(self, token_ids: list[int]) -> Prefix:
         """Another prefix, with the request's salt and adapter."""
         found = super().prefix(token_ids)
-        hashes = [self.weights.key_of(block_hash) for block_hash in found.block_hashes] if self.is_sure else []
+        hashes = [self.weights.key_of(one) for one in found.block_hashes] if self.is_sure else []
         return Prefix(hashes, token_ids, len(token_ids), self.salt, self.tenant)
 
 
@@ -130,11 +166,11 @@ class AdapterBlocks:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._weights: OrderedDict[bytes, AdapterWeights] = OrderedDict()
+        self._weights: OrderedDict[bytes, tuple[AdapterWeights, bool]] = OrderedDict()
 
-    def note(self, block_hash: bytes, weights: AdapterWeights) -> None:
-        """Note the weights of a block, by vLLM's hash."""
-        self._weights[block_hash] = weights
+    def note(self, block_hash: bytes, weights: AdapterWeights, is_local: bool) -> None:
+        """Note the weights of a block, by vLLM's hash, and whether only this process knows it."""
+        self._weights[block_hash] = weights, is_local
         if len(self._weights) > self._limit:
             self._weights.popitem(last=False)
 
@@ -144,10 +180,12 @@ class AdapterBlocks:
 
     def key_of(self, block_hash: bytes) -> bytes | None:
         """Return the hash by which a block is stored; ``None`` if it must not be."""
-        weights = self._weights.get(block_hash)
+        weights, is_local = self._weights.get(block_hash, (None, False))
         if weights is None:
             return block_hash
-        return None if weights.why_not else weights.key_of(block_hash)
+        if weights.why_not:
+            return None
+        return as_local(weights.key_of(block_hash)) if is_local else weights.key_of(block_hash)
 
 
 class Adapters:
@@ -167,7 +205,7 @@ class Adapters:
         self._weights: dict[tuple[str, str], AdapterWeights] = {}
         # By vLLM's number, weights that workers were asked for under it. Requests may outlive a reset.
         self._by_number: defaultdict[int, WeakSet[AdapterWeights]] = defaultdict(WeakSet)
-        self._wanted: OrderedDict[int, AdapterRequest] = OrderedDict()
+        self._wanted: OrderedDict[int, RekeyedRequest] = OrderedDict()
         # Adapters whose loads begin, by request, with the weights that they had when these chunks were stored.
         self._loads: dict[str, tuple[Any, Mapping[int, str]]] = {}
         self._given_up: set[str] = set()
@@ -176,19 +214,25 @@ class Adapters:
     def seen(self, request: Any) -> SeenRequest:
         """Return the view of a new request."""
         adapter = getattr(request, "lora_request", None)
+        local_from = named_from(request, self._pool)
         if adapter is None:
-            return SeenRequest(request)
-        seen = AdapterRequest(request, self._of(adapter), self.blocks)
+            is_plain = local_from == sys.maxsize
+            return SeenRequest(request) if is_plain else RekeyedRequest(request, _OWN_WEIGHTS, local_from, self.blocks)
+        seen = RekeyedRequest(request, self._of(adapter), local_from, self.blocks)
         seen.is_sure = self._is_known(seen)
         return seen
 
     def why_not(self, seen: SeenRequest) -> str:
         """Why nothing is offloaded of a request, as a part of a sentence; empty if there is no reason."""
-        return seen.weights.why_not if isinstance(seen, AdapterRequest) else ""
+        return seen.weights.why_not if isinstance(seen, RekeyedRequest) else ""
+
+    def is_named(self, seen: SeenRequest) -> bool:
+        """Whether a request has pictures or sounds that its client has named."""
+        return isinstance(seen, RekeyedRequest) and seen.local_from < sys.maxsize
 
     def is_unsure(self, seen: SeenRequest) -> bool:
         """Whether a request must wait, because it is not known yet which weights its adapter has. Asks the workers then."""
-        if not isinstance(seen, AdapterRequest) or seen.is_sure or seen.weights.why_not:
+        if not isinstance(seen, RekeyedRequest) or seen.is_sure or seen.weights.why_not:
             return False
         seen.is_sure = self._is_known(seen)
         if not seen.is_sure:
@@ -197,7 +241,7 @@ class Adapters:
 
     def note_load(self, seen: SeenRequest) -> None:
         """Note that a load begins for a request: the workers must still hold its adapter's weights."""
-        if isinstance(seen, AdapterRequest):
+        if isinstance(seen, RekeyedRequest) and seen.weights is not _OWN_WEIGHTS:
             self._loads[seen.request_id] = seen.own.lora_request, dict(seen.weights.fingerprints)
 
     def take_looks(self) -> AdapterLooks:
@@ -248,7 +292,7 @@ class Adapters:
                         weights.mask = hashlib.sha256(told.encode()).digest()[:_MASK_BYTES]
         return has_changed
 
-    def _is_known(self, seen: AdapterRequest) -> bool:
+    def _is_known(self, seen: RekeyedRequest) -> bool:
         confirmed = seen.weights.confirmed.get(seen.own.lora_request.lora_int_id, ())
         return not seen.weights.why_not and len(confirmed) == self._num_workers
 

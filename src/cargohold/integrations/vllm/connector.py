@@ -23,7 +23,7 @@ from cargohold.connector.factory import (
 from cargohold.connector.held import held_levels
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat, start
-from cargohold.integrations.vllm.adapters import HeldAdapters
+from cargohold.integrations.vllm.adapters import LOCAL_HASHES, HeldAdapters
 from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.layout import (
     NO_GROUPS,
@@ -454,6 +454,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             full_hits=self._groups.bear_full_hits,
             keeps_partial_loads=False,
             keeps_weights=True,
+            local_hashes=LOCAL_HASHES,
             # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
             give_up_loads_after_s=None if compat.TransferResults is None else self._settings.load_timeout_s / 2,
         )

@@ -47,6 +47,10 @@ logger = logging.getLogger(__name__)
 STATS_EVERY_S: Final = 0.1
 """How often vLLM is told counters while there are requests; when the last one has ended, at once."""
 
+_NAMED: Final = (
+    "its client has named a picture or sound (uuid), which is then not hashed: the name holds for this process alone, so what "
+    "comes behind it is kept in host memory, and not in lower tiers"
+)
 _REMOTE_PREFILL: Final = "do_remote_prefill"
 """Key that vLLM's connectors between prefill and decode engines answer. vLLM's engine ends if two connectors answer the same
 key, and our decode engines need none: they look up every prompt."""
@@ -150,7 +154,7 @@ class SchedulerSide:
         # Requests that ended since the last step, and whose blocks the connector keeps.
         self._sends: list[str] = []
         self._stopped_ranks: set[int] = set()
-        self._has_seen_request = False
+        self._has_seen_request = self._has_said_named = False
         self._stats = Tally(
             {
                 metrics.TIER_CAPACITY.of("device"): (layout.num_blocks - 1) * layout.block_bytes * layout.world_size,
@@ -193,6 +197,8 @@ class SchedulerSide:
         if why_not := self._adapters.why_not(seen):
             self._told.bypass(request_id, why_not)
             return
+        if self._options.has_tiers and self._adapters.is_named(seen):
+            self._note_named(request_id)
         try:
             self.guard.on_new_request(seen)
         except RequestError as error:
@@ -201,6 +207,12 @@ class SchedulerSide:
         else:
             self._requests[seen.request_id] = seen
             self._hear(seen, wishes or {})
+
+    def _note_named(self, request_id: str) -> None:
+        self._told.note(request_id, _NAMED)
+        if not self._has_said_named:
+            self._has_said_named = True
+            logger.info("request %s: %s", request_id, _NAMED)
 
     def _hear(self, seen: SeenRequest, wishes: Mapping[str, Any]) -> None:
         """Carry out the hints that a request brings: its client's, which the response answers, and a front's."""

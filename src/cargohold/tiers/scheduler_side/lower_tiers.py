@@ -86,7 +86,9 @@ class LowerTiers:
             for at, options in enumerate(tiers)
         ]
         self.max_look_up = min((tier.lookup_cache.limit for tier in self.tiers), default=0) // 2
-        self.writes = [Writes(at, tier, host, self._tasks, clock) for at, tier in enumerate(self.tiers)]
+        self.writes = [
+            Writes(at, tier, host, self._tasks, clock, config.local_hashes) for at, tier in enumerate(self.tiers)
+        ]
         self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
         self._to_rank: dict[OffloadKey, None] = {}
         self.on_arrived: Callable[[Iterable[OffloadKey]], None] = lambda _: None

@@ -70,12 +70,14 @@ class TieringConfig:
         restore_timeout_s: maximum time that a request waits for lower tiers.
         store_timeout_s: maximum time for writing a batch of chunks.
         record_events: whether to record events for ``take_events``.
+        local_hashes: how the keys of chunks begin that stay in host memory; see ``SchedulerEnvironment``.
     """
 
     num_workers: int = 1
     restore_timeout_s: float = 5.0
     store_timeout_s: float = 30.0
     record_events: bool = False
+    local_hashes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

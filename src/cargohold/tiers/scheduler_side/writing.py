@@ -36,6 +36,7 @@ class Writes:
         host: the manager of host memory; chunks are pinned there while they are written.
         tasks: the table that jobs are added to.
         clock: monotonic time in seconds.
+        local_hashes: how the keys of chunks begin that are never written; nothing if there are none.
 
     Attributes:
         tier: as given.
@@ -47,8 +48,11 @@ class Writes:
         is_promised: whether another engine waits for a chunk.
     """
 
-    def __init__(self, at: int, tier: TierState, host: OffloadManager, tasks: TaskTable, clock: Clock) -> None:
+    def __init__(
+        self, at: int, tier: TierState, host: OffloadManager, tasks: TaskTable, clock: Clock, local_hashes: bytes = b""
+    ) -> None:
         self._at = at
+        self._local = local_hashes
         self.tier = tier
         self._options = tier.options
         self._host = host
@@ -109,6 +113,8 @@ class Writes:
         """
         if self.tier.is_off or self._options.is_read_only:
             return []
+        if self._local:
+            keys = [key for key in keys if not key.startswith(self._local)]
         writing = self._writing
         if self.tier.had_none_of(keys) and writing.isdisjoint(keys):  # nearly always
             return list(keys)
