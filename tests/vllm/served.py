@@ -7,9 +7,9 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -101,15 +101,19 @@ class Server:
     def ask_twice(self, prompt: Sequence[int], **fields: Any) -> Answer:
         """Ask a prompt, let the device forget it, ask it again; returns the second answer, which must be as the first."""
         first = self.ask(prompt, **fields)
-        self.forget(**fields)
+        self.forget()
         second = self.ask(prompt, **fields)
         assert second.tokens == first.tokens
         return second
 
-    def forget(self, **fields: Any) -> None:
+    def forget(self) -> None:
         """Ask so many other prompts that the device has nothing else."""
         for prompt in make_prompts(NUM_BLOCKS * BLOCK_TOKENS // 900 + 1, 900, seed=99):
-            self.ask(prompt, max_tokens=1, **fields)
+            self.ask(prompt, max_tokens=1)
+
+    def of(self, key: str) -> Server:
+        """The same server, asked with another key."""
+        return replace(self, key=key)
 
     @contextmanager
     def streaming(self, path: str, body: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
@@ -175,7 +179,6 @@ def serve(
     extra: Mapping[str, Any] | None = EXTRA,
     *,
     environment: Mapping[str, str] | None = None,
-    key: str | None = None,
     name: str = "log",
     **options: object,
 ) -> Iterator[Server]:
@@ -190,10 +193,17 @@ def serve(
         patch.dict(os.environ, {**kept, **(environment or {})}, clear=True),
         serving(model, log, transfer_config=None if extra is None else connector, options=given) as url,
     ):
-        yield Server(url.removesuffix("/v1"), log, key)
+        yield Server(url.removesuffix("/v1"), log)
 
 
 def stop() -> None:
-    """Ask the server that this process has started to end, as an orchestrator does."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGTERM)
+    """Ask the server that this process has started to end, as an orchestrator does, and wait until it has."""
+    server = int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
+    os.kill(server, signal.SIGTERM)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Ask until something is so."""
+    while not is_so():
+        pass

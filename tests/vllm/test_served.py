@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from tests.vllm.common import make_prompts
-from tests.vllm.models import save_adapter, save_model, save_tokenizer
-from tests.vllm.served import LONG, RESTORED, Server, answer_of, completion, serve
+from tests.vllm.models import PICTURE_SIZE, save_adapter, save_model, save_tokenizer
+from tests.vllm.served import EXTRA, LONG, RESTORED, Server, answer_of, completion, serve, stop, wait_until
 
 PROMPT, OTHER, THIRD = make_prompts(3, LONG, seed=1)
 WORDS = " ".join(f"w{token}" for token in make_prompts(1, LONG, seed=2)[0])
@@ -180,4 +186,60 @@ def test_two_workers_are_called_reset_and_restored_together(model: str, director
         again = server.ask_twice(PROMPT)
         assert (again.tokens, again.restored) == (first.tokens, RESTORED)
         assert server.metric("cargohold_outage_since") == 0
-    assert "Traceback" not in server.log.read_text()
+        assert "Traceback" not in server.log.read_text()
+
+
+# --- tenants behind the front, and a disk that outlives the server ----------------------------------------------------
+
+TENANTS = {"acme": {"key": "of acme"}, "zebra": {"key": "of zebra"}}
+
+
+def picture(seed: int) -> str:
+    """A picture as a part of a message names it."""
+    file = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (PICTURE_SIZE, PICTURE_SIZE, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def describe(server: Server, shown: str | None, name: str | None = None) -> tuple[Any, int]:
+    """What is said of a picture, and how much of it was restored; or the status of a refusal."""
+    part = {"type": "image_url", "image_url": None if shown is None else {"url": shown}}
+    part |= {} if name is None else {"uuid": name}
+    content = [part, {"type": "text", "text": WORDS}]
+    asked = completion([], messages=[{"role": "user", "content": content}])
+    status, said = server.call("/v1/chat/completions", {name: of for name, of in asked.items() if name != "prompt"})
+    return (answer_of(said).tokens, answer_of(said).restored) if status == 200 else (status, 0)
+
+
+def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> None:
+    model = save_model("blip2", directory)
+    (directory / "tenants.json").write_text(json.dumps(TENANTS), encoding="utf-8")
+    (directory / "tenants.json").chmod(0o600)
+    environment = {"CARGOHOLD_TENANTS": str(directory / "tenants.json"), "PYTHONHASHSEED": "0"}
+    tier = {"kind": "disk", "directory": str(directory / "kv"), "max_bytes": "64MiB", "reserve_bytes": 0}
+    served: dict[str, Any] = {"environment": environment, "middleware": "cargohold.serve.front.Front"}
+    extra = {**EXTRA, "tiers": [tier], "restore_timeout_s": 60.0}
+    with serve(model, directory, extra, name="log-disk", **served) as server:
+        acme, zebra = server.of("of acme"), server.of("of zebra")
+        assert server.call("/v1/completions", completion(PROMPT))[0] == 401
+        one, another = describe(acme, picture(1))[0], describe(zebra, picture(2))[0]
+        assert one != another and describe(acme, picture(1), "logo")[0] == one
+        assert describe(zebra, None, "logo")[0] == 400, "of another's name, a tenant has no picture"
+        assert describe(zebra, picture(2), "logo")[0] == another, "nor does it get the other's in place of its own"
+        kept = acme.ask_twice(PROMPT)
+        assert kept.restored == RESTORED
+        acme.forget()
+        with ThreadPoolExecutor(4) as pool:
+            for prompt in make_prompts(4, LONG, seed=7):
+                pool.submit(acme.call, "/v1/completions", completion(prompt, max_tokens=600))
+            wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
+            stop()
+    with serve(model, directory, extra, name="log-disk-again", **served) as server:
+        acme, zebra = server.of("of acme"), server.of("of zebra")
+        again = acme.ask(PROMPT)
+        assert (again.tokens, again.restored) == (kept.tokens, RESTORED)
+        assert zebra.ask(PROMPT).restored == 0
+        assert describe(acme, picture(2), "logo") == (another, 0), "the name was true for the first process alone"
+        assert server.metric("cargohold_outage_since") == 0
+        assert "Traceback" not in server.log.read_text()
