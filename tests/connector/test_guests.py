@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from cargohold.connector.kernel.guest import PORT, ContainedGuest, Guest, Guests, GuestView, Worth
+from cargohold.connector.kernel.guest import PORT, ContainedGuest, Guest, Guests, GuestView, Worth, counted_by_guests
 from cargohold.errors import RequestError
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.protocol import metrics
 from tests.connector.common import alone, prompt
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -79,6 +80,52 @@ def test_a_stranger_that_raises_is_turned_off_alone_and_releases_what_it_held(
     log.clear()
     getattr(guests, method)(*ARGUMENTS[method])
     assert [name for name, _, _ in log] == ["good"], "it is called no more"
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("worth", 5),
+        ("worth", None),
+        ("worth", Worth(10**9)),
+        ("worth", Worth(-5)),
+        ("worth", Worth(None)),  # type: ignore[arg-type]  # made for this test
+        ("worth", Worth(2.5)),  # type: ignore[arg-type]  # made for this test
+        ("is_busy", "yes"),
+        ("is_busy", None),
+    ],
+)
+def test_a_stranger_that_answers_what_is_refused_later_is_turned_off_alone(
+    method: str, answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by attack: the whole connector was turned off, by code that had taken the answer for a good one."""
+    bad = type("Bad", (Guest,), {"name": "bad", method: lambda *_: answer})()
+    guests = Guests([ContainedGuest(bad)])
+    expected = getattr(Guest(), method)(*ARGUMENTS[method])
+    assert getattr(guests, method)(*ARGUMENTS[method]) == expected
+    assert f"guest bad is turned off: it raised in {method}" in caplog.text
+
+
+@pytest.mark.parametrize("amount", [-1, float("nan"), float("inf"), "x", None, 1j])
+def test_a_stranger_that_counts_what_cannot_be_shown_is_turned_off_alone(
+    amount: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by attack: a negative count ended vLLM's API server, to which nobody had said whose it was."""
+    tally = metrics.Tally()
+    count = counted_by_guests(lambda series, more: tally.update({series: more}))
+    series = metrics.PROMPT.of("device")
+
+    class Bad(Guest):
+        def reset(self) -> None:
+            count(series, 1)
+            count(series, amount)
+
+    guests = Guests([ContainedGuest(Bad())])
+    guests.reset()
+    assert tally == {series: 1}
+    assert "is turned off: it raised in reset" in caplog.text
+    with pytest.raises(ValueError, match="cannot be added"):
+        count("no series", 1)  # type: ignore[arg-type]  # made for this test
 
 
 def test_a_stranger_that_also_raises_while_it_is_released_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -83,3 +83,17 @@ def test_labels_are_bounded() -> None:
     assert len(made) == metrics.MAX_SERIES + 1 and family.of("other") in made and family.of("7") is family.of("7")
     with pytest.raises(TypeError, match="has the labels"):
         family.of()
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"), [("bad name!", ()), ("9lives", ()), ("Places", ()), ("places_by", ("a b",))]
+)
+def test_names_that_prometheus_refuses_are_refused_where_they_are_declared(name: str, labels: tuple[str, ...]) -> None:
+    """Found by attack: vLLM's API server ended when it was to show such a one."""
+    with pytest.raises(ValueError, match="no metric can be named"):
+        metrics.counter(name, "x", "Made for this test.", *labels)
+
+
+def test_labels_are_texts() -> None:
+    with pytest.raises(TypeError, match="texts"):
+        metrics.PROMPT.of(5)  # type: ignore[arg-type]  # made for this test

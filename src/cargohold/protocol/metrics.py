@@ -12,12 +12,13 @@ All values add up, over steps, workers and connectors: those of counters and his
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from math import inf
+from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -33,7 +34,8 @@ class Kind(Enum):
 
 
 MAX_SERIES: Final = 1024
-"""Maximum number of time series of a family; beyond it, all labels are ``other``."""
+"""Maximum number of time series of a family; beyond it, all labels are ``other``. Also that of families."""
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 LOWER: Final = "<lower>"
 
 
@@ -66,8 +68,8 @@ class Family:
         """Return the time series with these labels."""
         series = self._series.get(labels)
         if series is None:
-            if len(labels) != len(self.labels):
-                raise TypeError(f"{self.name} has the labels {self.labels}, not {labels}")
+            if len(labels) != len(self.labels) or not all(isinstance(label, str) for label in labels):
+                raise TypeError(f"{self.name} has the labels {self.labels}, texts, not {labels}")
             if len(self._series) >= MAX_SERIES:
                 return Series(self, ("other",) * len(labels))
             series = self._series[labels] = Series(self, labels)
@@ -131,6 +133,12 @@ class Series(NamedTuple):
             labels.append(f"{'sum_' * self.bucket.is_sum}le={self.bucket.bound_s:g}")
         name = f"{self.connector}.{self.family.name}" if self.connector else self.family.name
         return f"{name}{{{', '.join(labels)}}}" if labels else name
+
+
+def is_countable(series: Any, amount: Any) -> bool:
+    """Whether an amount can be added to a time series wherever it is shown: it is finite, and no counter falls."""
+    is_number = isinstance(series, Series) and isinstance(amount, int | float) and isfinite(amount)
+    return is_number and (amount >= 0 or series.family.kind is Kind.GAUGE)
 
 
 Stats: TypeAlias = Mapping[Series, float]
@@ -230,10 +238,15 @@ def _declare(
     name: str, kind: Kind | str, unit: str, text: str, labels: Iterable[str], start: _Start, *more: Any
 ) -> Family:
     """Return the family that this process has, or a new one: another process may have sent it, whose modules are not here."""
+    labels = tuple(labels)
+    if not all(_NAME.fullmatch(one) for one in (name, *labels)) or len(_declared) >= MAX_SERIES:
+        raise ValueError(
+            f"no metric can be named {name!r}, with labels {labels}: letters, digits, _; {MAX_SERIES} in all"
+        )
     bounds_s, is_exported = more or ((), True)
     known = tuple((values,) if isinstance(values, str) else tuple(values) for values in start)
     known = known if labels else ((),)
-    family = Family(name, Kind(kind), unit, text, tuple(labels), known, tuple(bounds_s), is_exported)
+    family = Family(name, Kind(kind), unit, text, labels, known, tuple(bounds_s), is_exported)
     first = _declared.setdefault(name, family)
     if first.declaration != family.declaration:
         raise ValueError(f"the metric {name} is declared already, otherwise")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.cache.retention import NORMAL
+from cargohold.cache.retention import HELD, NORMAL
 from cargohold.connector.kernel.jobs import Load, Store
 from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.errors import RequestError
@@ -35,6 +35,7 @@ from cargohold.protocol import (
     Series,
     StepView,
     TransferOutcome,
+    metrics,
 )
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,19 @@ class Guest:
         return False
 
 
+def counted_by_guests(count: Callable[[Series, float], None]) -> Callable[[Series, float], None]:
+    """Return ``count`` for guests: it raises in the guest that counts what no metrics endpoint can show."""
+
+    def counted(series: Series, amount: float) -> None:
+        if not metrics.is_countable(series, amount):
+            raise ValueError(
+                f"{amount!r:.80} cannot be added to {series!r:.80}: counters take finite numbers from 0 on"
+            )
+        count(series, amount)
+
+    return counted
+
+
 PORT: Final = tuple(name for name, value in vars(Guest).items() if callable(value))
 """The names of all methods, in the order above."""
 
@@ -244,6 +258,18 @@ def _all_worth(answers: Sequence[Worth]) -> Worth:
     return Worth(max([of.level for of in answers]), any(of.must_keep for of in answers))
 
 
+def _is_worth(answer: object) -> bool:
+    """Whether this says what chunks are worth, with a level that the guest of somebody else may give."""
+    return isinstance(answer, Worth) and type(answer.level) is int and 0 <= answer.level < HELD
+
+
+def _checked(name: str, answer: object) -> object:
+    """Return a guest's answer, unless it would be refused where it is used."""
+    if (name == "worth" and not _is_worth(answer)) or (name == "is_busy" and not isinstance(answer, bool)):
+        raise TypeError(f"{name} cannot answer {answer!r:.80}")
+    return answer
+
+
 _MERGES: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {"worth": _all_worth, "is_busy": any}
 
 
@@ -298,7 +324,7 @@ class ContainedGuest(Guest):
             if self._inner is None:
                 return otherwise(*args)
             try:
-                return method(*args)
+                return _checked(name, method(*args))
             except NOT_CONTAINED:
                 raise
             except BaseException as error:  # a stranger's: whatever it raises must not stop the connector

@@ -16,7 +16,7 @@ from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.lower_tiers import LowerTierGuest
 from cargohold.connector.guests.meters import Meters
-from cargohold.connector.kernel.guest import ContainedGuest, Guest, GuestView
+from cargohold.connector.kernel.guest import ContainedGuest, Guest, GuestView, counted_by_guests
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.scheduler import KernelScheduler
@@ -116,7 +116,7 @@ class OffloadingScheduler(KernelScheduler):
         self._below = None
         if lower is not None:
             self._below = self._shared.below = self._make_below(lower, config, environment)
-        view = GuestView(environment.layout, environment.clock, manager.lookup, self._shared.count)
+        view = GuestView(environment.layout, environment.clock, manager.lookup, counted_by_guests(self._shared.count))
         own = [ContainedGuest(made_by("guests", guest, Guest, view)) for guest in config.guests]
         guests = (self._events, self._answers, self._meters, self._handoff, self._hints, self._below, *own)
         self._weights = NamedWeights()
