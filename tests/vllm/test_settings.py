@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from cargohold.connector.config import HINTS_OFF, HintConfig
 from cargohold.connector.offloading import OffloadConfig
+from cargohold.connector.tenants import UNKNOWN
 from cargohold.errors import ConfigError
 from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.tiers import DiskTierConfig, SharedTierConfig
@@ -88,4 +90,5 @@ def test_data_parallel_replicas_have_disks_of_their_own() -> None:
 def test_options_of_adapter_and_connector_lie_side_by_side() -> None:
     settings = VllmSettings.parse({"host_bytes": "1GiB", "if_unsupported": "refuse", "blocks_per_chunk": 4})
     assert settings.adapter.if_unsupported == "refuse"
-    assert settings.offload == OffloadConfig(host_bytes="1GiB", blocks_per_chunk=4)
+    of_strangers = HintConfig(allow_of={UNKNOWN: HINTS_OFF})  # tenants of a front that this server does not know
+    assert settings.offload == OffloadConfig(host_bytes="1GiB", blocks_per_chunk=4, hints=of_strangers)
