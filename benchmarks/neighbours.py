@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, Final
 
 from benchmarks.environment import NotInstalledError
+from cargohold.connector.config import EXCLUSIVE
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
 from cargohold.lab.simulation.connectors import NO_CONNECTOR, ConnectorPlan, TierPlan
@@ -172,8 +173,8 @@ def _run(model: Model, actions: tuple[Action, ...], contender: str, timeline: Ti
         return StrangerRun(theirs, timeline=timeline, world=StrangerWorld(theirs))
     plan = NO_CONNECTOR
     if contender == OURS:
-        options = {"policy": "lru", "blocks_per_chunk": model.blocks_per_chunk, "max_inflight_fraction": 0.5}
-        plan = ConnectorPlan("eager", (TierPlan(HOST_CHUNKS, None, options | {"store_within_steps": 40}),))
+        options = {"mode": EXCLUSIVE, "blocks_per_chunk": model.blocks_per_chunk}
+        plan = ConnectorPlan(EXCLUSIVE, (TierPlan(HOST_CHUNKS, None, options),))
     elif contender == ALONE:
         shape = replace(shape, num_blocks=100 * shape.num_blocks)
     own = Scenario(1, "", shape, plan, {}, 0.0, actions)
