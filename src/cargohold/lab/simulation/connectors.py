@@ -6,25 +6,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.retention import NORMAL
 from cargohold.cache.rows import RowPlan, plan_rows
-from cargohold.connector.config import EAGER, EXCLUSIVE, LAZY, RESTORE_ALWAYS, RESTORE_IF_FASTER, limits_in_chunks
+from cargohold.connector.config import EAGER, EXCLUSIVE, LAZY, RESTORE_ALWAYS, RESTORE_IF_FASTER
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
-from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
+from cargohold.connector.offloading import OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import scheduler_side
 from cargohold.connector.options import named_factory
-from cargohold.lab.simulation.tiers import MediumPlan
-from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers, by_rows, empty_rows, with_share
+from cargohold.lab.simulation.tiers import HostMemoryShards, MakeTransfers, MediumPlan
+from cargohold.lab.simulation.transfers import ByteRows, HeldTransfers
 from cargohold.option_values import search_current_directory
 from cargohold.protocol import (
     NULL_CONNECTOR,
     ConnectorGuard,
     ForwardingScheduler,
-    KVCacheLayout,
     KVConnectorFactory,
     KVConnectorScheduler,
     SchedulerEnvironment,
@@ -33,11 +32,8 @@ from cargohold.protocol import (
 from cargohold.tiers.scheduler_side import Admission, TierOptions, WriteMode
 from cargohold.transfer import TransferWorker
 
-MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], Any]
-"""Makes a worker's transfers from its paged KV, its shard of the tier, and its environment."""
 
-
-class SimulatedOffloading:
+class SimulatedOffloading(HostMemoryShards):
     """Makes offloading connectors whose copies a test controls. Satisfies ``KVConnectorFactory``.
 
     Engines made with the same object share one tier, as several engines share a store; it outlives them.
@@ -69,22 +65,26 @@ class SimulatedOffloading:
         record_events: bool = True,
         **options: Any,
     ) -> None:
+        def made(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+            self.transfers.append((make_transfers or held_transfers)(region, rows, environment))
+            transfers: TransferWorker = self.transfers[-1]
+            return transfers
+
         mode = mode if lookahead is None else LAZY
-        self.config = OffloadConfig(host_bytes="1GiB", mode=mode, lookahead_blocks=lookahead, **options)
-        self.num_slots = num_slots
+        super().__init__(num_slots, made, watch, {"mode": mode, "lookahead_blocks": lookahead, **options})
         self.lookahead = lookahead
-        quotas = limits_in_chunks(self.config.quotas, num_slots, 1)
         self._make_manager: Callable[[Sequence[int]], OffloadManager] = lambda chunk_rows: wrap_manager(
             make_manager(
-                self.config.policy, num_slots, record_events=record_events, quotas=quotas, chunk_rows=chunk_rows
+                self.config.policy,
+                num_slots,
+                record_events=record_events,
+                quotas=self._quotas,
+                chunk_rows=chunk_rows,
             )
         )
         self.manager = self._make_manager(())
         self._plan: RowPlan | None = None
         self.transfers: list[Any] = []
-        self._make_transfers = make_transfers or held_transfers
-        self._watch = watch
-        self._rows: dict[int, ByteRows] = {}
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side over the shared manager, which is made anew if chunks turn out to differ in size."""
@@ -96,30 +96,12 @@ class SimulatedOffloading:
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side over the shared memory."""
-        layout = environment.layout
-
-        def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
-            rows = self.rows(environment.rank // layout.num_replicas, layout)
-            transfers = by_rows(kv_caches, layout, lambda parts: self._made(parts, rows, environment))
-            return with_share(self._watch(transfers, environment.rank), environment, self.config.blocks_per_chunk)
-
-        return OffloadingWorker(make_transfers)
+        return OffloadingWorker(self._transfers(environment))
 
     def open_namespace(self) -> None:
         """Make the tier empty for engines made from now on. No engine that still reads or writes may be left."""
         if not self.manager.reset():
             raise RuntimeError("somebody still writes to the tier")
-
-    def rows(self, shard: int, layout: KVCacheLayout) -> ByteRows:
-        """One shard of the tier: a worker's, or that of several that hold the same."""
-        if shard not in self._rows:
-            self._rows[shard] = empty_rows(self.num_slots, self.config.blocks_per_chunk, layout)
-        return self._rows[shard]
-
-    def _made(self, parts: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
-        self.transfers.append(self._make_transfers(parts, rows, environment))
-        transfers: TransferWorker = self.transfers[-1]
-        return transfers
 
 
 def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:

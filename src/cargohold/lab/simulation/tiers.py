@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from cargohold.cache import OffloadKey
 from cargohold.cache.retention import Retention
-from cargohold.connector.config import limits_in_chunks
+from cargohold.connector.config import EAGER, limits_in_chunks
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import host_manager, scheduler_side
 from cargohold.lab.simulation.faults import Fault, FaultSource, Spells
 from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows, by_rows, empty_rows, with_share
-from cargohold.protocol import SchedulerEnvironment, WorkerEnvironment
+from cargohold.protocol import KVCacheLayout, SchedulerEnvironment, WorkerEnvironment
 from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, LoadOutcome, StoreOutcome, TierHealth, TierJob
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.health import MediumHealth
@@ -325,13 +325,53 @@ class ListedMedium:
         return {key: notes[name] for key, name in names.items() if all(name in shard.chunks for shard in self.shards)}
 
 
-class MakeHostTransfers(Protocol):
-    """Makes a worker's copies between its paged KV and its shard of host memory."""
-
-    def __call__(self, region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker: ...
+MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], TransferWorker]
+"""Makes a worker's transfers from its paged KV, its shard of host memory, and its environment."""
 
 
-class TieredOffloading:
+class HostMemoryShards:
+    """Host memory of simulated connectors, and the workers' copies between it and the device.
+
+    Args:
+        num_slots: chunks that it holds.
+        make_transfers: makes a worker's transfers.
+        watch: puts a wrapper around them that sees which blocks they copy.
+        options: fields of ``OffloadConfig``; ``host_bytes`` means nothing here.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        make_transfers: MakeTransfers,
+        watch: Callable[[TransferWorker, int], TransferWorker],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.config = OffloadConfig(host_bytes="1GiB", **{"mode": EAGER, **options})
+        self.num_slots = num_slots
+        self._make_transfers = make_transfers
+        self._watch = watch
+        self._quotas = limits_in_chunks(self.config.quotas, num_slots, 1)
+        self._rows: dict[int, ByteRows] = {}
+
+    def rows(self, shard: int, layout: KVCacheLayout) -> ByteRows:
+        """One shard: a worker's, or that of several that hold the same."""
+        if shard not in self._rows:
+            self._rows[shard] = empty_rows(self.num_slots, self.config.blocks_per_chunk, layout)
+        return self._rows[shard]
+
+    def _transfers(self, environment: WorkerEnvironment) -> Callable[[Sequence[Sequence[Any]]], TransferWorker]:
+        """What makes a worker's transfers once its paged KV is there."""
+        layout = environment.layout
+        rows = self.rows(environment.rank // layout.num_replicas, layout)
+
+        def made(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
+            transfers = by_rows(kv_caches, layout, lambda parts: self._make_transfers(parts, rows, environment))
+            return with_share(self._watch(transfers, environment.rank), environment, self.config.blocks_per_chunk)
+
+        return made
+
+
+class TieredOffloading(HostMemoryShards):
     """Makes offloading connectors over media that outlive engines. Host memory does not. Satisfies ``KVConnectorFactory``.
 
     Args:
@@ -352,28 +392,23 @@ class TieredOffloading:
         self,
         num_slots: int,
         media: Sequence[MediumPlan],
-        make_transfers: MakeHostTransfers,
+        make_transfers: MakeTransfers,
         watch: Callable[[TransferWorker, int], TransferWorker],
         make_queue: Callable[[SimulatedMedium, MediumPlan], LinkedQueue],
         **options: Any,
     ) -> None:
-        self.config = OffloadConfig(host_bytes="1GiB", **{"mode": "eager", **options})
-        self._num_slots = num_slots
+        super().__init__(num_slots, make_transfers, watch, options)
         self.plans = media
-        self._make_transfers = make_transfers
-        self._watch = watch
         self._make_queue = make_queue
         self._num_epochs = 0
-        self._rows: dict[int, ByteRows] = {}
         self.shards: dict[tuple[int, int], SimulatedMedium] = {}
         self.lower: LowerTiers
         self.queues: list[list[LinkedQueue]] = []
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
         """A scheduler side with an empty host memory."""
-        quotas = limits_in_chunks(self.config.quotas, self._num_slots, 1)
         emits_events = environment.emits_events
-        host = host_manager(self.config, environment.layout, self._num_slots, quotas, record_events=emits_events)
+        host = host_manager(self.config, environment.layout, self.num_slots, self._quotas, record_events=emits_events)
         options = [plan.options for plan in self.plans]
         side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
         assert side.lower is not None
@@ -382,23 +417,14 @@ class TieredOffloading:
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side with an empty host memory, and the rank's shards of the media."""
-        layout = environment.layout
-        shard, replica = divmod(environment.rank, layout.num_replicas)
-        if shard not in self._rows:
-            self._rows[shard] = empty_rows(self._num_slots, self.config.blocks_per_chunk, layout)
-        rows, per_chunk = self._rows[shard], self.config.blocks_per_chunk
+        shard, replica = divmod(environment.rank, environment.layout.num_replicas)
+        rows, per_chunk = self.rows(shard, environment.layout), self.config.blocks_per_chunk
         queues: dict[str, JobQueue] = {plan.options.name: NoOpQueue() for plan in self.plans}
         for at, plan in enumerate(() if replica else self.plans):
             queue = queues[plan.options.name] = self._make_queue(self.shard(at, shard), plan)
             self.queues[at].append(queue)
-
-        def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
-            transfers = by_rows(kv_caches, layout, lambda parts: self._make_transfers(parts, rows, environment))
-            return with_share(self._watch(transfers, environment.rank), environment, per_chunk)
-
-        return OffloadingWorker(
-            make_transfers, TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)
-        )
+        tiers = TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)
+        return OffloadingWorker(self._transfers(environment), tiers)
 
     def listed_media(self) -> Iterator[ListedMedium]:
         """Yield the tiers that list their chunks, under the engine made last."""

@@ -29,7 +29,14 @@ from cargohold.lab.simulation.faults import Fault, FaultSource, Spells, Stalls, 
 from cargohold.lab.simulation.fingerprints import GroupPlan, layout_of, num_blocks_needed
 from cargohold.lab.simulation.oracles import Oracle, StatsOracle, WishOracle
 from cargohold.lab.simulation.replica import Replica, SimulatedEngine
-from cargohold.lab.simulation.tiers import LinkedQueue, ListedMedium, MediumPlan, SimulatedMedium, TieredOffloading
+from cargohold.lab.simulation.tiers import (
+    LinkedQueue,
+    ListedMedium,
+    MakeTransfers,
+    MediumPlan,
+    SimulatedMedium,
+    TieredOffloading,
+)
 from cargohold.lab.simulation.traffic import Action, Ask, Restart, Writer
 from cargohold.lab.simulation.transfers import (
     ByteRows,
@@ -306,21 +313,11 @@ class World:
     def _make_tier(self, plan: TierPlan) -> KVConnectorFactory:
         if plan.lower:
             return self._make_tiered(plan)
-        # Checksums live as long as the tier: per shard, by row.
-        sums: dict[int, dict[int, int]] = {}
-
-        def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
-            transfers: TransferWorker = self._make_link(region, rows, environment.rank)
-            if self.source.is_possible(DAMAGING):
-                shard = environment.rank // environment.layout.num_replicas
-                transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(shard, {}))
-            return self._faulty_transfers(transfers, region, rows, self.source)
-
         may_change = self.source.is_possible((Fault.GONE, Fault.FULL, Fault.UNDECIDED))
         tier = SimulatedOffloading(
             plan.num_slots,
             lookahead=plan.lookahead,
-            make_transfers=make_transfers,
+            make_transfers=self._transfers(self.source),
             watch=self._watch,
             wrap_manager=self._faulty_manager if may_change else _unchanged,
             record_events=self._scenario.shape.scheduler["emit_events"],
@@ -332,15 +329,8 @@ class World:
     def _make_tiered(self, plan: TierPlan) -> KVConnectorFactory:
         # Host memory has no checksums, so nothing in it may be damaged. The media below it check what they load.
         rates = {fault: rate for fault, rate in self.source.rates.items() if fault not in DAMAGING}
-        source = replace(self.source, rates=rates)
-
-        def make_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
-            link = self._make_link(region, rows, environment.rank)
-            return self._faulty_transfers(link, region, rows, source)
-
-        tiered = TieredOffloading(
-            plan.num_slots, plan.lower, make_transfers, self._watch, self._make_queue, **plan.options
-        )
+        transfers = self._transfers(replace(self.source, rates=rates))
+        tiered = TieredOffloading(plan.num_slots, plan.lower, transfers, self._watch, self._make_queue, **plan.options)
         self.tiered.append(tiered)
         return tiered
 
@@ -351,13 +341,21 @@ class World:
         self._links.append(link)
         return link
 
-    def _faulty_transfers(
-        self, transfers: TransferWorker, region: ByteRows, rows: ByteRows, source: FaultSource
-    ) -> TransferWorker:
-        if source.rates:
-            transfers = faulty = FaultyTransfers(transfers, region, rows, source, self._is_gone)
-            self._faulty.append(faulty)
-        return transfers
+    def _transfers(self, source: FaultSource) -> MakeTransfers:
+        """What makes a worker's transfers over a link, with faults and, where bytes may change, with checksums."""
+        sums: dict[int, dict[int, int]] = {}  # as long as the tier lives: per shard, by row
+
+        def made(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+            transfers: TransferWorker = self._make_link(region, rows, environment.rank)
+            if source.is_possible(DAMAGING):
+                shard = environment.rank // environment.layout.num_replicas
+                transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(shard, {}))
+            if source.rates:
+                transfers = faulty = FaultyTransfers(transfers, region, rows, source, self._is_gone)
+                self._faulty.append(faulty)
+            return transfers
+
+        return made
 
     def _watch(self, transfers: TransferWorker, rank: int) -> TransferWorker:
         return WatchedTransfers(transfers, self.copies[rank])
