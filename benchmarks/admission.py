@@ -67,7 +67,9 @@ def measure_admission(num_tokens: int, num_other_chunks: int, repeats: int) -> d
     group = KVCacheGroup(0, AttentionKind.FULL, BLOCK_TOKENS, ("layer",), None)
     layout = KVCacheLayout((group,), num_blocks + 2, 1, BLOCK_TOKENS)
     side = OffloadingScheduler(
-        OffloadConfig(host_bytes=1), SchedulerEnvironment(layout, time.monotonic, max_step_tokens=num_tokens), manager
+        OffloadConfig(host_bytes="1GiB"),
+        SchedulerEnvironment(layout, time.monotonic, max_step_tokens=num_tokens),
+        manager,
     )
     pool: Any = BlockPool(num_blocks + 2)
     side.bind_scheduler_context(pool)  # loads use only those methods of a context that a pool has, too

@@ -132,7 +132,7 @@ def _serve(requests: Requests, setting: Setting, make_stores: MakeStores) -> dic
     group = KVCacheGroup(0, AttentionKind.FULL, 1, ("layer",), None)
     layout = KVCacheLayout((group,), setting.device + 1, 1, 1)
     side = OffloadingScheduler(
-        OffloadConfig(host_bytes=1, policy=setting.policy),
+        OffloadConfig(host_bytes="1GiB", policy=setting.policy),
         SchedulerEnvironment(layout, time.monotonic, max_step_tokens=STEP_CHUNKS),
         make_manager(setting.policy, setting.tier),
         make_stores=make_stores,
@@ -206,7 +206,7 @@ def _admissions(num_chunks: int, repeats: int, make_stores: MakeStores) -> float
     layout = KVCacheLayout((group,), num_chunks + 2, 1, 1)
     manager = make_manager(POLICIES[0], 2 * num_chunks)
     environment = SchedulerEnvironment(layout, time.monotonic, max_step_tokens=num_chunks)
-    side = OffloadingScheduler(OffloadConfig(host_bytes=1), environment, manager, make_stores=make_stores)
+    side = OffloadingScheduler(OffloadConfig(host_bytes="1GiB"), environment, manager, make_stores=make_stores)
     pool: Any = BlockPool(num_chunks + 2)
     side.bind_scheduler_context(pool)
     blocks = (tuple(block.block_id for block in pool.allocate(num_chunks + 1)),)

@@ -72,7 +72,7 @@ class Turn:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    workload = Workload(3, 48, 2, 3, 16, 1) if quick else Workload()
+    workload = Workload(16, 48, 1, 2, 16, 1) if quick else Workload()
     with engine_for(workload) as engine:
         prompts = Prompts(workload, engine.limits.vocab_size)
         for context in prompts.contexts:
@@ -99,7 +99,8 @@ def run(*, quick: bool) -> dict[str, Any]:
 @contextmanager
 def engine_for(workload: Workload) -> Iterator[LLMEngine]:
     """An engine whose pool holds half of the contexts, and so none that comes back."""
-    blocks = workload.contexts * workload.context_tokens // BLOCK_TOKENS // 2 + 16 * workload.generating + 40
+    running = 6 * workload.generating + 4 * (workload.context_tokens // BLOCK_TOKENS + 3)
+    blocks = workload.contexts * workload.context_tokens // BLOCK_TOKENS // 2 + running
     config = EngineConfig(model=MODEL, dtype="float32", block_tokens=BLOCK_TOKENS, num_device_blocks=blocks)
     plan = plan_engine(config, describe_model(config.model, config.dtype))
     engine = build_engine(plan, connector_factory(OffloadConfig(host_bytes="2GiB")))
