@@ -28,14 +28,18 @@ BAD: dict[str, tuple[list[str], str]] = {
     # In the words of whichever Typer there is.
     "no number": (["run", MODEL, "--max-tokens", "many"], "--max-tokens.*'many' .* a valid int"),
     "a range": (["demo", "--turns", "9"], "--turns.*9.* (less than or equal to 4|in the range 2<=x<=4)"),
-    "no disk": (["run", MODEL, "-p", "x", "--disk-bytes", "1GiB"], "--disk-bytes='1GiB' .* it needs --disk-dir"),
+    "no disk": (["run", MODEL, "-p", "x", "--disk-bytes", "1GiB"], "--disk-bytes='1GiB' .* once for each --disk-dir"),
     "disk alone": (
         ["run", MODEL, "-p", "x", "--disk-dir", "/tmp"],
         "cargohold: tiers below host memory need --host-bytes too: give a size, such as 1GiB$",
     ),
     "tiny disk": (
-        ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--disk-dir", "DIRECTORY", "--disk-bytes", "1"],
-        "--disk-bytes='1' .* one chunk of one worker needs",
+        ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--disk-dir", "DIRECTORY", "--disk-bytes", "4KiB"],
+        "--disk-bytes='4.0 KiB' .* one chunk of one worker needs",
+    ),
+    "a disk without its size": (
+        ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", *["--disk-dir", "DIRECTORY"] * 2, "--disk-bytes", "1GiB"],
+        "--disk-bytes='1GiB' .* once for each --disk-dir",
     ),
     "no directory for a disk": (
         ["run", MODEL, "-p", "x", "--host-bytes", "1GiB", "--disk-dir", "/dev/null/kv"],
@@ -52,7 +56,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "no time": (["simulate", "--minutes", "0"], "--minutes=0.0 is not possible: it must be above 0"),
     "no prompt": (["run", MODEL], "there is no prompt; give it with --prompt or pipe one in"),
-    "empty prompt": (["run", MODEL, "-p", ""], "the prompt is empty"),
+    "empty prompt": (["run", MODEL, "-p", "x", "-p", ""], "--prompt='' .* at least one character"),
+    "a model that is spelt wrongly": (["run", "smolm2", "-p", "x"], "did you mean smollm2?"),
+    "a machine that there is not": (["dashboard", "nonsense.invalid"], "URL='nonsense.invalid' .* no machine is known"),
     "max_tokens": (["run", MODEL, "-p", "x", "--max-tokens", "0"], "--max-tokens=0 .* an integer from 1"),
     "temperature": (["chat", MODEL, "--temperature=-1"], "--temperature=-1.0 .* a number from 0"),
     "contradiction": (["run", MODEL, "-p", "x", "--top-k", "5"], "--top-k=5 .* or set temperature above 0"),
@@ -231,8 +237,13 @@ def test_help_for_a_terminal_of_80_columns_cuts_nothing_off(
     assert {"cache", "run", "simulate"} <= set(commands)
     of_cache = (f"cache {name}" for name in ("ls", "verify", "prune", "rm"))
     for command in ("", *commands, *of_cache):
-        help_text = cargohold(*command.split(), "--help").out if command != "vllm-flags" else ""
+        help_text = cargohold(*command.split(), "--help").out if not command.startswith("vllm-") else ""
         assert "\N{HORIZONTAL ELLIPSIS}" not in help_text and "``" not in help_text, command
+
+
+@pytest.mark.parametrize("command", ["", "run", "cache prune"])
+def test_flags_are_shown_without_a_type(cargohold: Command, command: str) -> None:
+    assert "<bool>" not in cargohold(*command.split(), "--help").out
 
 
 def test_no_progress_is_shown_where_nobody_watches(cargohold: Command) -> None:

@@ -61,7 +61,10 @@ def test_a_real_server_is_shown(cargohold: Command, chat_model: str) -> None:
         shown = cargohold("top", server.url)
     assert shown.status == 0
     assert "0 running, 0 waiting" in shown.out
-    rows = {line.split()[1]: line for line in shown.out.splitlines() if line.startswith(("│ device", "│ host"))}
+    rows: dict[str, str] = {}
+    for line in shown.out.splitlines():
+        if line.startswith(("│ device", "│ host")):
+            rows[line.split()[1]] = rows.get(line.split()[1], "") + line
     assert "944" in rows["device"] and rows.keys() == {"device", "host"}
     assert "device" in shown.out and "computed" in shown.out and "restored: " in shown.out
     assert "bypassed" not in shown.out, "nothing was"
@@ -104,8 +107,6 @@ def test_numbers_stay_whole_however_narrow_the_terminal_is(
     for number in NUMBERS:
         assert shown.out.count(number) == 4, shown.out
     assert "…" not in shown.out and max(map(len, shown.out.splitlines())) <= columns
-    tables = sum(line.startswith("│ tier") for line in shown.out.splitlines())
-    assert tables == (1 if columns == 160 else 2)
 
 
 @pytest.mark.parametrize("recorded", [b"cargohold_up 0\n"], indirect=True)

@@ -162,7 +162,9 @@ def test_each_engine_can_be_asked_for(tiered: Server) -> None:
     with dashboard([Engine("one", metrics_url(tiered.url)), dead]) as server:
         wait_until(lambda: call(server, "/cache").json["state"] == "serving")
         assert call(server, "/cache?engine=1").json["state"] == "not reachable: refused"
-        assert [one["name"] for one in call(server, "/cache").json["engines"]] == ["one", "dead"]
+        shown = call(server, "/cache").json
+        assert [one["name"] for one in shown["engines"]] == ["one", "dead"]
+        assert [line["text"] for line in shown["log"]] == ["dead is not reachable: refused"], "whichever is looked at"
         for which in ("2", "-1", "", "9" * 5000):
             missing = call(server, f"/cache?engine={which}")
             assert (missing.status, missing.json["error"]["message"]) == (404, "there are engines 0 to 1")

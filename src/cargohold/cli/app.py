@@ -14,9 +14,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
@@ -95,6 +96,14 @@ def loading(model: str) -> Iterator[None]:
         yield
 
 
+def require_package(command: str, package: str) -> None:
+    """End with words where a package of the server's is absent."""
+    if find_spec(package) is None:
+        install = "pip install 'cargohold[serve]'"
+        typer.echo(f"cargohold {command}: the package {package} is not installed here: {install}", err=True)
+        raise typer.Exit(EXIT_USAGE)
+
+
 def quiet_transformers() -> None:
     """Keep transformers' own progress bars and advice off the screen."""
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415  # slow to import
@@ -167,13 +176,19 @@ class EngineOptions:
         str | None, typer.Option(help="Host memory for KV, such as 2GiB. Without it nothing is offloaded.")
     ] = None
     disk_dir: Annotated[
-        str | None, typer.Option(metavar="DIRECTORY", help="Keep KV here, too: it is found again by the next run.")
+        list[str] | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Keep KV here, too: it is found again by the next run. May be given several times, the fastest first.",
+        ),
     ] = None
     disk_bytes: Annotated[
-        str | None, typer.Option(help=f"What the directory may take at most; by default {DEFAULT_DISK_BYTES}.")
+        list[str] | None,
+        typer.Option(metavar="SIZE", help=f"What each directory may take at most; by default {DEFAULT_DISK_BYTES}."),
     ] = None
     shared_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Share KV with others: s3://bucket/prefix, redis://host:6379, ...")
+        list[str] | None,
+        typer.Option(metavar="URL", help="Share KV with others: s3://bucket/prefix, redis://host:6379, ..."),
     ] = None
     tier: Annotated[
         list[str] | None,
@@ -206,15 +221,15 @@ class EngineOptions:
         return {**options, "offload": self._offload()}
 
     def _offload(self) -> OffloadConfig | None:
-        tiers: list[object] = []
-        if self.disk_dir is not None:
-            max_bytes = DEFAULT_DISK_BYTES if self.disk_bytes is None else self.disk_bytes
-            tiers.append({"kind": "disk", "directory": self.disk_dir, "max_bytes": max_bytes})
-        elif self.disk_bytes is not None:
-            raise ConfigError("disk_bytes", self.disk_bytes, "it needs --disk-dir")
-        if self.shared_url is not None:
-            tiers.append({"kind": "shared", "url": self.shared_url})
-        tiers += map(_parse_json, self.tier or ())
+        directories, sizes = self.disk_dir or [], self.disk_bytes or []
+        if len(sizes) not in {0, len(directories)}:
+            raise ConfigError("disk_bytes", ", ".join(sizes), "it must be given once for each --disk-dir")
+        tiers: list[object] = [
+            {"kind": "disk", "directory": directory, "max_bytes": size}
+            for directory, size in zip(directories, sizes or [DEFAULT_DISK_BYTES] * len(directories), strict=True)
+        ]
+        tiers += [{"kind": "shared", "url": url} for url in self.shared_url or ()]
+        tiers += [parse_json("tier", text) for text in self.tier or ()]
         if self.host_bytes is not None:
             return made(OffloadConfig, {"host_bytes": self.host_bytes, "tiers": tiers})
         if tiers:
@@ -266,18 +281,38 @@ def _flattened(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
 EXIT_USAGE = 2
 
 
-def _parse_json(text: str) -> object:
+def parse_json(option: str, text: str) -> object:
+    """Read the value of an option. Raises ``ConfigError`` if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError("tier", text, f"it must be JSON ({one_line(error)})") from error
+        raise ConfigError(option, text, f"it must be JSON ({one_line(error)})") from error
 
 
 _OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": "shared_url"}
 """Names on the command line of options of tiers."""
 
 
-class _Commands(TyperGroup):
+class PlainFlags(TyperGroup):
+    """Shows flags in its help, and in that of its commands, without a type: they take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain(super().get_params(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        _plain(() if command is None else command.get_params(ctx))
+        return command
+
+
+def _plain(params: Iterable[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return list(params)
+
+
+class _Commands(PlainFlags):
     """Ends every subcommand the way a shell expects: errors that we raise on purpose are one line, without a traceback."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:

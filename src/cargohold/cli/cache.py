@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import Answers, app, errors
+from cargohold.cli.app import Answers, PlainFlags, app, errors
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, parse_room
@@ -25,7 +25,9 @@ from cargohold.tiers.places import without_secrets
 DAY_S = 86400
 
 cache = typer.Typer(
-    help="Show, verify, prune and delete what is stored on a disk or in a shared store.", no_args_is_help=True
+    help="Show, verify, prune and delete what is stored on a disk or in a shared store.",
+    no_args_is_help=True,
+    cls=PlainFlags,
 )
 app.add_typer(cache, name="cache")
 

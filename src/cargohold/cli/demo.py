@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,9 +26,7 @@ from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError
 from cargohold.integrations.vllm.server import serving, why_turned_off
 from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.llm import LLM
-from cargohold.option_values import parse_path
 from cargohold.tiers import DiskTierConfig
-from cargohold.tiers.disk.root import make_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +80,21 @@ class Visit:
     """One question in one conversation, answered.
 
     Attributes:
+        text: the answer's text, which becomes part of the conversation.
+        answer: its tokens or text, which must be the same without and with offloading.
+        metrics: where the context came from, and how long the first token took.
         conversation: its topic.
         turn: number of the question, from 0.
-        answer: tokens or text.
-        metrics: where the context came from, and how long the first token took.
-    """
-
-    conversation: str
-    turn: int
-    answer: tuple[int, ...] | str
-    metrics: RequestMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a conversation's latest question.
-
-    Attributes:
-        text: the answer's text, which becomes part of the conversation.
-        compared: tokens or text, which must be the same without and with offloading.
-        metrics: the request's metrics.
     """
 
     text: str
-    compared: tuple[int, ...] | str
+    answer: tuple[int, ...] | str
     metrics: RequestMetrics
+    conversation: str = ""
+    turn: int = 0
 
 
-def visits(conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Answer]) -> Iterator[Visit]:
+def visits(conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Visit]) -> Iterator[Visit]:
     """Ask every conversation's first question, then every conversation's second one, and so on.
 
     Nothing is asked before the next visit is wanted.
@@ -119,9 +104,9 @@ def visits(conversations: Sequence[Conversation], ask: Callable[[list[dict[str, 
         for talk in conversations:
             history = messages[talk.topic]
             history.append({"role": "user", "content": talk.questions[turn]})
-            answer = ask(history)
-            history.append({"role": "assistant", "content": answer.text})
-            yield Visit(talk.topic, turn, answer.compared, answer.metrics)
+            visit = ask(history)
+            history.append({"role": "assistant", "content": visit.text})
+            yield replace(visit, conversation=talk.topic, turn=turn)
 
 
 TITLES = (
@@ -247,14 +232,8 @@ def demo(
     """Show what offloading does for conversations that come back: same answers, first token much sooner."""
     tiers = () if disk_dir is None else (DiskTierConfig(directory=disk_dir, max_bytes=_DISK_BYTES),)
     offload = OffloadConfig(host_bytes=host_bytes, tiers=tiers)  # refuses bad options before minutes are spent
-    if disk_dir is not None:
-        _check_directory(disk_dir)
     conversations = load_conversations(turns)
     out = Answers()
-    out.print(
-        f"{len(conversations)} conversations of {turns} questions, visited in turn. Together they are several times larger "
-        f"than the device pool, so every visit finds its context evicted.\n"
-    )
     options: dict[str, Any] = {
         "num_device_blocks": device_blocks,
         "dtype": "float32",
@@ -262,6 +241,10 @@ def demo(
     }
     with loaded(model, **options, offload=offload) as offloading, loaded(model, **options) as plain:
         _check_fits(plain, conversations, answer_tokens)
+        out.print(
+            f"{len(conversations)} conversations of {turns} questions, visited in turn. Together they are several times "
+            f"larger than the device pool, so every visit finds its context evicted.\n"
+        )
         total = len(conversations) * turns
         # Visit by visit, first one engine and then the other: what else the machine does slows both of them down alike.
         asked = (_visits(llm, conversations, answer_tokens) for llm in (plain, offloading))
@@ -279,25 +262,13 @@ def _visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int)
     sampling = SamplingParams(max_tokens=answer_tokens)
     _warm_up(llm)
 
-    def ask(messages: list[dict[str, str]]) -> Answer:
+    def ask(messages: list[dict[str, str]]) -> Visit:
         output = llm.chat(messages, sampling)
         require_offloading(llm)
         llm.settle()  # what it writes must not slow the other engine down
-        return Answer(output.text, output.token_ids, output.metrics)
+        return Visit(output.text, output.token_ids, output.metrics)
 
     yield from visits(conversations, ask)
-
-
-def _check_directory(directory: str) -> None:
-    """Raise ``ConfigError`` unless files can be written to the directory, before time is spent on the model."""
-    path = parse_path("disk_dir", directory).absolute()
-    try:
-        make_private(path)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        expected = f"it must be a directory where files can be written: {error.strerror}"
-        raise ConfigError("disk_dir", directory, expected) from error
 
 
 def _warm_up(llm: LLM) -> None:
@@ -396,7 +367,7 @@ def _visit_all(
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
     _ask(client, [{"role": "user", "content": "warm up"}], 2)
 
-    def ask(messages: list[dict[str, str]]) -> Answer:
+    def ask(messages: list[dict[str, str]]) -> Visit:
         answer = _ask(client, messages, answer_tokens)
         if (why := why_turned_off(log)) is not None:
             raise TurnedOffError(why)
@@ -406,7 +377,7 @@ def _visit_all(
     return list(visits(conversations, ask))
 
 
-def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer:
+def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Visit:
     """Ask for one answer. It is streamed, so that the time to the first token is the one that a user sees."""
     started = time.perf_counter()
     stream = client.chat.completions.create(
@@ -432,4 +403,4 @@ def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Answer
         restored_tokens={"device or host": found} if found else {},
         ttft_s=first_s,
     )
-    return Answer(text, text, metrics)
+    return Visit(text, text, metrics)

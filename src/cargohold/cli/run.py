@@ -6,18 +6,18 @@ import contextlib
 import dataclasses
 import json
 import logging
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.progress import Progress
 
 from cargohold.cli.app import (
-    EXIT_USAGE,
     EngineOptions,
     MetricsKeyOption,
     ModelArgument,
@@ -29,12 +29,13 @@ from cargohold.cli.app import (
     loaded,
     loading,
     remark,
+    require_package,
     takes_groups,
 )
 from cargohold.cli.signals import EXIT_FAILED, termination
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
-from cargohold.errors import RequestError
+from cargohold.errors import ConfigError, RequestError, one_line
 from cargohold.llm import LLM
 from cargohold.option_values import parse_bytes
 
@@ -58,6 +59,8 @@ def run(
     """
     params = sampling.params()
     prompts = prompt or [_from_stdin()]
+    if not all(prompts):
+        raise ConfigError("prompt", "", "it must have at least one character")
     with loaded(model, **engine.llm_options()) as llm:
         if len(prompts) == 1 and not as_json:
             outputs = [_stream(llm, prompts[0], params)]
@@ -334,7 +337,8 @@ def serve(
 
     Ctrl-C and SIGTERM end it: it takes no more requests, and gives those that it has some seconds to end.
     """
-    _check_packages("serve")
+    for package in _PACKAGES:
+        require_package("serve", package)
     from cargohold.llm import AsyncLLM  # noqa: PLC0415  # slow to import
     from cargohold.serve.server import serving  # noqa: PLC0415  # needs packages that may be absent
     from cargohold.serve.settings import with_shares  # noqa: PLC0415  # as above
@@ -388,20 +392,18 @@ def dashboard(
     metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show the page for engines that run elsewhere: cargohold serve, or vLLM with the connector. Ctrl-C ends it."""
-    _check_packages("dashboard")
+    for package in _PACKAGES:
+        require_package("dashboard", package)
     from cargohold.serve.dashboard import Engine, serve_dashboard  # noqa: PLC0415  # needs packages that may be absent
     from cargohold.serve.scrape import metrics_url, scrape  # noqa: PLC0415  # as above
     from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # as above
 
-    engines = [Engine(url, metrics_url(url), partial(scrape, key=metrics_key)) for url in urls]
+    of = {url: metrics_url(url) for url in urls}
+    for url, address in of.items():
+        try:
+            socket.getaddrinfo(urlsplit(address).hostname, None)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError("URL", url, f"no machine is known by that name here ({one_line(error)})") from error
+    engines = [Engine(url, address, partial(scrape, key=metrics_key)) for url, address in of.items()]
     config = ServeConfig(host=host, port=port)
     serve_dashboard(engines, config, interval, lambda address: remark(f"a page for people at {address}", style=""))
-
-
-def _check_packages(command: str) -> None:
-    """End with words where a package of the server's is absent."""
-    for package in _PACKAGES:
-        if find_spec(package) is None:
-            install = "pip install 'cargohold[serve]'"
-            typer.echo(f"cargohold {command}: the package {package} is not installed here: {install}", err=True)
-            raise typer.Exit(EXIT_USAGE)

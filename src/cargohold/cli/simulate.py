@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cargohold.cli.app import app, check_writable, errors, takes_groups
+from cargohold.cli.app import app, check_writable, errors, parse_json, takes_groups
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
@@ -76,9 +75,10 @@ class RecipeOptions:
             if self.engine == OWN:
                 expected = f"vLLM's connectors run in vLLM's scheduler only: add --engine {VLLM}"
                 raise ConfigError("connector", self.connector, expected)
-            return _recipe_for_others(
-                self.workload, self.connector, faults, self.engine, _parsed(self.connector_config)
-            )
+            _recipe_class(self.engine)
+            from cargohold.lab.vllm.others.recipe import StrangerRecipe  # noqa: PLC0415  # takes seconds
+
+            return StrangerRecipe(self.workload, self.connector, faults, _parsed(self.connector_config))
         if self.connector_config is not None:
             expected = f"it is for connectors {OTHERS}NAME, and this is {self.connector}"
             raise ConfigError("connector-config", self.connector_config, expected)
@@ -216,23 +216,10 @@ def _show_kinds(failures: Iterable[SeedReport]) -> None:
 
 def _parsed(text: str | None) -> Mapping[str, Any]:
     """The options in ``text``. Raises ``ConfigError``."""
-    try:
-        options = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError("connector-config", text, f"it must be JSON: {error}") from error
+    options = parse_json("connector-config", text or "{}")
     if not isinstance(options, dict):
         raise ConfigError("connector-config", text, "it must be an object of JSON")
     return options
-
-
-def _recipe_for_others(
-    workload: str, connector: str, faults: frozenset[Fault], engine: str, config: Mapping[str, Any]
-) -> Recipe:
-    """Recipe for a connector of vLLM's interface. Raises ``ConfigError`` if it cannot be played."""
-    _recipe_class(engine)
-    from cargohold.lab.vllm.others.recipe import StrangerRecipe  # noqa: PLC0415  # takes seconds
-
-    return StrangerRecipe(workload, connector, faults, config)
 
 
 def _recipe_class(engine: str) -> type[Recipe]:

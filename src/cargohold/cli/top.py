@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import EXIT_USAGE, Answers, MetricsKeyOption, app
+from cargohold.cli.app import Answers, MetricsKeyOption, app, require_package
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
@@ -34,8 +31,6 @@ _MAX_OWN: Final = 16
 """Time series of somebody else that are shown."""
 _NOT_SHOWN: Final = ("_bucket", "_sum", "_created")
 _OURS: Final = {f"{family.sample}{end}" for family in (*metrics.FAMILIES, *OWN_FAMILIES) for end in ("", "_count")}
-_WIDE: Final = 1000
-"""Columns beyond those of any terminal: a table as wide as it wants to be."""
 
 # --- what people see --------------------------------------------------------------------------------------------------
 
@@ -49,7 +44,7 @@ def draw(name: str, now: Scrape, before: Scrape | None) -> RenderableType:
     tiers = tiers_of(now)
     parts = [_requests(now, grown, span_s), _prompts(grown, tiers)]
     if tiers:
-        parts += [_Places(now, grown, span_s, tiers), _speeds(grown), _ages(now)]
+        parts += [*_places(now, grown, span_s, tiers), _speeds(grown), _ages(now)]
         parts += [*_troubles(now), *_own(now, grown)]
     else:
         is_ours = now.of(UP)
@@ -93,66 +88,33 @@ def _prompts(grown: Scrape, tiers: Sequence[str]) -> RenderableType:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The tiers as a table, or as two below each other where it is too narrow: numbers stay whole.
+def _places(now: Scrape, grown: Scrape, span_s: float | None, tiers: Sequence[str]) -> Iterator[Table]:
+    """The tiers as two tables, one below the other: what is in each, and what went into it and out of it."""
+    gauges = [
+        now.by(metrics.IN_TOKENS[family], "tier")
+        for family in (metrics.TIER_READY, metrics.TIER_CAPACITY, metrics.TIER_IN_USE, metrics.TIER_PINNED)
+    ]
+    moved, removed = moved_bytes(grown), grown.by(metrics.REMOVED, "tier")
+    held = _table("tier", "full", "", "tokens", "of", "in use", "pinned")
+    went = _table("tier", "in", "out", "evicted")
+    for tier, colour in zip(tiers, _COLOURS * len(tiers), strict=False):
+        full, most, *_ = amounts = [gauge.get(tier) for gauge in gauges]
+        bar: RenderableType = ""
+        if full is not None and most:
+            bar = ProgressBar(total=most, completed=full, width=20, complete_style=colour, finished_style=colour)
+        part = f"{full / most:.0%}" if full is not None and most else ""
+        held.add_row(Text(tier, style=colour), bar, part, *map(_count, amounts))
+        ways = (_rate(moved.get((tier, way)), span_s, as_bytes=True) for way in ("in", "out"))
+        went.add_row(Text(tier, style=colour), *ways, _rate(removed.get(tier), span_s))
+    yield held
+    yield went
 
-    Attributes:
-        now, grown, span_s: what there is now, and what was done in how many seconds.
-        tiers: names of the tiers.
-    """
 
-    now: Scrape
-    grown: Scrape
-    span_s: float | None
-    tiers: Sequence[str]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        held, moved = list(zip(*self._held(), strict=True)), list(zip(*self._moved(), strict=True))
-        whole = self._table([*held, *moved])
-        if Measurement.get(console, options.update(width=_WIDE), whole).maximum <= options.max_width:
-            yield whole
-        else:
-            yield from (self._table(held), self._table(moved))
-
-    def _table(self, columns: Sequence[Sequence[RenderableType]]) -> Table:
-        """A table of columns, each with its heading, behind the names of the tiers."""
-        names = [Text(tier, style=colour) for tier, colour in self._colours()]
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for heading, *_ in (("tier",), *columns):
-            is_left = heading in {"tier", "full"}
-            table.add_column(heading, justify="left" if is_left else "right", no_wrap=True)
-        for cells in zip(names, *(column[1:] for column in columns), strict=True):
-            table.add_row(*cells)
-        return table
-
-    def _colours(self) -> Iterator[tuple[str, str]]:
-        return zip(self.tiers, _COLOURS * len(self.tiers), strict=False)
-
-    def _held(self) -> Iterator[tuple[RenderableType, ...]]:
-        """What is in each tier, row by row."""
-        yield "full", "", "tokens", "of", "in use", "pinned"
-        ready, capacity, *others = (
-            self.now.by(metrics.IN_TOKENS[family], "tier")
-            for family in (metrics.TIER_READY, metrics.TIER_CAPACITY, metrics.TIER_IN_USE, metrics.TIER_PINNED)
-        )
-        for tier, colour in self._colours():
-            held, most = ready.get(tier), capacity.get(tier)
-            bar: RenderableType = ""
-            if held is not None and most:
-                bar = ProgressBar(total=most, completed=held, width=20, complete_style=colour, finished_style=colour)
-            part = f"{held / most:.0%}" if held is not None and most else ""
-            yield bar, part, _count(held), _count(most), *(_count(gauge.get(tier)) for gauge in others)
-
-    def _moved(self) -> Iterator[tuple[str, ...]]:
-        """What went into each tier and out of it, row by row."""
-        yield "in", "out", "evicted"
-        moved = moved_bytes(self.grown)
-        removed = self.grown.by(metrics.REMOVED, "tier")
-        for tier in self.tiers:
-            ways = (moved.get((tier, way)) for way in ("in", "out"))
-            told = (_rate(amount, self.span_s, as_bytes=True) for amount in ways)
-            yield *told, _rate(removed.get(tier), self.span_s)
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in {"tier", "full"} else "right", no_wrap=True)
+    return table
 
 
 def _speeds(grown: Scrape) -> Text:
@@ -260,10 +222,7 @@ def top(
     metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show what the caches of engines do: of cargohold serve, or of vLLM with the connector. Ctrl-C ends it."""
-    if find_spec("prometheus_client") is None:
-        install = "pip install 'cargohold[serve]'"
-        typer.echo(f"cargohold top: the package prometheus_client is not installed here: {install}", err=True)
-        raise typer.Exit(EXIT_USAGE)
+    require_package("top", "prometheus_client")
     of = {url: metrics_url(url) for url in urls}
     screen = Answers()
     with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(of))) as pool:

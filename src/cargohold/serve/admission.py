@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
 from cargohold.serve.scrape import History, Scrape
 from cargohold.serve.settings import ServeConfig
-from cargohold.serve.turns import Turns
+from cargohold.serve.turns import Shares, Turns
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
@@ -95,8 +95,7 @@ class RequestAdmission:
     """Admits requests to the model.
 
     Every request takes a place first. Then its text is tokenized, and then it goes to the engine, both when it is its turn.
-    Tenants take turns, and each has a share of the places. What others leave free may be borrowed: a tenant that comes for its
-    own share is let in although all places are taken, and who has more than a share is refused until places are free again.
+    Tenants take turns, and each has a share of the places; see ``Shares``.
 
     Args:
         records: where requests are remembered.
@@ -107,15 +106,13 @@ class RequestAdmission:
     def __init__(self, records: Records, max_queue: int, num_tenants: int = 1) -> None:
         self.records = records
         self.state = State.STARTING
-        self.num_answers = 0
         self.num_refused = 0
         self.has_changed = threading.Event()
         self.end: EngineDeadError | None = None
         self._max_queue = max_queue
         self._num_tenants = num_tenants
         self._llm: AsyncLLM | None = None
-        self._held: Counter[str | None] = Counter()
-        """The places taken, by tenant."""
+        self._places = Shares(0, 1)  # until there is a model
         self._short_texts = Turns(_NUM_SHORT_TEXTS)
         self._long_texts = Turns(1)
         self._engine_turns = Turns(None)
@@ -129,6 +126,7 @@ class RequestAdmission:
         if self._num_tenants > 1:  # otherwise the engine's own queue does it all
             self._engine_turns = Turns(scheduler.max_num_seqs + _AHEAD)
         self._is_by_priority = scheduler.policy is QueuePolicy.PRIORITY
+        self._places = Shares(llm.plan.config.max_num_seqs + self._max_queue, self._num_tenants)
         self._llm = llm
         self.state = State.SERVING
 
@@ -151,6 +149,11 @@ class RequestAdmission:
             message = f"the server {why}: try again later"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=self.state.value, retry_after_s=2)
         return self._llm
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that clients wait for."""
+        return self._places.num_taken
 
     @property
     def loaded(self) -> AsyncLLM | None:
@@ -216,21 +219,19 @@ class RequestAdmission:
     @contextmanager
     def _admitted(self, client: Client, num_answers: int) -> Iterator[None]:
         """Take places for answers. Never waits: who comes when all are taken, and has its share of them, is told so."""
-        places = self.llm.plan.config.max_num_seqs + self._max_queue
-        if num_answers > places:
-            raise invalid(f"{num_answers} answers at once are more than the {places} that this server takes", "n")
-        share, held = max(1, places // self._num_tenants), self._held[client.tenant]
-        if self.num_answers + num_answers > places and held + num_answers > share:
+        places = self._places
+        if num_answers > places.limit:
+            raise invalid(f"{num_answers} answers at once are more than the {places.limit} that this server takes", "n")
+        if not places.take(client.tenant, num_answers):
             self.num_refused += 1
-            message = f"the queue is full: {self.num_answers} of {places} places are taken (--max-queue); try again"
+            message = (
+                f"the queue is full: {places.num_taken} of {places.limit} places are taken (--max-queue); try again"
+            )
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="queue_full", retry_after_s=1)
-        self.num_answers += num_answers
-        self._held[client.tenant] += num_answers
         try:
             yield
         finally:
-            self.num_answers -= num_answers
-            self._held[client.tenant] -= num_answers
+            places.give_back(client.tenant, num_answers)
             self.has_changed.set()
 
 
@@ -359,23 +360,16 @@ class ServerContext:
     started: float = field(default_factory=time.time)
 
     def names(self) -> list[str]:
-        """The names that clients may ask for the model by."""
-        return self._names(self.admission.llm)
-
-    @property
-    def shown_name(self) -> str | None:
-        """The name of the model for people; ``None`` while it is loaded."""
-        return None if self.admission.loaded is None else self._names(self.admission.loaded)[0]
+        """The names that clients may ask for the model by; the first is for people. Raises ``ApiError`` before it is loaded."""
+        llm = self.admission.loaded or self.admission.llm
+        return list(self.config.served_names) or [_short(llm.plan.info.name)]
 
     def check_model(self, name: str) -> str:
         """Return the name. Raises ``ApiError`` 404 if the model is not served under it."""
         if name not in self.names():
-            message = f"there is no model {name!r:.200} here, but {self.shown_name!r}"
+            message = f"there is no model {name!r:.200} here, but {self.names()[0]!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return name
-
-    def _names(self, llm: AsyncLLM) -> list[str]:
-        return list(self.config.served_names) or [_short(llm.plan.info.name)]
 
 
 def context_of(request: Request) -> ServerContext:

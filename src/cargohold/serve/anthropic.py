@@ -27,6 +27,7 @@ from cargohold.serve.interfaces import (
     in_turn,
     streamed,
     text_of,
+    transfer_params,
     whole,
     with_errors,
 )
@@ -182,7 +183,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     (output,) = await whole(request, job)
     content = _blocks(reader.read(output.text, finished=True))
     answer = {**head, "content": content, **_stop(output, reader), "usage": _usage(output, llm)}
-    return json_response(answer | _transfer_params(output) | body.outcomes([output]))
+    return json_response(answer | transfer_params([output]) | body.outcomes([output]))
 
 
 def _begin(request: Request, body: Prompt) -> AsyncLLM:
@@ -259,7 +260,7 @@ async def _events(
         if written := blocks.write(reader.read(output.new_text, finished=output.finished)):
             yield written
         if output.finished:
-            delta = _stop(checked(output), reader) | _transfer_params(output) | body.outcomes([output])
+            delta = _stop(checked(output), reader) | transfer_params([output]) | body.outcomes([output])
             yield blocks.end()
             yield _event("message_delta", delta=delta, usage=_usage(output, llm)) + _event("message_stop")
 
@@ -291,11 +292,6 @@ def _usage(output: RequestOutput, llm: AsyncLLM) -> dict[str, int]:
         "cache_read_input_tokens": read,
         "output_tokens": metrics.output_tokens,
     }
-
-
-def _transfer_params(output: RequestOutput) -> dict[str, Any]:
-    params = output.kv_transfer_params
-    return {} if not params else {"kv_transfer_params": dict(params)}
 
 
 def _result(block: dict[str, Any], param: str) -> dict[str, Any]:

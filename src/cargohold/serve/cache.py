@@ -201,7 +201,7 @@ def _engine(context: ServerContext) -> dict[str, Any]:
     status = llm.status
     engine = {"running": status.num_running, "waiting": status.num_waiting, "loading": status.num_loading}
     return {
-        "model": context.shown_name,
+        "model": context.names()[0],
         "tiers": tier_uses(context.watch.now),
         "engine": {**engine, "refused": context.admission.num_refused, "connector_error": status.connector_error},
     }

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -24,6 +24,7 @@ from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
 
 Ask = Callable[[str], Scrape]
+_NOT_REACHABLE: Final = "not reachable"
 
 
 class Engine:
@@ -54,7 +55,7 @@ class Engine:
         if now is None:
             return "connecting"
         if now.error:
-            return f"not reachable: {now.error}"
+            return f"{_NOT_REACHABLE}: {now.error}"
         if now.known(UP) == 0:  # vLLM's server answers once it serves
             return "not serving" if tiers_of(now) else "starting"
         return "serving"
@@ -120,8 +121,11 @@ def make_dashboard(engines: Sequence[Engine], interval_s: float) -> FastAPI:
         if engine is None:
             message = f"there are engines 0 to {len(engines) - 1}"
             return error_response(request.url.path, ApiError(HTTPStatus.NOT_FOUND, message, param="engine"))
-        names = [{"name": engine.name, "state": engine.state} for engine in engines]
-        return json_response({**engine.as_json(), "engines": names})
+        shown = engine.as_json()
+        states = [{"name": one.name, "state": one.state} for one in engines]
+        lost = [f"{one['name']} is {one['state']}" for one in states if one["state"].startswith(_NOT_REACHABLE)]
+        shown["log"] = [{"time": shown["now"], "level": "ERROR", "text": text} for text in lost] + shown["log"]
+        return json_response({**shown, "engines": states})
 
     app = FastAPI(title="Cargohold", docs_url=None, redoc_url=None, lifespan=looking)
     app.add_api_route("/cache", cache, methods=["GET"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -96,12 +97,4 @@ def _encode(body: Any) -> bytes:
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:  # half a character, which JSON can write and UTF-8 cannot, comes back in a message
-        return msgspec.json.encode(_printable(body))
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_printable(item) for item in value]
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+        return json.dumps(body, ensure_ascii=False).encode(errors="replace")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from http import HTTPStatus
 from itertools import count
 from secrets import token_hex
@@ -171,9 +172,10 @@ class Front:
         sent = await _whole(receive)
         if sent is None:
             return  # its client has gone
-        lease = None
+        lease = body = None
         # With tenants it must be understood: a server that reads it otherwise would let them share a cache.
-        body = _read(sent, must=client.tenant is not None)
+        with suppress(ApiError) if client.tenant is None else nullcontext():
+            body = _read(sent)
         if body is not None:
             _keep_apart(body, client)
             lease = self._say(dict(scope["headers"]), body, client)
@@ -187,7 +189,7 @@ class Front:
         await self._app(scope, _first(sent, receive), _read_by(end, send))
         if end.is_answer:
             self._sessions.end(client.tenant, lease)
-        elif body is not None and first_call(body) is None:
+        elif first_call(body) is None:
             self._sessions.note_calls(client.tenant, end.ids, lease)
 
     def _say(self, headers: Mapping[bytes, bytes], body: RequestFields, client: Client) -> str | None:
@@ -235,26 +237,19 @@ class Front:
         The prompt is computed for it, unless it is cached.
         """
         if scope["method"] == "DELETE":
-            asked: dict[str, Any] = {"prompt": [0]}  # any, in any vocabulary
+            body = RequestFields(b'{"prompt": [0]}')  # any, in any vocabulary
             hint: dict[str, Any] = {"action_type": "release", "payload": {"lease": path_of(scope)[len(PINS) + 1 :]}}
         else:
-            body = _read(await _whole(receive) or b"", must=True)
-            assert body is not None
+            body = _read(await _whole(receive) or b"")
             if unknown := next((name for name in body.names if name not in _OF_PROMPT + _OF_PIN), None):
                 raise invalid(f"there is no field {unknown!r:.80} here", unknown[:80], "unknown_field")
             if not isinstance(body.get("lease"), str) or not body.get("lease"):
                 raise invalid("lease: a pin needs a name, by which it is released", "lease")
-            asked = {name: body.get(name) for name in _OF_PROMPT}
-            if client.tenant is not None:
-                with_own_media(asked["messages"], _salt_of(asked["cache_salt"], client))
             hint = {"action_type": "pin", "payload": {name: body.get(name) for name in _OF_PIN}}
-        asked |= {
-            "cache_salt": _salt_of(asked.get("cache_salt"), client),
-            "max_tokens": 1,
-            "kv_transfer_params": {HINTS_KEY: [hint]},
-        }
-        path = "/v1/chat/completions" if asked.get("messages") else "/v1/completions"
-        sent = msgspec.json.encode({name: value for name, value in asked.items() if value is not None})
+        _keep_apart(body, client)
+        for name, value in {**dict.fromkeys(_OF_PIN), "max_tokens": 1, "kv_transfer_params": {HINTS_KEY: [hint]}}.items():
+            body.set(name, value)
+        path, sent = "/v1/chat/completions" if body.get("messages") else "/v1/completions", body.encode()
         inner = {**scope, "method": "POST", "path": scope.get("root_path", "") + path, "raw_path": path.encode()}
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         inner["headers"] = _with_length([*headers, (b"content-type", b"application/json")], len(sent))
@@ -300,7 +295,8 @@ def _keep_apart(body: RequestFields, client: Client) -> None:
             body.set("kv_transfer_params", left or None)
     if client.tenant is None:
         return
-    salt = _salt_of(body.get("cache_salt"), client)
+    given = body.get("cache_salt")
+    salt = client.salt(given if isinstance(given, str) and given else None)
     body.set("cache_salt", salt)
     for name in ("messages", "input") if body.mentions("uuid") else ():
         body.set(name, with_own_media(body.get(name), salt))
@@ -316,18 +312,12 @@ def _is_of_pin(scope: Scope, path: str) -> bool:
     )
 
 
-def _salt_of(given: Any, client: Client) -> str | None:
-    return client.salt(given if isinstance(given, str) and given else None)
-
-
-def _read(sent: bytes, *, must: bool) -> RequestFields | None:
-    """Read a body; ``None`` if it cannot be read, unless it must: then ``ApiError`` is raised."""
+def _read(sent: bytes) -> RequestFields:
+    """Read a body. Raises ``ApiError`` if it cannot be read."""
     try:
         return RequestFields(sent)
     except ValueError as error:
-        if must:
-            raise invalid(f"the body must be a JSON object: {error}") from error
-        return None
+        raise invalid(f"the body must be a JSON object: {error}") from error
 
 
 def _object(value: Any) -> dict[str, Any] | None:

@@ -395,6 +395,12 @@ def cached_tokens(metrics: RequestMetrics) -> int:
     return min(metrics.prompt_tokens, metrics.device_tokens + sum(metrics.restored_tokens.values()))
 
 
+def transfer_params(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """What a connector returns with the response; of the first answer, as there is one place for it."""
+    params = next((output.kv_transfer_params for output in outputs if output.kv_transfer_params), None)
+    return {} if params is None else {"kv_transfer_params": dict(params)}
+
+
 async def with_errors(events: AsyncGenerator[bytes], describe: Callable[[ApiError], bytes]) -> AsyncGenerator[bytes]:
     """The events; an error, after which there are no more, is one of them: the status was sent long ago."""
     try:

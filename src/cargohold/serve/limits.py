@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -17,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cargohold.serve.access import Client, KeyRing, missing_key, shown_key
 from cargohold.serve.errors import ApiError, error_response
 from cargohold.serve.settings import ServeConfig, tenant_of
+from cargohold.serve.turns import Shares
 
 HEALTH: Final = "/health"
 """Answered however many requests there are: whoever asks may restart a server that does not answer."""
@@ -48,7 +48,7 @@ class Limits:
         self._hosts = hosts
         self._ring = KeyRing(_clients(config))
         self._num_requests = 0
-        self._bodies = _Bodies(_NUM_LARGEST_BODIES * config.max_body_bytes, config.num_tenants)
+        self._bodies = Shares(_NUM_LARGEST_BODIES * config.max_body_bytes, config.num_tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
@@ -65,7 +65,7 @@ class Limits:
             await error_response(scope["path"], error)(scope, receive, send)
             return
         tenant, connection = scope["state"]["client"].tenant, scope["state"].get("connection")
-        body = scope["state"]["body"] = _Body(receive, self._config, partial(self._bodies.take, tenant))
+        body = scope["state"]["body"] = _Body(receive, self._config, partial(self._hold, tenant))
         self._num_requests += 1
         try:
             with suppress(UnheardError), connection or nullcontext():
@@ -96,6 +96,13 @@ class Limits:
             raise missing_key("the key for metrics (--metrics-key)" if is_scrape else "a key that the server knows")
         return client
 
+    def _hold(self, tenant: str | None, num_bytes: int) -> None:
+        """Count bytes of bodies that are in memory."""
+        if not self._bodies.take(tenant, num_bytes):
+            most = self._bodies.limit
+            message = f"bodies of {most} bytes are being worked on, which is all that this server takes: try again"
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_bytes", retry_after_s=1)
+
     def _check_size(self, content_length: bytes) -> None:
         if content_length.isdigit() and int(content_length) > self._config.max_body_bytes:
             raise too_large(self._config.max_body_bytes)
@@ -111,28 +118,6 @@ def _clients(config: ServeConfig) -> Iterator[tuple[str, Client]]:
         yield config.admin_key, Client(is_admin=True)
     if config.metrics_key is not None:
         yield config.metrics_key, Client(is_scraper=True)
-
-
-class _Bodies:
-    """Bytes of bodies that are in memory. Tenants share them as they share places; see ``RequestAdmission``."""
-
-    def __init__(self, limit: int, num_tenants: int) -> None:
-        self._limit = limit
-        self._share = limit // num_tenants
-        self._held: Counter[str | None] = Counter()
-
-    def take(self, tenant: str | None, num_bytes: int) -> None:
-        """Count bytes that have come. Raises ``ApiError`` 503 if there are too many."""
-        if self._held.total() + num_bytes > self._limit and self._held[tenant] + num_bytes > self._share:
-            message = (
-                f"bodies of {self._limit} bytes are being worked on, which is all that this server takes: try again"
-            )
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_bytes", retry_after_s=1)
-        self._held[tenant] += num_bytes
-
-    def give_back(self, tenant: str | None, num_bytes: int) -> None:
-        """Count them no more."""
-        self._held[tenant] -= num_bytes
 
 
 class _Body:

@@ -31,6 +31,7 @@ from cargohold.serve.interfaces import (
     offered_tools,
     streamed,
     tool_names,
+    transfer_params,
     whole,
     with_errors,
 )
@@ -201,7 +202,7 @@ async def _answer(
         choices.append(form.choice(at, reader.read(output.text, finished=True), _finish_reason(output, reader)))
     usage = _usage([output.metrics for output in outputs], body.n or 1)
     answer = {**head, "object": form.kind, "choices": choices, "usage": usage}
-    return json_response(answer | _transfer_params(outputs) | body.outcomes(outputs))
+    return json_response(answer | transfer_params(outputs) | body.outcomes(outputs))
 
 
 async def _events(
@@ -221,7 +222,7 @@ async def _events(
         if output.finished:
             last[at] = output
     in_order = [last[at] for at in sorted(last)]
-    if said := _transfer_params(in_order) | body.outcomes(in_order):
+    if said := transfer_params(in_order) | body.outcomes(in_order):
         yield _event({**head, "choices": [], **said})
     if body.stream_options is not None and body.stream_options.include_usage:
         yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in in_order], body.n or 1)})
@@ -258,12 +259,6 @@ def _usage(metrics: Sequence[RequestMetrics], answers_each: int) -> dict[str, An
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(map(cached_tokens, prompts))},
     }
-
-
-def _transfer_params(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """What a connector returns with the response; of the first answer, as there is one place for it."""
-    params = next((output.kv_transfer_params for output in outputs if output.kv_transfer_params), None)
-    return {} if params is None else {"kv_transfer_params": dict(params)}
 
 
 def _model(context: ServerContext, name: str) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
+from typing import Annotated, Final
 
 from cargohold.connector.offloading import OffloadConfig, TenantQuota
 from cargohold.connector.tenants import Tenant, check_keys, with_quotas
 from cargohold.errors import ConfigError
-from cargohold.option_values import MAX_TIMEOUT_S, is_int, is_number, is_positive_int
-from cargohold.options import require
+from cargohold.option_values import is_int
+from cargohold.options import INT_FROM_0, INT_FROM_1, SHORT_TIME, Options, must
 
 DEFAULT_BODY_BYTES = 8 * 1024**2
 """Largest body of a request by default: the text of some two million tokens."""
@@ -18,9 +19,11 @@ _SALT_BYTES = 16
 _NUM_SCRYPT_BLOCKS = 2**14
 """What a guess of a key costs whoever has a salt: 16 MiB, and tens of milliseconds."""
 
+_PORT: Final = must(lambda value: is_int(value) and 0 <= value <= 65535, "a number from 0 (any free port) to 65535")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(Options):
     """Options of the server. Checked when made; raises ``ConfigError`` naming the option.
 
     Attributes:
@@ -42,40 +45,31 @@ class ServeConfig:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, _PORT] = 8000
     api_keys: tuple[str, ...] = ()
     tenants: tuple[Tenant, ...] = ()
     admin_key: str | None = None
     metrics_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
-    max_queue: int = 256
-    max_body_bytes: int = DEFAULT_BODY_BYTES
-    max_connections: int = 1024
-    header_timeout_s: float = 10.0
-    read_timeout_s: float = 30.0
-    write_timeout_s: float = 60.0
+    max_queue: Annotated[int, INT_FROM_0] = 256
+    max_body_bytes: Annotated[int, INT_FROM_1] = DEFAULT_BODY_BYTES
+    max_connections: Annotated[int, INT_FROM_1] = 1024
+    header_timeout_s: Annotated[float, SHORT_TIME] = 10.0
+    read_timeout_s: Annotated[float, SHORT_TIME] = 30.0
+    write_timeout_s: Annotated[float, SHORT_TIME] = 60.0
 
     def __post_init__(self) -> None:
-        require(self, "port", is_int(self.port) and 0 <= self.port <= 65535, "a number from 0 (any free port) to 65535")
-        require(self, "max_queue", is_int(self.max_queue) and self.max_queue >= 0, "an integer from 0")
-        for key in ("max_body_bytes", "max_connections"):
-            require(self, key, is_positive_int(getattr(self, key)), "an integer from 1")
-        for key in ("header_timeout_s", "read_timeout_s", "write_timeout_s"):
-            value = getattr(self, key)
-            require(self, key, is_number(value) and 0 < value <= MAX_TIMEOUT_S, "a number of seconds above 0")
-        of_clients = [*self.api_keys, *(tenant.key for tenant in self.tenants)]
-        of_others = {"--admin-key": self.admin_key, "--metrics-key": self.metrics_key}
-        for name, keys in (
-            ("--api-key", self.api_keys),
-            ("--tenants", tuple(tenant.key for tenant in self.tenants)),
-            *((name, (key,)) for name, key in of_others.items() if key is not None),
-        ):
-            check_keys(name, keys)
-        for name, known in (("--admin-key", of_clients), ("--metrics-key", [*of_clients, self.admin_key])):
-            if of_others[name] is not None and of_others[name] in known:
-                raise ConfigError(name, "***", "it must not be another key, too: others know that, or it may do more")
-        check_keys("--api-key", of_clients)
+        known = [*self.api_keys, *(tenant.key for tenant in self.tenants)]
+        check_keys("--api-key", known)
+        for name, key in {"--admin-key": self.admin_key, "--metrics-key": self.metrics_key}.items():
+            if key is not None:
+                check_keys(name, [key])
+                if key in known:
+                    raise ConfigError(
+                        name, "***", "it must not be another key, too: others know that, or it may do more"
+                    )
+                known.append(key)
 
     def label_of(self, tenant: str | None) -> str | None:
         """What people and metrics are told in place of a tenant: of a key its place, such as ``key/2``."""

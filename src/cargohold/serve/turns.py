@@ -1,4 +1,4 @@
-"""Turns: when many want the same, each tenant gets its part, however much one of them asks for."""
+"""Shares and turns: when many want the same, each tenant gets its part, however much one of them asks for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,38 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+
+class Shares:
+    """Room that tenants share. What others leave free may be borrowed.
+
+    While all is taken, a tenant with more than a share gets no more, and one that comes for its own share is let in.
+
+    Args:
+        limit: the most that may be taken, except for shares of those that come later.
+        num_tenants: how many share it.
+
+    Attributes:
+        limit: as given.
+    """
+
+    def __init__(self, limit: int, num_tenants: int) -> None:
+        self.limit = limit
+        self._share = max(1, limit // num_tenants)
+        self._held: Counter[str | None] = Counter()
+
+    @property
+    def num_taken(self) -> int:
+        return self._held.total()
+
+    def take(self, tenant: str | None, amount: int) -> bool:
+        """Take some, if there is room for it. Returns whether there is."""
+        has_room = self.num_taken + amount <= self.limit or self._held[tenant] + amount <= self._share
+        self._held[tenant] += amount if has_room else 0
+        return has_room
+
+    def give_back(self, tenant: str | None, amount: int) -> None:
+        self._held[tenant] -= amount
 
 
 @dataclass(slots=True, eq=False)

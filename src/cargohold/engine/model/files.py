@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import threading
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -68,6 +69,8 @@ def locate_model(model: str) -> str:
         raise ModelNotFoundError(model, "expected a directory with config.json, or a .gguf file")
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(model, "there is no such directory, and it cannot be a Hugging Face hub id")
+    if get_close_matches(model.lower(), [SMOLLM2], cutoff=0.75):
+        raise ModelNotFoundError(model, f"there is no such directory; did you mean {SMOLLM2}?")
     return _on_hub(model)
 
 
