@@ -247,7 +247,11 @@ class Front:
                 raise invalid("lease: a pin needs a name, by which it is released", "lease")
             hint = {"action_type": "pin", "payload": {name: body.get(name) for name in _OF_PIN}}
         _keep_apart(body, client)
-        for name, value in {**dict.fromkeys(_OF_PIN), "max_tokens": 1, "kv_transfer_params": {HINTS_KEY: [hint]}}.items():
+        for name, value in {
+            **dict.fromkeys(_OF_PIN),
+            "max_tokens": 1,
+            "kv_transfer_params": {HINTS_KEY: [hint]},
+        }.items():
             body.set(name, value)
         path, sent = "/v1/chat/completions" if body.get("messages") else "/v1/completions", body.encode()
         inner = {**scope, "method": "POST", "path": scope.get("root_path", "") + path, "raw_path": path.encode()}
