@@ -53,7 +53,7 @@ def _measure(device: str, num_regions: int, block_bytes: int, num_blocks: int, r
                 "pieces_of_a_block": num_regions,
                 "blocks": name,
                 "direction": direction.value,
-                "gigabytes_per_s": round(len(blocks) * block_bytes / median(whole for _, whole in times) / 1e9, 2),
+                "gigabytes_per_s": round(len(blocks) * block_bytes / median(whole for _, whole in times) / 1e9, 4),
                 "caller_held_up_ms": round(median(submitting for submitting, _ in times) * 1e3, 3),
                 "beside_a_step_caller_held_up_ms": _beside_a_step(worker, device, direction, blocks),
             }

@@ -36,7 +36,7 @@ def test_every_deadline_in_the_table_is_kept_somewhere() -> None:
         (OffloadConfig(host_bytes="1MiB"), 120.0),
         (OffloadConfig(host_bytes="1MiB", transfer_timeout_s=5), 70.0),
         (
-            [OffloadConfig(host_bytes="1MiB", transfer_timeout_s=100), OffloadConfig(mode="lazy", host_bytes=1000)],
+            [OffloadConfig(host_bytes="1MiB", transfer_timeout_s=100), OffloadConfig(mode="lazy", host_bytes="1MiB")],
             260.0,
         ),
     ],

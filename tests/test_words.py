@@ -12,7 +12,6 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "src" / "cargohold"
 GLOSSARY = REPOSITORY / "docs" / "glossary.md"
 SHARED = {
-    "Access": "who may use a server; and what a job asks of a tier",
     "Limits": "of a tenant's chunks; and of a server's clients",
     "WorkerPart": "of our worker side; and of the adapter's",
 }

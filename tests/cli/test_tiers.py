@@ -73,4 +73,4 @@ def test_no_code_but_a_kinds_own_knows_it() -> None:
         for file in source.rglob("*.py")
         if re.search(r"import .*(Disk|Shared)TierConfig", file.read_text(encoding="utf-8"))
     }
-    assert naming == {"__init__.py", "tiers/__init__.py", "tiers/kinds.py", "cli/demo.py", "cli/doctor.py"}
+    assert naming == {"__init__.py", "tiers/__init__.py", "tiers/kinds.py", "cli/demo.py", "cli/machine.py"}

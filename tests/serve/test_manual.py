@@ -40,6 +40,6 @@ def test_every_path_is_listed_and_there(named: Server) -> None:
 
 
 def test_fields_that_it_names_are_those_of_the_code() -> None:
-    for field in re.findall(r"`(\w+)`", MANUAL.split("change no answer:")[1].split("\n\n")[0]):
+    for field in re.findall(r"`(\w+)`", MANUAL.split("never change an answer:")[1].split("\n\n")[0]):
         assert field in WITHOUT_EFFECT
     assert not WITHOUT_EFFECT & NEUTRAL.keys()

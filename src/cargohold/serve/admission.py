@@ -32,7 +32,7 @@ from cargohold.serve.errors import ApiError, invalid
 from cargohold.serve.records import Records
 from cargohold.serve.scrape import History, Scrape
 from cargohold.serve.settings import ServeConfig
-from cargohold.serve.turns import Shares, Turns
+from cargohold.serve.turns import Room, Turns
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
@@ -95,7 +95,7 @@ class RequestAdmission:
     """Admits requests to the model.
 
     Every request takes a place first. Then its text is tokenized, and then it goes to the engine, both when it is its turn.
-    Tenants take turns, and each has a share of the places; see ``Shares``.
+    Tenants take turns, and each has a share of the places; see ``Room``.
 
     Args:
         records: where requests are remembered.
@@ -112,7 +112,7 @@ class RequestAdmission:
         self._max_queue = max_queue
         self._num_tenants = num_tenants
         self._llm: AsyncLLM | None = None
-        self._places = Shares(0, 1)  # until there is a model
+        self._places = Room(0, 1)  # until there is a model
         self._short_texts = Turns(_NUM_SHORT_TEXTS)
         self._long_texts = Turns(1)
         self._engine_turns = Turns(None)
@@ -126,7 +126,7 @@ class RequestAdmission:
         if self._num_tenants > 1:  # otherwise the engine's own queue does it all
             self._engine_turns = Turns(scheduler.max_num_seqs + _AHEAD)
         self._is_by_priority = scheduler.policy is QueuePolicy.PRIORITY
-        self._places = Shares(llm.plan.config.max_num_seqs + self._max_queue, self._num_tenants)
+        self._places = Room(llm.plan.config.max_num_seqs + self._max_queue, self._num_tenants)
         self._llm = llm
         self.state = State.SERVING
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cargohold.serve.access import Client, KeyRing, missing_key, shown_key
 from cargohold.serve.errors import ApiError, error_response
 from cargohold.serve.settings import ServeConfig, tenant_of
-from cargohold.serve.turns import Shares
+from cargohold.serve.turns import Room
 
 HEALTH: Final = "/health"
 """Answered however many requests there are: whoever asks may restart a server that does not answer."""
@@ -48,7 +48,7 @@ class Limits:
         self._hosts = hosts
         self._ring = KeyRing(_clients(config))
         self._num_requests = 0
-        self._bodies = Shares(_NUM_LARGEST_BODIES * config.max_body_bytes, config.num_tenants)
+        self._bodies = Room(_NUM_LARGEST_BODIES * config.max_body_bytes, config.num_tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""

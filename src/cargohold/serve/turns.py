@@ -1,4 +1,4 @@
-"""Shares and turns: when many want the same, each tenant gets its part, however much one of them asks for."""
+"""Room and turns: when several tenants want the same, each gets its part, whatever one of them requests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 
-class Shares:
-    """Room that tenants share. What others leave free may be borrowed.
+class Room:
+    """A limit that tenants share. What others leave free can be borrowed.
 
     While all is taken, a tenant with more than a share gets no more, and one that comes for its own share is let in.
 
