@@ -134,6 +134,8 @@ def in_vllm() -> list[tuple[str, float, str]]:
     names = {"cargohold": "Cargohold", "vllm": "vLLM's own", "lmcache": "LMCache", "no connector": "no connector"}
     rows = result("vllm")["revisits"]["rows"]
     found = {row["contender"]: row["over_device_hit"]["median"] for row in rows}
+    # Of LMCache's two settings, the better one.
+    found["lmcache"] = min(value for name, value in found.items() if name.startswith("lmcache"))
     return [(label, found[name], OURS if name == "cargohold" else OTHERS) for name, label in names.items()]
 
 

@@ -56,17 +56,30 @@ def headlines() -> Iterator[Text]:
     )
     text = f" about {row['context_tokens']:,} tokens that come back takes {seconds} ({measured_on('restore')})."
     yield line("README.md", "The first token of an answer", text)
-    step = f"a step pays {percent:.0f} % of what vLLM's own offloading adds"
-    yield line(
-        "README.md", "Inside vLLM, a restore takes", f" {over:.2f} times as long as a hit on the device, and {step}."
-    )
+    yield line("README.md", "Inside vLLM, a restore takes", f" {over:.2f} times as long as a hit on the device.")
+    case, (least, most) = result("generating")["rows"][0], extremes()
+    load = f"while {case['requests']} requests with prompts of {case['prompt_tokens']:,} tokens generate"
+    cases = f" {least:.0f} to {most:.0f} % [in other cases](docs/policies.md#per-step-inside-vllm)."
+    yield line("README.md", "Of what vLLM's own", f" offloading adds to a step {load}, Cargohold adds {percent:.0f} %;")
+    yield line("README.md", "it adds", cases)
     for name, words in (
         ("restore", f"The first token of a context that comes back: {row['times_sooner']:.0f} times sooner"),
         ("vllm", f"A restore inside vLLM: {over:.2f} times the time of a hit on the device"),
-        ("step", f"A step: {percent:.0f} % of what vLLM's own offloading adds"),
+        ("step", f"A step that generates: {percent:.0f} % of what vLLM's own offloading adds"),
     ):
         shown = f"](figures/headline-{name}.svg)"
         yield Text("docs/index.md", rf"(?m)^!\[.*{re.escape(shown)}$", f"![{words}{shown}")
+
+
+def extremes() -> tuple[float, float]:
+    """What a step costs over what vLLM's own connector costs, in per cent: the least and the most of all cases."""
+    each = [
+        row[f"{key}_us_per_step_beyond_no_connector"]
+        for row in result("generating")["rows"]
+        for key in ("prompts", "generating")
+    ]
+    over = [100 * beyond["cargohold"] / beyond["vllm"] for beyond in each]
+    return min(over), max(over)
 
 
 def span(of: dict[str, float]) -> str:
