@@ -184,6 +184,45 @@ class TestTwoTiers:
             assert result.num_prefix_hits == sum(tier.loaded for tier in result.tiers)
 
 
+class TestBehindADevicePool:
+    @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
+    @pytest.mark.parametrize("part", [0.5, 1, 2])
+    def test_both_are_one_cache(self, policy: str, part: float) -> None:
+        # One cache of both sizes: a host memory that held the device's chunks once more would find nothing up to its size.
+        workload = workload_of(conversations(2)).behind(60)
+        result = one(workload, policy, round(60 * part))
+        alone = int(workload.on_device.sum())
+        whole = one(workload_of(conversations(2)), "lru", round(60 * (1 + part))).num_prefix_hits
+        assert alone + result.num_prefix_hits >= alone + 0.8 * (whole - alone) > alone
+        (host,) = result.tiers
+        assert host.loaded == result.num_prefix_hits
+        best = one(workload, "optimum", round(60 * part)).num_prefix_hits
+        assert result.num_prefix_hits <= best <= one(workload, "infinite", 1).num_prefix_hits
+
+    @pytest.mark.parametrize("device", [1, 20, 60, 1000])
+    def test_the_device_alone_is_lru(self, device: int) -> None:
+        paths = conversations(1)
+        assert int(workload_of(paths).behind(device).on_device.sum()) == naive_lru(paths, device)[0]
+
+    def test_tokens_that_the_device_finds_are_not_saved(self) -> None:
+        workload = load_workload([TraceRequest(hash_ids=[1, 2], block_tokens=16) for _ in range(3)])
+        assert workload.prompt_tokens_from(0) == 6 * 16
+        behind = workload.behind(4)
+        assert behind.prompt_tokens_from(0) == 2 * 16
+        assert one(behind, "lru", 4).num_hit_tokens == 0
+
+    def test_what_neither_can_hold_is_a_miss(self) -> None:
+        workload = workload_of([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]).behind(2)
+        assert one(workload, "lru", 2).num_prefix_hits <= 2
+        assert one(workload, "fifo", 6).num_prefix_hits == 4
+
+    def test_a_disk_below_has_all(self) -> None:
+        workload = workload_of(conversations(2)).behind(60)
+        longest = int((workload.ends - workload.starts).max())
+        both = one(workload, "reuse-index", longest, workload.num_unique)
+        assert both.num_prefix_hits == one(workload, "infinite", 1).num_prefix_hits
+
+
 class TestAtItsTime:
     """What a server learns when an answer is complete is not known before."""
 

@@ -56,6 +56,9 @@ class GridOptions:
         str, typer.Option("--size", "-s", help="Sizes of host memory: blocks, bytes (64GiB) or % of all blocks.")
     ] = _DEFAULT_SIZES
     disk: Annotated[str | None, typer.Option(help="Size of a disk tier below host memory; by default none.")] = None
+    device: Annotated[
+        str | None, typer.Option(help="Size of the device pool in front, which is one cache with host memory.")
+    ] = None
     hints: Annotated[
         str | None,
         typer.Option(
@@ -104,7 +107,7 @@ def replay(
     if costs.bytes_per_token is None:
         _refuse_bytes("size", sizes)
         _refuse_bytes("disk", disk)
-    trace = load_trace(traces, trace_options)
+    trace = load_trace(traces, trace_options).behind(grid.device, costs)
     workload = trace.workload
     capacities = _capacities(workload, sizes, disk, costs)
     results = replay_all(workload, trace.replayable(policies), capacities, disk_policy, grid.jobs)
@@ -209,6 +212,9 @@ class PlanOptions:
     model: Annotated[str | None, typer.Option(help="Model that tells KV bytes per token.", metavar="MODEL")] = None
     host_bytes: Annotated[str | None, typer.Option(help="Host memory that could be had, such as 256GiB.")] = None
     disk_bytes: Annotated[str | None, typer.Option(help="Disk that could be had below it, such as 4TB.")] = None
+    device: Annotated[
+        str | None, typer.Option(help="Size of the device pool in front, which is one cache with host memory.")
+    ] = None
     disk_dir: Annotated[Path | None, typer.Option(help="Where on this machine, to see whether it fits.")] = None
     host_price: Annotated[
         float, typer.Option(help="What a GiB of host memory costs per hour, in seconds of an accelerator.")
@@ -289,7 +295,7 @@ def plan(
     costs = cost_options.costs(what.model)
     if costs.bytes_per_token is None:
         raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")
-    trace = load_trace(what.trace, trace_options)
+    trace = load_trace(what.trace, trace_options).behind(what.device, costs)
     with what.as_written():
         planner = Planner(trace.workload, costs, what.policy, budget)
     results = _replay(planner, trace, what, disk_policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from cargohold.cli.app import check_writable, errors, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
-from cargohold.lab.replay.costs import DEFAULT_BYTES_PER_S, CostModel, describe_kv
+from cargohold.lab.replay.costs import DEFAULT_BYTES_PER_S, CostModel, describe_kv, parse_size
 from cargohold.lab.replay.replaying import OPTIMUM, Capacities, ReplayResult, plan_tasks, run_tasks
 from cargohold.lab.replay.report import remarks_on
 from cargohold.lab.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
@@ -175,6 +175,18 @@ class LoadedTrace:
     workload: Workload
     is_trie: bool
     remarks: tuple[str, ...]
+
+    def behind(self, device: str | None, costs: CostModel) -> LoadedTrace:
+        """The same trace behind a device pool of a size, with what that finds by itself as a remark."""
+        if device is None:
+            return self
+        workload = self.workload
+        size = parse_size("device", device).chunks_for(workload, costs.chunk_bytes(workload.chunk_tokens))
+        workload = workload.behind(size)
+        share = int(workload.on_device[workload.num_warm :].sum()) / workload.num_lookups
+        text = f"the device pool alone finds {share:.1%} of the blocks asked for; hits are what offloading adds to that"
+        remark(f"note: {text}", style="yellow")
+        return replace(self, workload=workload, remarks=(*self.remarks, text))
 
     def replayable(self, policies: Sequence[str]) -> list[str]:
         """The policies that can be replayed: all but the optimum, which needs ids that form a trie."""

@@ -277,7 +277,7 @@ def _on_traffic(planner: Planner, plan: Plan) -> str:
     )
     return (
         f"{asks} {format_bytes(workload.num_unique * planner.chunk_bytes)} of different KV; a cache for all of it would find "
-        f"{plan.everything.prefix_hit_ratio:.1%}."
+        f"{plan.everything.prefix_hit_ratio:.1%}, from the first request on."
     )
 
 
@@ -322,7 +322,7 @@ def _what_it_does(planner: Planner, step: Step) -> str:
         if left is None
         else f"prefill keeps {_accelerators(left)} busy"
     )
-    text += f". {step.result.prefix_hit_ratio:.1%} of the blocks asked for are found."
+    text += f". Once it is full, {step.result.prefix_hit_ratio:.1%} of the blocks asked for are found."
     return text if step.is_judged else f"{text} The trace is too short to fill it."
 
 

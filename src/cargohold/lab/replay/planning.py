@@ -280,6 +280,7 @@ class Planner:
 
     def _evicts_at(self, num_chunks: int) -> int:
         """The first request that finds a tier of this size full; if it is never full, the one behind the last new chunk."""
+        num_chunks += self.workload.device_chunks
         if num_chunks >= len(self._first_uses):
             return int(self._first_uses[-1]) + 1
         return int(self._first_uses[num_chunks])

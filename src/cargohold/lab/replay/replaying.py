@@ -46,8 +46,9 @@ class ReplayResult:
         capacities: slots of each tier, first tier first; of an infinite cache, the number of different chunks.
         num_requests: requests that are counted.
         num_lookups: chunks of their prompts.
-        num_prefix_hits: chunks found with all chunks before them: the hits that save prefill.
-        num_block_hits: chunks found, behind a hole or not.
+        num_prefix_hits: chunks found with all chunks before them, without those that the device pool finds by itself: the hits
+            that save prefill.
+        num_block_hits: chunks found, behind a hole or not, without the same.
         num_hit_tokens: tokens of the prefix hits; ``None`` if the trace does not tell how many a block has.
         tiers: traffic of each tier; empty for the optimum, for which it is not known.
         seconds: real time that the replay took.
@@ -109,15 +110,16 @@ def check_policies(policies: Sequence[str]) -> None:
 def count(
     workload: Workload, policy: str, capacities: Capacities, run: TierRun, first: int, seconds: float
 ) -> ReplayResult:
-    hits = run.hits[first:]
+    hits = run.hits[first:] - workload.on_device[first:]
+    tokens, on_device = workload.tokens_in(run.hits, first), workload.tokens_in(workload.on_device, first)
     return ReplayResult(
         policy=policy,
         capacities=capacities,
         num_requests=len(hits),
         num_lookups=workload.lookups_from(first),
         num_prefix_hits=int(hits.sum()),
-        num_block_hits=int(run.present[first:].sum()),
-        num_hit_tokens=workload.tokens_in(run.hits, first),
+        num_block_hits=int((run.present - workload.on_device)[first:].sum()),
+        num_hit_tokens=None if tokens is None or on_device is None else tokens - on_device,
         tiers=run.traffic(first),
         seconds=seconds,
         run=run,
@@ -136,7 +138,7 @@ def _production(workload: Workload, policy: str, capacities: Capacities, disk_po
 
 
 def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[ReplayResult]:
-    """Results of the best possible tier, as large as all tiers together."""
+    """Results of the best possible tier, as large as all tiers and the device pool together."""
     started = time.perf_counter()
     requests = (workload.chunks[start:end].tolist() for start, _, end in workload.spans())
     try:
@@ -146,7 +148,7 @@ def _optimum(workload: Workload, capacities: Sequence[Capacities]) -> Iterator[R
             "policy", OPTIMUM, "the trace's ids do not form a trie, so no optimum can be computed"
         ) from error
     for sizes in capacities:
-        hits = np.array(trace.optimal_hits(sum(sizes)), dtype=np.int64)
+        hits = np.array(trace.optimal_hits(sum(sizes) + workload.device_chunks), dtype=np.int64)
         yield _counted(workload, OPTIMUM, sizes, TierRun(hits, hits, ()), started)
         started = time.perf_counter()
 
@@ -179,6 +181,7 @@ _ARRAYS: Final = (
     "answered_s",
     "sessions",
     "turn_ends",
+    "on_device",
 )
 
 

@@ -81,6 +81,8 @@ class Report:
             "prompt_tokens": workload.num_prompt_tokens,
             "duration_s": workload.duration_s,
             "engine_reused_blocks": workload.num_reused_blocks,
+            "device_chunks": workload.device_chunks,
+            "device_hits": int(workload.on_device[workload.num_warm :].sum()),
         }
 
     def _result_facts(self, result: ReplayResult) -> Facts:

@@ -7,6 +7,9 @@ reported how the turn ended. Nothing is busy, and a load changes no state: it is
 tokens its engine computed in a step, chunks are stored step by step as in that engine, and an answer's chunks one by one,
 because policies may depend on that.
 
+With a device pool in front, which finds what was used last by itself, both are one cache, as in an engine: chunks are stored
+as they are computed while there is room, or a lower tier wants them; after that, when the device loses them.
+
 The first tier is the one that exchanges KV with the accelerator. Lower tiers are written through: chunks stored in the first
 are written to the others, too. A promotion needs room in the first tier; a chunk that finds none there is a miss.
 """
@@ -15,17 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from math import inf
 from typing import Final
 
 import numpy as np
 
 from cargohold.blocks import ABSENT, READY
-from cargohold.cache import OffloadManager, make_manager
+from cargohold.cache import OffloadManager, StoreOffer, make_manager
 from cargohold.errors import ConfigError
 from cargohold.lab.replay.hints import OrchestratorHints
-from cargohold.lab.replay.workload import TURN_ENDS, Ints, Workload
+from cargohold.lab.replay.workload import TURN_ENDS, DevicePool, Ints, Workload
 from cargohold.option_values import is_positive_int
 
 HOST: Final = "host"
@@ -87,8 +88,8 @@ class TierRun:
     """The result of one run, request by request.
 
     Attributes:
-        hits: per request, number of leading chunks of its prompt that were found in a tier.
-        present: per request, chunks of its prompt that were found in a tier, behind a hole or not.
+        hits: per request, number of leading chunks of its prompt that were found in a tier or on the device.
+        present: per request, chunks of its prompt that were found there, behind a hole or not.
         tiers: what each tier did, first tier first; empty if that is not known.
     """
 
@@ -172,22 +173,25 @@ class _Replay:
         self._workload = workload
         self._tiers = tiers
         self._hints = hints
-        # The requests whose answers are being written: when they are complete, number, chunks, and how many the prompt has.
-        self._running: list[tuple[float, int, Keys, int]] = []
+        self._device = DevicePool[bytes](workload.device_chunks)
+        self._is_pooled = workload.device_chunks > 0 and tiers[0].manager.pool_with_device(
+            workload.device_chunks, lambda keys: [key in self._device for key in keys]
+        )
 
     def run(self) -> TierRun:
         """Replay all requests."""
         workload, names = self._workload, _names(self._workload.num_unique)
         found: list[tuple[int, int]] = []
-        times = zip(workload.spans(), workload.arrivals_s.tolist(), workload.answered_s.tolist(), strict=True)
-        for request, ((start, prompt_end, end), arrival_s, answered_s) in enumerate(times):
-            self._answer_until(arrival_s)
+        spans = list(workload.spans())
+        for request, is_answered in workload.events():
+            start, prompt_end, end = spans[request]
+            keys = tuple(names[workload.chunks[start:end]].tolist())
+            if is_answered:
+                self._end(request, keys, prompt_end - start)
+                continue
             if request:
                 self._end_request()
-            keys = tuple(names[workload.chunks[start:end]].tolist())
             found.append(self._arrive(request, keys[: prompt_end - start]))
-            heappush(self._running, (answered_s, request, keys, prompt_end - start))
-        self._answer_until(inf)
         self._end_request()
         hits, present = np.array(found, dtype=np.int64).T
         return TierRun(hits, present, tuple(tier.log() for tier in self._tiers))
@@ -196,20 +200,50 @@ class _Replay:
         """Look a prompt up and compute the rest. Returns how many leading chunks were found, and how many in all."""
         if self._hints is not None:
             self._hints.before(request, prompt)
-        num_hits, num_present = _serve(self._tiers, prompt)
+        num_hits, num_present = _serve(self._tiers, prompt, self._device.find(prompt))
+        self._note_lost(self._device.use(prompt))
+        if self._is_pooled:
+            self._list(prompt[:num_hits], None)
         for first, end in _prompt_pieces(self._workload, num_hits, len(prompt)):
-            _store(self._tiers, prompt[first:end], prompt[first - 1] if first else None)
+            self._store(prompt[first:end], prompt[first - 1] if first else None)
         return num_hits, num_present
 
-    def _answer_until(self, now_s: float) -> None:
-        """Complete the answers that are complete by then."""
-        while self._running and not self._running[0][0] > now_s:
-            _, request, keys, num_prompt = heappop(self._running)
-            for first, end in _answer_pieces(self._workload, num_prompt, len(keys)):
-                _store(self._tiers, keys[first:end], keys[first - 1] if first else None)
-            if self._hints is not None:
-                self._hints.after(request, keys)
-            self._tiers[0].manager.end_turn(keys, TURN_ENDS[self._workload.turn_ends[request]])
+    def _end(self, request: int, keys: Keys, num_prompt: int) -> None:
+        """The answer to a request is complete."""
+        self._note_lost(self._device.end(keys, num_prompt))
+        for first, end in _answer_pieces(self._workload, num_prompt, len(keys)):
+            self._store(keys[first:end], keys[first - 1] if first else None)
+        if self._hints is not None:
+            self._hints.after(request, keys)
+        self._tiers[0].manager.end_turn(keys, TURN_ENDS[self._workload.turn_ends[request]])
+
+    def _store(self, keys: Keys, parent: bytes | None) -> None:
+        """Store chunks that were computed, or only list those that the device holds, if there is no room for all."""
+        if not self._is_pooled:
+            _store(self._tiers, keys, parent)
+        elif len(self._tiers) > 1 or len(keys) <= self._tiers[0].manager.num_free:
+            _store(self._tiers, keys, parent)
+            self._tiers[0].manager.note_copies([key for key in keys if key in self._device])
+        else:
+            num_listed = self._list(keys, parent)
+            if num_listed < len(keys):  # the prompt is longer than the device pool
+                _store(self._tiers, keys[num_listed:], keys[num_listed - 1] if num_listed else parent)
+
+    def _list(self, keys: Keys, parent: bytes | None) -> int:
+        """List the leading chunks that the device holds; return how many they are."""
+        listed = keys[: self._device.find(keys)]
+        if listed:
+            self._tiers[0].manager.list_on_device((StoreOffer(listed, parent),))
+        return len(listed)
+
+    def _note_lost(self, lost: Sequence[bytes]) -> None:
+        """Store what the device loses and nothing else has, as far as it is worth a slot."""
+        if self._is_pooled and lost:
+            host = self._tiers[0]
+            handle = host.manager.prepare_saves(lost)
+            handle.commit()
+            host.stored += len(handle.keys)
+            host.manager.note_lost(lost)
 
     def _end_request(self) -> None:
         for tier in self._tiers:
@@ -245,18 +279,23 @@ def _answer_pieces(workload: Workload, num_prompt: int, num_chunks: int) -> Iter
     return _pieces(num_prompt, range(num_prompt, num_chunks + 1) if is_stepped else [num_chunks])
 
 
-def _serve(tiers: Sequence[_Tier], prompt: Keys) -> tuple[int, int]:
-    """Look a prompt up, promote and touch. Returns how many leading chunks were found, and how many in all."""
+def _serve(tiers: Sequence[_Tier], prompt: Keys, num_on_device: int) -> tuple[int, int]:
+    """Look up what the device lacks of a prompt, promote and touch.
+
+    Returns how many leading chunks were found, and how many in all, both with those on the device.
+    """
     first = tiers[0]
     presence = first.manager.lookup(prompt)
-    num_hits = presence.find(ABSENT)
+    num_hits = presence.find(ABSENT, num_on_device)
     if num_hits < 0:
         num_hits = len(prompt)
-    first.loaded += num_hits
-    num_present = presence.count(READY)
+    first.loaded += num_hits - num_on_device
+    num_present = num_on_device + presence.count(READY, num_on_device)
     if len(tiers) > 1 and num_hits < len(prompt):
-        answers = [presence, *(tier.manager.lookup(prompt) for tier in tiers[1:])]
-        num_present = sum(READY in column for column in zip(*answers, strict=True))
+        answers = [
+            answer[num_on_device:] for answer in (presence, *(tier.manager.lookup(prompt) for tier in tiers[1:]))
+        ]
+        num_present = num_on_device + sum(READY in column for column in zip(*answers, strict=True))
         num_hits = _promote(tiers, prompt, num_hits)
     first.manager.touch(prompt)
     return num_hits, num_present

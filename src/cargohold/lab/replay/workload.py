@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Chunks = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
+Name = TypeVar("Name", bound=Hashable)
 
 UNKNOWN: Final = -1
 FIRST_TOKEN_S: Final = 1.0
@@ -63,6 +66,8 @@ class Workload:
         step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not tell.
         is_timed: whether all requests have an arrival time.
         is_sorted: whether the requests that have one were in the order of their times.
+        device_chunks: chunks that the device pool in front holds; 0 if none is replayed.
+        on_device: per request, how many leading chunks of its prompt the device pool finds by itself.
     """
 
     chunks: Chunks
@@ -74,6 +79,7 @@ class Workload:
     answered_s: Floats
     sessions: Ints
     turn_ends: Ints
+    on_device: Ints
     num_unique: int
     num_prompt_blocks: int
     blocks_per_chunk: int = 1
@@ -83,6 +89,34 @@ class Workload:
     num_warm: int = 0
     is_timed: bool = True
     is_sorted: bool = True
+    device_chunks: int = 0
+
+    def behind(self, device_chunks: int) -> Workload:
+        """The same requests behind a device pool that holds so many chunks."""
+        pool, spans = DevicePool[int](device_chunks), list(self.spans())
+        runs: list[int] = []
+        for request, is_answered in self.events():
+            start, prompt_end, end = spans[request]
+            if is_answered:
+                pool.end(self.chunks[start:end].tolist(), prompt_end - start)
+                continue
+            prompt = self.chunks[start:prompt_end].tolist()
+            runs.append(pool.find(prompt))
+            pool.use(prompt)
+        return replace(self, device_chunks=device_chunks, on_device=np.array(runs, dtype=np.int64))
+
+    def events(self) -> Iterator[tuple[int, bool]]:
+        """Yield each request twice, in the order of time: when it arrives, and, with ``True``, when its answer is complete."""
+        running: list[tuple[float, int]] = []
+        for request, (arrival_s, answered_s) in enumerate(
+            zip(self.arrivals_s.tolist(), self.answered_s.tolist(), strict=True)
+        ):
+            while running and not running[0][0] > arrival_s:
+                yield heappop(running)[1], True
+            yield request, False
+            heappush(running, (answered_s, request))
+        while running:
+            yield heappop(running)[1], True
 
     @property
     def num_requests(self) -> int:
@@ -128,13 +162,14 @@ class Workload:
         return None if (counted == UNKNOWN).any() else int(counted.sum())
 
     def prompt_tokens_from(self, first: int) -> int:
-        """Tokens of the prompts from a request on; where the trace does not tell, those of their chunks.
+        """Tokens of the prompts from a request on that the device pool lacks; where the trace does not tell, of their chunks.
 
         It must be known how many tokens a chunk has.
         """
         assert self.chunk_tokens is not None, "it is known how many tokens a chunk has"
         in_chunks = (self.prompt_ends - self.starts) * self.chunk_tokens
-        return int(np.where(self.prompt_tokens == UNKNOWN, in_chunks, self.prompt_tokens)[first:].sum())
+        asked = int(np.where(self.prompt_tokens == UNKNOWN, in_chunks, self.prompt_tokens)[first:].sum())
+        return asked - (self.tokens_in(self.on_device, first) or 0)
 
     @property
     def num_reused_blocks(self) -> int | None:
@@ -174,6 +209,40 @@ class Workload:
         first_before = np.empty(self.num_unique, dtype=np.int32)
         first_before[numbers] = before[first_uses]
         return int(np.count_nonzero(first_before[self.chunks] != before))
+
+
+class DevicePool(Generic[Name]):
+    """The engine's own prefix cache: it evicts what was used least recently, ends of prefixes first.
+
+    Args:
+        capacity: chunks that it holds.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: dict[Name, None] = {}  # next to be evicted first
+
+    def __contains__(self, chunk: Name) -> bool:
+        return chunk in self._held
+
+    def find(self, chunks: Sequence[Name]) -> int:
+        """Return how many leading chunks it holds."""
+        return next((at for at, chunk in enumerate(chunks) if chunk not in self._held), len(chunks))
+
+    def end(self, chunks: Sequence[Name], num_prompt: int) -> list[Name]:
+        """Use a request's chunks once more at its end, with those behind its prompt, and return what is evicted for them."""
+        return self.use([chunk for at, chunk in enumerate(chunks) if at >= num_prompt or chunk in self._held])
+
+    def use(self, chunks: Sequence[Name]) -> list[Name]:
+        """Take in the chunks of one prefix; return what is evicted for them, in that order."""
+        held = self._held
+        for chunk in reversed(chunks):
+            held.pop(chunk, None)
+            held[chunk] = None
+        lost = list(islice(held, max(0, len(held) - self._capacity)))
+        for chunk in lost:
+            del held[chunk]
+        return lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +402,7 @@ class WorkloadBuilder:
             answered_s=self._answered_s(arrivals_s, sessions),
             sessions=sessions,
             turn_ends=np.array(self._turn_ends, dtype=np.int64),
+            on_device=np.zeros(len(ends), dtype=np.int64),
             num_unique=len(self._numbers),
             num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[counted].sum()),
             blocks_per_chunk=self._selection.blocks_per_chunk,
@@ -421,5 +491,6 @@ def _taken(workload: Workload, order: Ints) -> Workload:
         answered_s=workload.answered_s[order],
         sessions=workload.sessions[order],
         turn_ends=workload.turn_ends[order],
+        on_device=workload.on_device[order],
         num_unique=len(numbers),
     )
