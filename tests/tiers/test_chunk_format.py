@@ -87,7 +87,7 @@ def test_bytes_written_by_this_format_are_read_for_ever(secret: bytes | None) ->
     header = using.header_of(data, KEY, len(b"payload"))
     assert header is not None and (header.parent, header.retention) == (PARENT, RAISED)
     into = memoryview(bytearray(7))
-    body = using.body_for(into)
+    body = using.body_for(header, into)
     body.view[:] = bytes.fromhex("8f053123377aa4") if secret else b"payload"
     assert using.decode(header, KEY, body, into) and bytes(into) == b"payload"
     assert using.decode_details(KEY, bytes.fromhex(SEALED_DETAILS if secret else PLAIN_DETAILS)) == DETAILS

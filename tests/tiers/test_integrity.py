@@ -166,7 +166,7 @@ def test_encrypted_chunks_are_authenticated() -> None:
         found = own.header_of(forged.pack(), forged.key, SMALL)
         assert found is not None, "nothing is wrong with the header"
         into = memoryview(bytearray(SMALL))
-        room = own.body_for(into)
+        room = own.body_for(found, into)
         room.view[:] = stored
         return bytes(into) if own.decode(found, forged.key, room, into) else None
 

@@ -248,10 +248,10 @@ def test_engines_do_not_wait_for_a_look_at_large_namespaces(tmp_path: Path, monk
     monkeypatch.setattr("cargohold.tiers.disk.files.ROOM", replace(ROOM, plus_s=0.1))
     engines: list[Tier] = []
 
-    def count(file: Path) -> Counter[int]:
+    def count(file: Path) -> Counter[tuple[int, int]]:
         del file
         engines.append(filled(disk_tier(tmp_path), 3))
-        return Counter({CHUNK: 3})
+        return Counter({(CHUNK, CHUNK): 3})
 
     monkeypatch.setattr("cargohold.tiers.disk.inventory._count_headers", count)
     assert [holding.num_chunks for holding in DiskInventory(tmp_path).holdings()] == [3]

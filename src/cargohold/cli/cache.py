@@ -308,6 +308,7 @@ def _as_dict(holding: Holding) -> dict[str, object]:
         "chunks": holding.num_chunks,
         "bytes": holding.num_bytes,
         "spare_bytes": holding.spare_bytes,
+        "plain_bytes": holding.plain_bytes,
         "last_used_s": holding.last_used_s,
         "in_use": holding.is_in_use,
         "remark": holding.remark,
@@ -319,7 +320,8 @@ def _table(holdings: Sequence[Holding]) -> Table:
     table = Table(box=None, header_style="bold")
     for title in ("id", "model", "part"):
         table.add_column(title)
-    for title in ("chunks", "size", "last used"):
+    is_packed = any(holding.plain_bytes for holding in holdings)
+    for title in ("chunks", "size", *["plain"] * is_packed, "last used"):
         table.add_column(title, justify="right")
     table.add_column("")
     for holding in holdings:
@@ -327,7 +329,8 @@ def _table(holdings: Sequence[Holding]) -> Table:
         remarks = [_use(holding)] * holding.is_in_use + ["encrypted"] * bool(facts.get("encryption"))
         names = [_shown(facts.get(name, "?")) for name in ("label", "split")]
         chunks = "unknown" if holding.num_chunks is None else f"{holding.num_chunks:,}"
-        sizes = [chunks, format_bytes(holding.num_bytes), _ago(holding)]
+        plain = format_bytes(holding.plain_bytes) if holding.plain_bytes else ""
+        sizes = [chunks, format_bytes(holding.num_bytes), *[plain] * is_packed, _ago(holding)]
         table.add_row(holding.short_id, *names, *sizes, ", ".join(remarks))
     return table
 

@@ -44,9 +44,10 @@ def held_per_gib(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | N
 def _taken(config: OffloadConfig, layout: KVCacheLayout) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the tiers of one connector for which that is known, with the bytes that chunks of each group take on one worker."""
     sizes, room = chunk_sizes(config, layout), details_bytes(layout, config.blocks_per_chunk)
+    types = [group.number_type for group in layout.groups]
     yield "host", sizes
     for name, tier in zip(tier_names(config.tiers), config.tiers, strict=True):
-        if (taken := tier.bytes_taken(sizes, room)) is not None:
+        if (taken := tier.bytes_taken(sizes, types, room)) is not None:
             yield name, taken
 
 

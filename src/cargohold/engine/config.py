@@ -244,7 +244,9 @@ def plan_engine(
     groups = geometry.groups(config.block_tokens)
     block_bytes = info.geometry.block_bytes(config.block_tokens, info.dtype_bytes, world_size)
     layer_bytes = block_bytes // geometry.layers_per_group
-    groups = tuple(replace(group, block_bytes=len(group.layer_names) * layer_bytes) for group in groups)
+    groups = tuple(
+        replace(group, block_bytes=len(group.layer_names) * layer_bytes, number_type=info.dtype) for group in groups
+    )
     num_blocks = config.num_device_blocks or _default_num_blocks(config, info, groups, block_bytes * world_size)
     max_model_len = _longest_that_fits(groups, config, info.max_positions, num_blocks)
     if config.device == "cpu":

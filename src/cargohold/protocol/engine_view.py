@@ -64,6 +64,8 @@ class KVCacheGroup:
             reads of a window, or of a state, is worth nothing.
         block_bytes: bytes of a block that its layers use, on one worker; ``None`` for all of it. What a worker side is given as
             the group's regions holds these, and may hold more of the block.
+        number_type: type of all numbers in its blocks, as ``bfloat16``; empty if the engine does not say, or there are several.
+            Tiers that pack chunks need it.
     """
 
     index: int
@@ -73,6 +75,7 @@ class KVCacheGroup:
     window_tokens: int | None = None
     hit_tokens: int = 1
     block_bytes: int | None = None
+    number_type: str = ""
 
     def __post_init__(self) -> None:
         windowed = self.kind in (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)

@@ -1,8 +1,9 @@
 """The format of a stored chunk, on every medium: header, payload, details.
 
-The header says which chunk it is and how to verify it. The payload is the KV, encrypted if there is a key. The details are what
-KV events need of a chunk that was found after a restart: its tokens above all. They are encrypted when the payload is, but by
-themselves, so that they can be read without it. A value in a store has them behind the payload, a disk in a table of their own.
+The header says which chunk it is and how to verify it. The payload is the KV: packed if the tier is to do that and it gets
+smaller (see ``packing``), and then encrypted if there is a key. The details are what KV events need of a chunk that was found
+after a restart: its tokens above all. They are encrypted when the payload is, but by themselves, so that they can be read
+without it. A value in a store has them behind the payload, a disk in a table of their own.
 
 The header has 256 bytes:
 
@@ -10,12 +11,12 @@ The header has 256 bytes:
 at    field                                          bytes
 ====  =============================================  ======  ===============================================================
 0     magic                                          8       93 43 48 4b 56 0d 0a 1a
-8     version                                        2       2; chunks of other versions are misses: their namespace differs
+8     version                                        2       2, or 3 of packed chunks; others are misses
 10    flags                                          2       1: encrypted
 12    priority                                       1       0 to 100; 255: not given
 13    unused                                         1
 14    tenant                                         8       stands for whose quota it counts towards; zeros: nobody's
-22    length of the payload                          8
+22    length of the payload as stored                8
 30    namespace                                      32      its SHA-256
 62    key: length, bytes                             1 + 64
 127   key of the chunk before it: length, bytes      1 + 64  length 0: none
@@ -24,6 +25,17 @@ at    field                                          bytes
 236   time of storing                                8       nanoseconds since 1970
 244   end of a lease, or of a raised priority        4       seconds since 1970; 0: there is none
 248   checksum of the 248 bytes before               8       XXH3-64
+====  =============================================  ======  ===============================================================
+
+Packed chunks have shorter keys, and between them and the nonce how they were packed:
+
+====  =============================================  ======  ===============================================================
+62    key: length, bytes                             1 + 48
+111   key of the chunk before it: length, bytes      1 + 48
+160   length of the payload before                   8
+168   checksum of the payload before                 16      XXH3-128
+184   bytes of a number                              1
+185   unused                                         7
 ====  =============================================  ======  ===============================================================
 
 Details of n bytes, with t tokens; a chunk without them is as good as one with them:
@@ -50,17 +62,19 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
 import xxhash
 
-from cargohold.cache.manager import OffloadKey
+from cargohold.cache.manager import OffloadKey, split_key
 from cargohold.cache.retention import HELD, NO_RETENTION, NORMAL, Retention
 from cargohold.tiers.encryption import TAG_BYTES, EncryptionKey
+from cargohold.tiers.memory import bounce_buffer
 from cargohold.tiers.namespace import FORMAT_VERSION, Namespace
+from cargohold.tiers.packing import NUMBER_TYPES, pack, unpack
 
 HEADER_BYTES: Final = 256
 MAX_KEY_BYTES: Final = 64
@@ -74,6 +88,7 @@ _TO_LENGTH = "<8sHHBx8s"
 _TO_KEY = _TO_LENGTH + "Q32s"
 _TO_STORED = _TO_KEY + "B64sB64s12s16s16s"
 _FIELDS = struct.Struct(_TO_STORED + "QI")
+_PACKED_FIELDS = struct.Struct(_TO_KEY + "B48sB48sQ16sB7x12s16s16sQI")
 _CHECK = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
 _DETAILS = struct.Struct("<II12s16s4x")
@@ -83,11 +98,15 @@ TOKEN_TYPE: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 """Type of a token id in an array."""
 _NO_PRIORITY = 255
 _LENGTH_AT, _KEY_AT, _STORED_AT = map(struct.calcsize, (_TO_LENGTH, _TO_KEY, _TO_STORED))
+_PLAIN_LENGTH_AT: Final = 160
+_VERSION = struct.Struct("<8xH")
+PACKED_VERSION: Final = 3
+MAX_PACKED_KEY_BYTES: Final = 48
 _MAX_UINT32 = 2**32 - 1
 _EXTRAS_ROOM: Final = 128
 _HASH_ROOM: Final = 36
 _ROOM_STEP: Final = 256
-assert _FIELDS.size + _CHECK.size == HEADER_BYTES
+assert _FIELDS.size == _PACKED_FIELDS.size == HEADER_BYTES - _CHECK.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +142,21 @@ NO_NOTE: Final = Note()
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """How a payload was packed.
+
+    Attributes:
+        width: bytes of a number; see ``packing``.
+        num_bytes: length of the payload before.
+        checksum: its checksum before.
+    """
+
+    width: int
+    num_bytes: int
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """The fields of a chunk's header.
 
@@ -130,12 +164,13 @@ class Header:
         namespace: digest of the namespace.
         key: the chunk's key.
         parent: key of the chunk before it in its prefix, or empty.
-        num_bytes: length of the payload.
+        num_bytes: length of the payload as it is stored.
         checksum: checksum of the payload as it is stored.
         stored_ns: time of storing, in nanoseconds since 1970.
         nonce: nonce of the encryption; empty if the payload is not encrypted.
         tag: authentication tag of the encryption; empty if the payload is not encrypted.
         retention: what hints ask for it, in seconds since 1970.
+        packed: how the payload was packed; ``None`` if it was not.
     """
 
     namespace: bytes
@@ -147,16 +182,23 @@ class Header:
     nonce: bytes = b""
     tag: bytes = b""
     retention: Retention = NO_RETENTION
+    packed: Packed | None = None
+
+    @property
+    def plain_bytes(self) -> int:
+        """Length of the payload before it was packed."""
+        return self.num_bytes if self.packed is None else self.packed.num_bytes
 
     @property
     def is_encrypted(self) -> bool:
         return bool(self.nonce)
 
     def pack(self) -> bytes:
-        assert len(self.key) <= MAX_KEY_BYTES and len(self.parent) <= MAX_KEY_BYTES
-        fields = _FIELDS.pack(
+        packed = self.packed
+        assert max(len(self.key), len(self.parent)) <= (MAX_KEY_BYTES if packed is None else MAX_PACKED_KEY_BYTES)
+        fields = (_FIELDS if packed is None else _PACKED_FIELDS).pack(
             MAGIC,
-            FORMAT_VERSION,
+            FORMAT_VERSION if packed is None else PACKED_VERSION,
             _ENCRYPTED if self.is_encrypted else 0,
             self.retention.level if self.retention.level not in (HELD, NORMAL) else _NO_PRIORITY,
             self.retention.tenant,
@@ -166,6 +208,7 @@ class Header:
             self.key,
             len(self.parent),
             self.parent,
+            *(() if packed is None else (packed.num_bytes, packed.checksum, packed.width)),
             self.nonce,
             self.tag,
             self.checksum,
@@ -175,9 +218,12 @@ class Header:
         return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def length_in(header: bytes) -> int:
-    """Return the length of the payload that a header says, without checking the header."""
-    return int.from_bytes(header[_LENGTH_AT : _LENGTH_AT + 8], "little")
+def lengths_in(header: bytes) -> tuple[int, int]:
+    """Return the lengths of the payload that a header says, as stored and before, without checking the header."""
+    stored = int.from_bytes(header[_LENGTH_AT : _LENGTH_AT + 8], "little")
+    if _VERSION.unpack_from(header)[0] != PACKED_VERSION:
+        return stored, stored
+    return stored, int.from_bytes(header[_PLAIN_LENGTH_AT : _PLAIN_LENGTH_AT + 8], "little")
 
 
 def tag_of(header: bytes) -> int:
@@ -193,11 +239,16 @@ def unpack_header(data: bytes | memoryview) -> Header | None:
         return None
     if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
         return None
-    (_, version, flags, priority, tenant, num_bytes, namespace, key_length, key, parent_length, parent, *rest) = (
-        _FIELDS.unpack_from(data)
-    )
-    nonce, tag, checksum, stored_ns, until_s = rest
-    if version != FORMAT_VERSION or not 0 < key_length <= MAX_KEY_BYTES or parent_length > MAX_KEY_BYTES:
+    (version,) = _VERSION.unpack_from(data)
+    if version not in (FORMAT_VERSION, PACKED_VERSION):
+        return None
+    is_packed = version == PACKED_VERSION
+    (_, _, flags, priority, tenant, num_bytes, namespace, key_length, key, parent_length, parent, *rest) = (
+        _PACKED_FIELDS if is_packed else _FIELDS
+    ).unpack_from(data)
+    *how, nonce, tag, checksum, stored_ns, until_s = rest
+    packed = Packed(how[2], how[0], how[1]) if is_packed else None
+    if not 0 < key_length <= len(key) or parent_length > len(parent) or (packed and num_bytes >= packed.num_bytes):
         return None
     is_encrypted = bool(flags & _ENCRYPTED)
     return Header(
@@ -210,6 +261,7 @@ def unpack_header(data: bytes | memoryview) -> Header | None:
         nonce if is_encrypted else b"",
         tag if is_encrypted else b"",
         _retention(priority, float(until_s), tenant),
+        packed,
     )
 
 
@@ -224,7 +276,7 @@ class PayloadBuffer:
     """Memory that a stored payload is read into.
 
     Attributes:
-        view: the part to read into; as long as the payload.
+        view: the part to read into; as long as the payload as stored.
         sealed: for an encrypted payload, the memory of ``view`` with room for the tag behind it; else ``None``.
     """
 
@@ -237,14 +289,23 @@ class ChunkCodec:
 
     Attributes:
         namespace: what the bytes depend on, the id of the encryption key included.
+        number_types: as given; may be emptied before the first chunk.
 
     Args:
         namespace: what the bytes depend on besides the encryption key.
         key: key to encrypt with; ``None`` to leave chunks readable.
         time_ns: gives the time of day, in nanoseconds since 1970.
+        number_types: of each group, the type of the numbers in its chunks, by which they are packed; empty to pack none.
     """
 
-    def __init__(self, namespace: Namespace, key: EncryptionKey | None, time_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        key: EncryptionKey | None,
+        time_ns: Callable[[], int],
+        number_types: Sequence[str] = (),
+    ) -> None:
+        self.number_types = number_types
         self.namespace = replace(namespace, encryption="" if key is None else key.id)
         self._digest = self.namespace.digest
         self._cipher = None if key is None else key.cipher(self._digest)
@@ -255,13 +316,27 @@ class ChunkCodec:
     def encode(
         self, key: OffloadKey, payload: memoryview, parent: OffloadKey | None, retention: Retention = NO_RETENTION
     ) -> tuple[bytes, memoryview]:
-        """Return the chunk's header, and its payload as it is to be stored, which may be ``payload`` itself."""
-        stored_ns, body, nonce, tag = self._time_ns(), payload, b"", b""
+        """Return the chunk's header, and its payload as it is to be stored.
+
+        That may be ``payload`` itself, or memory of this thread that is valid until its next call.
+        """
+        stored_ns, nonce, tag = self._time_ns(), b"", b""
+        body, packed = self._pack(key, parent or b"", payload) if self.number_types else (payload, None)
         if self._cipher is not None:
-            nonce, body, tag = self._cipher.encrypt(payload, self._digest + key)
+            nonce, body, tag = self._cipher.encrypt(body, self._digest + key)
         checksum = payload_checksum(body)
-        header = Header(self._digest, key, parent or b"", len(payload), checksum, stored_ns, nonce, tag, retention)
+        header = Header(self._digest, key, parent or b"", len(body), checksum, stored_ns, nonce, tag, retention, packed)
         return header.pack(), body
+
+    def _pack(self, key: OffloadKey, parent: bytes, payload: memoryview) -> tuple[memoryview, Packed | None]:
+        """Return a payload packed, and how, if its numbers are of a type that is, and it gets smaller; else as it is."""
+        group = split_key(key)[1]
+        number = NUMBER_TYPES.get(self.number_types[group]) if group < len(self.number_types) else None
+        fits = max(len(key), len(parent)) <= MAX_PACKED_KEY_BYTES
+        body = pack(payload, number.width) if number is not None and fits else None
+        if number is None or body is None:
+            return payload, None
+        return body, Packed(number.width, len(payload), payload_checksum(payload))
 
     def asked_now(self, retention: Retention) -> Retention:
         """Return what a message asks for that comes now, in seconds since 1970."""
@@ -310,7 +385,7 @@ class ChunkCodec:
     def header_of(self, data: bytes | memoryview, key: OffloadKey, num_bytes: int) -> Header | None:
         """Return the header in ``data``; ``None`` unless it is of this chunk, of this namespace and of this length."""
         header = unpack_header(data)
-        if header is None or header.key != key or header.num_bytes != num_bytes or not self.is_ours(header):
+        if header is None or header.key != key or header.plain_bytes != num_bytes or not self.is_ours(header):
             return None
         return header
 
@@ -318,24 +393,32 @@ class ChunkCodec:
         """Whether a header is of this namespace, and encrypted exactly if there is a key."""
         return header.namespace == self._digest and header.is_encrypted is (self._cipher is not None)
 
-    def body_for(self, into: memoryview) -> PayloadBuffer:
-        """Return memory to read a payload into that ``decode`` then brings to ``into``; without a key, ``into`` itself."""
-        if self._cipher is None:
-            return PayloadBuffer(into)
-        sealed = bytearray(len(into) + TAG_BYTES)
-        return PayloadBuffer(memoryview(sealed)[: len(into)], sealed)
+    def body_for(self, header: Header, into: memoryview) -> PayloadBuffer:
+        """Return memory to read a payload into that ``decode`` then brings to ``into``; if it is plain, ``into`` itself."""
+        if self._cipher is not None:
+            sealed = bytearray(header.num_bytes + TAG_BYTES)
+            return PayloadBuffer(memoryview(sealed)[: header.num_bytes], sealed)
+        return PayloadBuffer(into if header.packed is None else _of_thread(header.num_bytes))
 
     def decode(self, header: Header, key: OffloadKey, body: PayloadBuffer, into: memoryview) -> bool:
         """Verify the payload that was read into ``body``, and write it, decrypted, to ``into``.
 
         Returns ``False`` if it is not what the header says; then ``into`` may hold garbage.
         """
-        if payload_checksum(body.view) != header.checksum:
+        stored, packed = body.view, header.packed
+        if payload_checksum(stored) != header.checksum:
             return False
-        if self._cipher is None or body.sealed is None:
-            return True
-        body.sealed[len(into) :] = header.tag
-        return self._cipher.decrypt(header.nonce, body.sealed, self._digest + key, into)
+        if self._cipher is not None and body.sealed is not None:
+            body.sealed[header.num_bytes :] = header.tag
+            stored = into if packed is None else _of_thread(header.num_bytes)
+            if not self._cipher.decrypt(header.nonce, body.sealed, self._digest + key, stored):
+                return False
+        # Only what was verified is unpacked.
+        return packed is None or (unpack(stored, packed.width, into) and payload_checksum(into) == packed.checksum)
+
+
+def _of_thread(num_bytes: int) -> memoryview:
+    return bounce_buffer(num_bytes, "body")[:num_bytes]
 
 
 def payload_checksum(data: memoryview) -> bytes:

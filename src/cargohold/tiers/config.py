@@ -109,6 +109,8 @@ class Opening:
         num_shards: number of workers that share the limits in the options.
         share: part of these limits that the tier gets, if others with the same options get the rest.
         request_s: maximum time of one request to a server, to the last byte of its answer.
+        number_types: of each group, the type of the numbers in its chunks. The codec has them if it is to pack chunks.
+        packs_new_only: whether chunks are packed only where engines that do not know packed ones have kept none.
     """
 
     codec: ChunkCodec
@@ -116,6 +118,8 @@ class Opening:
     num_shards: int = 1
     share: float = 1.0
     request_s: float = REQUEST_S
+    number_types: Sequence[str] = ()
+    packs_new_only: bool = False
 
     @property
     def chunk_bytes(self) -> int:
@@ -142,6 +146,9 @@ class TierConfig(Options):
             ``back``, when three quarters of host memory are not written yet, those unused for longest first.
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
         num_threads: requests to the medium at the same time, per worker; at most 256.
+        pack: ``exponent`` to keep chunks in fewer bytes, losslessly: 0.7 of bfloat16; ``none`` to keep them as they are;
+            ``auto`` to pack in shared stores where the package for it is installed and no chunks are from before. Disks then
+            keep them as they are, because most read faster than a processor unpacks.
     """
 
     kind: ClassVar[str]
@@ -153,6 +160,7 @@ class TierConfig(Options):
     write: Annotated[str, one_of(*(member.value for member in WriteMode))] = "through"
     encryption_key: Annotated[str | None, checked(_require_key_source)] = None
     num_threads: Annotated[int, _THREADS] = 8
+    pack: Annotated[str, one_of("auto", "none", "exponent")] = "auto"
 
     def __post_init__(self) -> None:
         """Refuse options that do not fit together. An override calls ``TierConfig.__post_init__(self)`` first."""
@@ -208,14 +216,24 @@ class TierConfig(Options):
         del replica
         return self
 
-    def bytes_taken(self, chunk_sizes: Sequence[int], details_bytes: int) -> Sequence[int] | None:
+    @property
+    def packs(self) -> bool:
+        """Whether chunks are to be packed; see ``Opening.packs_new_only``."""
+        return self.pack == "exponent"
+
+    def bytes_taken(
+        self, chunk_sizes: Sequence[int], number_types: Sequence[str], details_bytes: int
+    ) -> Sequence[int] | None:
         """Return the bytes that a chunk of each group takes on one worker; ``None``, the default, if that is not known.
+
+        Of packed ones, about.
 
         Args:
             chunk_sizes: bytes of their payloads.
+            number_types: types of their numbers.
             details_bytes: most bytes that a chunk's details may take, of which a tier may keep room for all.
         """
-        del chunk_sizes, details_bytes
+        del chunk_sizes, number_types, details_bytes
         return None
 
     def describe(self) -> str:

@@ -35,6 +35,8 @@ class Holding:
             ``False`` if the medium never tells.
         remark: what could not be found out, with the files and the reasons; empty if there is nothing to say.
         spare_bytes: bytes that the namespace takes beyond ``num_bytes``, for chunks to come: files are preallocated.
+        plain_bytes: bytes that the payloads had before they were packed; about, where only one was looked at; 0 if that is not
+            known, or none was packed.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Holding:
     is_in_use: bool
     remark: str = ""
     spare_bytes: int = 0
+    plain_bytes: int = 0
 
     @property
     def short_id(self) -> str:

@@ -61,18 +61,18 @@ def _anonymous(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class _PerThread(threading.local):
-    staging: Staging | None = None
+_per_thread = threading.local()
 
 
-_per_thread = _PerThread()
+def bounce_buffer(num_bytes: int, purpose: str = "bounce") -> memoryview:
+    """Return page-aligned memory of this thread, in whole pages, with undefined contents.
 
-
-def bounce_buffer(num_bytes: int) -> memoryview:
-    """Return page-aligned memory of this thread, in whole pages, with undefined contents. Valid until its next call."""
-    staging = _per_thread.staging
+    Valid until its next call for the same purpose.
+    """
+    staging: Staging | None = getattr(_per_thread, purpose, None)
     if staging is None or len(staging.view) < num_bytes:
-        staging = _per_thread.staging = Staging(max(1, num_bytes))
+        staging = Staging(max(1, num_bytes))
+        setattr(_per_thread, purpose, staging)
     return staging.view[: padded(num_bytes)]
 
 

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 from cargohold.deadlines import ANSWER
 from cargohold.errors import ConfigError
+from cargohold.tiers import packing
 from cargohold.tiers.chunk_format import ChunkCodec
 from cargohold.tiers.config import REQUEST_S, Opening, TierConfig
 from cargohold.tiers.encryption import read_key, require_package
@@ -29,6 +30,8 @@ def require_packages(config: TierConfig) -> None:
     """Raise ``ConfigError`` if a package for a tier is missing. Touches no medium, so it may run on any machine."""
     if config.encryption_key is not None:
         require_package()
+    if config.pack == "exponent":
+        packing.require_package()
     config.require_packages()
 
 
@@ -52,6 +55,8 @@ def check_tier(config: TierConfig, chunk_sizes: Sequence[int], num_shards: int) 
     """
     if config.encryption_key is not None:
         read_key(config.encryption_key).cipher(b"")  # fails if the package for encryption is not installed
+    if config.pack == "exponent":
+        packing.require_package()
     config.require_sizes(max(chunk_sizes), num_shards)
     at_medium(config, lambda: config.check(chunk_sizes, num_shards), ANSWER.seconds())
 
@@ -64,13 +69,14 @@ def open_tier(
     *,
     share: float = 1.0,
     request_s: float = REQUEST_S,
+    number_types: Sequence[str] = (),
 ) -> Tier:
     """Open one worker's shard of a tier.
 
     Args:
         config: the tier's options.
         namespace: what the chunks' bytes depend on. Each worker has its own: they differ in ``split``.
-        chunk_sizes, num_shards, share, request_s: see ``Opening``.
+        chunk_sizes, num_shards, share, request_s, number_types: see ``Opening``.
 
     Raises:
         ConfigError: the medium cannot be used with these options, there is no key for encryption, or a package is not
@@ -78,11 +84,13 @@ def open_tier(
     """
     config.require_sizes(max(chunk_sizes), num_shards)
     opening = Opening(
-        codec=_codec(config, namespace),
+        codec=_codec(config, namespace, number_types if config.packs else ()),
         chunk_sizes=chunk_sizes,
         num_shards=num_shards,
         share=share,
         request_s=request_s,
+        number_types=number_types,
+        packs_new_only=config.pack == "auto",
     )
     return at_medium(config, lambda: config.open(opening), undo=lambda tier: tier.close())
 
@@ -137,6 +145,6 @@ def namespace_in(config: TierConfig, namespace: Namespace) -> Namespace:
     return _codec(config, namespace).namespace
 
 
-def _codec(config: TierConfig, namespace: Namespace) -> ChunkCodec:
+def _codec(config: TierConfig, namespace: Namespace, number_types: Sequence[str] = ()) -> ChunkCodec:
     key = None if config.encryption_key is None else read_key(config.encryption_key)
-    return ChunkCodec(namespace, key, time.time_ns)
+    return ChunkCodec(namespace, key, time.time_ns, number_types)

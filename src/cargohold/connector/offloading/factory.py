@@ -138,6 +138,7 @@ def open_queues(config: OffloadConfig, environment: WorkerEnvironment, namespace
                     chunk_sizes(config, layout),
                     layout.num_shards,
                     request_s=min(REQUEST.seconds(config.transfer_timeout_s), MAX_TIMEOUT_S),
+                    number_types=[group.number_type for group in layout.groups],
                 )
             opened.begin()
             limits = QueueConfig(num_threads=tier.num_threads, finish_s=FINISH.seconds(config.shutdown_timeout_s))

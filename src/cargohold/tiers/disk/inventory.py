@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, Header, length_in, unpack_header
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, Header, lengths_in, unpack_header
 from cargohold.tiers.disk import trimming
 from cargohold.tiers.disk.files import (
     DirectoryLock,
@@ -145,7 +145,7 @@ class DiskInventory(Inventory):
     def _describe(self, shard: Path) -> Holding:
         """Find out about a shard what can be found out: one that is bad, or another user's, must not hide the others."""
         remarks: list[str] = []
-        num_bytes = spare_bytes = 0
+        num_bytes = spare_bytes = stored_bytes = plain_bytes = 0
         description = ShardDescription({}, None)
         lengths = _count_chunks(shard, remarks)
         num_chunks = None if lengths is None else lengths.total()
@@ -156,20 +156,25 @@ class DiskInventory(Inventory):
                 remarks.append(_not_described(shard))
         with noted(remarks, shard):
             num_bytes, payload_bytes = _space(shard)
-            if lengths is not None and description.geometry is not None:
-                slot_bytes = description.geometry.slot_bytes
-                num_slots = sum(slots_for(length, slot_bytes) * count for length, count in lengths.items())
-                spare_bytes = max(0, payload_bytes - num_slots * slot_bytes)
+            if lengths is not None and (geometry := description.geometry) is not None:
+                num_slots = sum(
+                    slots_for(stored, geometry.slot_bytes) * count for (stored, _), count in lengths.items()
+                )
+                spare_bytes = max(0, payload_bytes - num_slots * geometry.slot_bytes)
+                num_bytes = min(num_bytes, num_slots * geometry.segment_bytes // geometry.slots_per_segment)
+                stored_bytes = sum(stored * count for (stored, _), count in lengths.items())
+                plain_bytes = sum(plain * count for (_, plain), count in lengths.items())
         is_in_use = _is_in_use(shard, remarks)
         return Holding(
             id=shard.relative_to(self._root).as_posix(),
             facts=description.namespace,
             num_chunks=num_chunks,
-            num_bytes=num_bytes - spare_bytes,
+            num_bytes=num_bytes,
             last_used_s=last_used(shard) or None,
             is_in_use=is_in_use,
             remark=in_short(remarks),
             spare_bytes=spare_bytes,
+            plain_bytes=plain_bytes if plain_bytes > stored_bytes else 0,
         )
 
     def _lock(self, shard: Path) -> DirectoryLock:
@@ -207,9 +212,9 @@ def _require_ours(shard: Path) -> None:
         raise TierError(_NAME, f"{shard} has files that are not a disk tier's, so it is left alone")
 
 
-def _count_chunks(shard: Path, remarks: list[str]) -> Counter[int] | None:
-    """Return how many chunks there are, by length; ``None``, with a remark, if not all headers can be read."""
-    count: Counter[int] = Counter()
+def _count_chunks(shard: Path, remarks: list[str]) -> Counter[tuple[int, int]] | None:
+    """Return how many chunks there are, by length as stored and before; ``None`` and a remark if a header cannot be read."""
+    count: Counter[tuple[int, int]] = Counter()
     # A shard may be deleted meanwhile. Unlike ``glob``, a listing says if we may not list.
     with noted(remarks, shard), suppress(FileNotFoundError):
         for file in shard.iterdir():
@@ -219,13 +224,13 @@ def _count_chunks(shard: Path, remarks: list[str]) -> Counter[int] | None:
     return None if remarks else count
 
 
-def _count_headers(path: Path) -> Counter[int]:
-    count: Counter[int] = Counter()
+def _count_headers(path: Path) -> Counter[tuple[int, int]]:
+    count: Counter[tuple[int, int]] = Counter()
     with suppress(FileNotFoundError):  # deleted meanwhile: an engine that starts deletes segments above its budget
         for piece in read_pieces(path):
             # Only headers begin like this. Details lie behind them, in steps of a header's size.
             starts = [at for at in range(0, len(piece), HEADER_BYTES) if piece.startswith(MAGIC, at)]
-            count.update([length_in(piece[at : at + HEADER_BYTES]) for at in starts])
+            count.update([lengths_in(piece[at : at + HEADER_BYTES]) for at in starts])
     return count
 
 

@@ -27,6 +27,7 @@ from cargohold.tiers.disk.root import REPLICA_DIRECTORY
 from cargohold.tiers.disk.shard import ShardBudget, check_place, require_place, require_unused
 from cargohold.tiers.disk.slots import SlotPlan
 from cargohold.tiers.disk.tier import DiskTier
+from cargohold.tiers.packing import packed_sizes
 from cargohold.tiers.places import is_url
 from cargohold.tiers.port import Tier
 
@@ -124,11 +125,12 @@ class DiskTierConfig(TierConfig):
     def require_unused(self, namespace_ids: Callable[[], Iterable[str]]) -> None:
         require_unused(self._budget(1), namespace_ids)
 
-    def bytes_taken(self, chunk_sizes: Sequence[int], details_bytes: int) -> Sequence[int]:
+    def bytes_taken(self, chunk_sizes: Sequence[int], number_types: Sequence[str], details_bytes: int) -> Sequence[int]:
         """See ``TierConfig``. Headers, the room for details, and what stays empty of slots are a part of it."""
-        plan = SlotPlan.of(chunk_sizes)
+        plan = SlotPlan.of_packed(chunk_sizes, number_types) if self.packs else SlotPlan.of(chunk_sizes)
         of_slot = plan.slot_bytes + HEADER_BYTES + plan.details_room(details_bytes) + USE_BYTES
-        return [plan.count_for(size) * of_slot for size in chunk_sizes]
+        expected = packed_sizes(chunk_sizes, number_types) if self.packs else chunk_sizes
+        return [plan.count_for(size) * of_slot for size in expected]
 
     def _budget(self, num_shards: int, share: float = 1.0) -> ShardBudget:
         root, total = parse_path("directory", self.directory).absolute(), self.num_max_bytes

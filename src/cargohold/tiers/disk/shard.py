@@ -43,8 +43,9 @@ from cargohold.tiers.disk.root import (
     warn_of_strangers,
     write_description,
 )
-from cargohold.tiers.disk.slots import Place, SlotPlan, place_in
+from cargohold.tiers.disk.slots import MOST_PACKED, Place, SlotPlan, place_in
 from cargohold.tiers.disk.trimming import move_down
+from cargohold.tiers.memory import PAGE_BYTES
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
 from cargohold.tiers.places import place_of, warn_of_owners, warn_of_writers
 
@@ -106,8 +107,7 @@ class Shard:
     """
 
     def __init__(self, budget: ShardBudget, opening: Opening, *, direct_io: bool) -> None:
-        namespace = opening.codec.namespace
-        self.plan = SlotPlan.of(opening.chunk_sizes)
+        namespace, self._opening = opening.codec.namespace, opening
         self._root = budget.root
         self._budget = budget
         self._direct_io = direct_io
@@ -120,7 +120,7 @@ class Shard:
             self._lock = self._take_lock()
             try:
                 check_budget(self._root, budget)
-                self.geometry = self._find_geometry(namespace)
+                self.plan, self.geometry = self._find_plan(namespace)
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
                 self._open_segments(namespace)
                 warn_of_strangers(self._root)
@@ -244,27 +244,25 @@ class Shard:
                 return DirectoryLock(self.path)
         raise _used(self._root)
 
-    def _find_geometry(self, namespace: Namespace) -> Geometry:
-        """Return the geometry of the existing files; if there are none, or they do not fit, delete them and choose a new one.
+    def _find_plan(self, namespace: Namespace) -> tuple[SlotPlan, Geometry]:
+        """Return how chunks lie in the existing files; if there are none, or they do not fit, delete them and choose anew.
 
         Raises:
             ConfigError: the budget is below one chunk.
             OSError: the files cannot be used, or it cannot be read what they are; then nothing is deleted.
         """
-        known = read_description(self.path).geometry
-        room = self._budget.shard_bytes - _OTHER_BYTES
-        plan, most = self.plan, self.plan.most
-        single = Geometry(plan.slot_bytes, most, plan.details_room(namespace.details_bytes), plan.link_bytes)
-        if known is not None and _fits(known, single) and known.segment_bytes <= room:
-            if _MOST_SEGMENTS * known.segment_bytes <= room - known.segment_bytes:
-                logger.warning(
-                    "disk tier in %s: its files were made for a smaller budget and can hold only %s of %s; to use all, delete "
-                    "this directory while no engine uses it",
-                    self.path,
-                    format_bytes(_MOST_SEGMENTS * known.segment_bytes),
-                    format_bytes(room),
-                )
-            return known
+        known, room = read_description(self.path).geometry, self._budget.shard_bytes - _OTHER_BYTES
+        sizes, types = self._opening.chunk_sizes, self._opening.number_types
+        if known is not None and known.segment_bytes <= room:
+            # The second one, of packed chunks, only if it is one that could have been made.
+            plans = [SlotPlan.of(sizes), SlotPlan.with_slots(known.slot_bytes, sizes)]
+            is_made = 1 < plans[1].most <= MOST_PACKED and known.slot_bytes % PAGE_BYTES == 0
+            for plan in plans if is_made else plans[:1]:
+                if _fits(known, _single(plan, namespace)):
+                    self._warn_of_small(known, room)
+                    return plan, known
+        plan = SlotPlan.of_packed(sizes, types) if self._opening.codec.number_types else SlotPlan.of(sizes)
+        single, most = _single(plan, namespace), plan.most
         _require_room(self._budget, single)
         is_described = known is not None
         why = "they do not fit the chunks or max_bytes" if is_described else f"{DESCRIPTION_FILE} is missing or damaged"
@@ -273,7 +271,17 @@ class Shard:
         in_room = room // single.segment_bytes * most // _LEAST_SEGMENTS
         geometry = replace(single, slots_per_segment=max(most, min(usual, in_room)))
         write_description(self.path, namespace.describe(), geometry)
-        return geometry
+        return plan, geometry
+
+    def _warn_of_small(self, known: Geometry, room: int) -> None:
+        if _MOST_SEGMENTS * known.segment_bytes <= room - known.segment_bytes:
+            logger.warning(
+                "disk tier in %s: its files were made for a smaller budget and can hold only %s of %s; to use all, delete "
+                "this directory while no engine uses it",
+                self.path,
+                format_bytes(_MOST_SEGMENTS * known.segment_bytes),
+                format_bytes(room),
+            )
 
     def _most_segments(self) -> int:
         within_budget = max(0, self._budget.shard_bytes - _OTHER_BYTES) // self.geometry.segment_bytes
@@ -363,6 +371,11 @@ def free_bytes(directory: Path) -> int:
     """Return the free space of a file system in bytes, for users other than the superuser. Raises ``OSError``."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def _single(plan: SlotPlan, namespace: Namespace) -> Geometry:
+    """Return the geometry with segments for one chunk of the largest size."""
+    return Geometry(plan.slot_bytes, plan.most, plan.details_room(namespace.details_bytes), plan.link_bytes)
 
 
 def _fits(known: Geometry, single: Geometry) -> bool:

@@ -1,8 +1,8 @@
 """Slots of a disk: how large they are, and which chunk lies in which.
 
 Where all chunks have about one size, a slot is as large as a chunk, and each chunk has one. Where groups' chunks differ in
-size, slots are smaller, and a chunk takes as many as it needs, anywhere, as in host memory (``cache.rows``). Its header is at
-the first one, and each has a link to the next::
+size, or chunks are packed, slots are smaller, and a chunk takes as many as it needs, anywhere, as in host memory
+(``cache.rows``). Its header is at the first one, and each has a link to the next::
 
     segment-00000.data       |a0  |a1  |a2  |b0  |b1  |c0  |d0  |c1  |
     segment-00000.headers    |a   |    |    |b   |    |c   |d   |    |
@@ -22,8 +22,9 @@ from typing import Final, TypeAlias
 
 from cargohold.cache.rows import RowTable, fit_rows
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, tag_of
-from cargohold.tiers.disk.files import Segment
+from cargohold.tiers.disk.files import USE_BYTES, Segment
 from cargohold.tiers.memory import PAGE_BYTES, padded
+from cargohold.tiers.packing import least_part, packed_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,38 @@ class SlotPlan:
         slot_bytes: bytes of a slot; whole pages.
         least: slots of the smallest chunk.
         most: slots of the largest chunk.
+        packs: whether chunks may be packed, and then take fewer.
     """
 
     slot_bytes: int
     least: int = 1
     most: int = 1
+    packs: bool = False
 
     @classmethod
     def of(cls, chunk_sizes: Sequence[int]) -> SlotPlan:
         """Return the plan for chunks of these sizes, of which there are about as many of each."""
         rows = fit_rows([padded(size) for size in chunk_sizes], PAGE_BYTES)
         return cls(rows.row_bytes, min(rows.per_block), rows.most)
+
+    @classmethod
+    def of_packed(cls, chunk_sizes: Sequence[int], number_types: Sequence[str]) -> SlotPlan:
+        """Return the plan for packed chunks of these sizes and types: with slots such that little of the last one is empty."""
+        expected = packed_sizes(chunk_sizes, number_types)
+        lengths = {padded(-(-size // count)) for size in expected for count in range(1, MOST_PACKED + 1)}
+
+        def taken(slot_bytes: int) -> float:
+            # Of some chunks a little more is left than is expected.
+            return sum((slots_for(size, slot_bytes) + _MORE) * (slot_bytes + _SLOT_EXTRAS) for size in expected)
+
+        fitting = [length for length in lengths if slots_for(max(chunk_sizes), length) <= MOST_PACKED]
+        return cls.with_slots(min(fitting, key=taken), chunk_sizes)
+
+    @classmethod
+    def with_slots(cls, slot_bytes: int, chunk_sizes: Sequence[int]) -> SlotPlan:
+        """Return the plan for chunks of these sizes, packed or not, in slots of ``slot_bytes``."""
+        least = slots_for(least_part(min(chunk_sizes)), slot_bytes)
+        return cls(slot_bytes, least, slots_for(max(chunk_sizes), slot_bytes), packs=True)
 
     def count_for(self, num_bytes: int) -> int:
         """Return how many slots a chunk takes; never fewer than the smallest one, which limits how many chunks there can be."""
@@ -61,6 +83,11 @@ class SlotPlan:
 
 Found: TypeAlias = tuple[Header, tuple[int, ...]]
 """A chunk's header, and its slots."""
+MOST_PACKED: Final = 24
+"""Most slots of a chunk that may be packed: each is a number in memory."""
+_MORE: Final = 0.1
+_SLOT_EXTRAS: Final = HEADER_BYTES + USE_BYTES + 8
+"""Bytes that a slot takes besides its part of a payload."""
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 _LINK: Final = struct.Struct("<II")
 _END: Final = 2**32 - 1

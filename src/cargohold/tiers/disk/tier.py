@@ -66,6 +66,13 @@ class DiskTier(Tier):
         self._lost: list[OffloadKey] = []
         self._is_all_lost = self._is_gone = False
         self._shard = shard = Shard(budget, opening, direct_io=direct_io)
+        if not shard.plan.packs:
+            if self._codec.number_types:
+                message = (
+                    "disk tier in %s: its files are for chunks that are not packed; to pack, delete this directory"
+                )
+                logger.warning(message, shard.path)
+            self._codec.number_types = ()
         self._index = SlotIndex(shard.capacity, find_policy(policy), shard.plan)
         self._uses = LastUses(shard)
         self._restore()
@@ -83,12 +90,15 @@ class DiskTier(Tier):
         """Write a chunk to free slots, or to those of chunks that the policy evicts for it."""
         with self._errors():
             self._require_directory()
-            number = self._reserve(key, parent, self._shard.plan.count_for(len(payload)))
+            if self.probe([key])[0]:
+                return StoreOutcome.PRESENT
+            asked = self._codec.asked_now(note.retention)
+            header, body = self._codec.encode(key, payload, parent, asked)
+            number = self._reserve(key, parent, self._shard.plan.count_for(len(body)))
             if isinstance(number, StoreOutcome):
                 return number
-            asked = self._codec.asked_now(note.retention)
             try:
-                self._write(self._index.slots_of(number), key, payload, parent, asked, note.details)
+                self._write(self._index.slots_of(number), header, body, self._codec.encode_details(key, note.details))
             except BaseException as error:
                 with self._lock:
                     self._index.forfeit(number)
@@ -292,20 +302,10 @@ class DiskTier(Tier):
             if is_alone:
                 self._growing.release()
 
-    def _write(  # all that is kept of a chunk
-        self,
-        slots: Sequence[int],
-        key: OffloadKey,
-        payload: memoryview,
-        parent: OffloadKey | None,
-        asked: Retention,
-        known: Details,
-    ) -> None:
+    def _write(self, slots: Sequence[int], header: bytes, body: memoryview, details: bytes) -> None:
         place = self._shard.place_of(slots)
         place.wipe()  # from now on the slots are empty
-        header, body = self._codec.encode(key, payload, parent, asked)
         place.write_payload(body)
-        details = self._codec.encode_details(key, known)
         if details:  # without them, those of an earlier chunk stay, but count for that chunk only
             place.write_details(details)
         place.write_header(header)
@@ -316,7 +316,7 @@ class DiskTier(Tier):
             header = self._codec.header_of(place.read_header(), key, len(into))
             if header is None:
                 return False
-            body = self._codec.body_for(into)
+            body = self._codec.body_for(header, into)
             place.read_payload(body.view)
         except OSError:
             # One bad place on the disk must not fail every request that wants this chunk. The next write to the slot may well

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, ChunkCodec, Note, details_are_sound
 from cargohold.tiers.memory import Staging, address_of, copy_bytes
+from cargohold.tiers.namespace import parse_description
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
+from cargohold.tiers.stores.inventory import PACKED
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,22 @@ class SharedTier(Tier):
         self._count_lock = threading.Lock()
         self._num_stored = 0
         self._stored_bytes = 0
+
+    def _settle_packing(self, is_for_new_alone: bool, read: Callable[[], bytes]) -> bytes:
+        """Pack nothing where engines that do not know packed chunks may look for theirs; return the namespace's description.
+
+        Args:
+            is_for_new_alone: whether to look for such engines, which would take packed chunks for damaged ones.
+            read: reads the description that is there; empty if there is none. May raise what the store raises.
+        """
+        types = self._codec.number_types
+        if types and is_for_new_alone:
+            self._codec.number_types = ()  # until it is known
+            found = read()
+            if not found or PACKED in parse_description(found):
+                self._codec.number_types = types
+        packed = {PACKED: "exponent"} if self._codec.number_types else {}
+        return json.dumps({**self._codec.namespace.describe(), **packed}, indent=2).encode()
 
     def staging(self) -> memoryview:
         """Return memory with room for a header before it and details behind it, so that a chunk is sent as it lies there."""
@@ -109,10 +128,12 @@ class SharedTier(Tier):
 
     def _decode(self, key: OffloadKey, value: memoryview, into: memoryview) -> bool:
         header = self._codec.header_of(value[:HEADER_BYTES], key, len(into))
-        end = HEADER_BYTES + len(into)
-        if header is None or len(value) < end or not details_are_sound(header, value[end:]):
+        if header is None:
             return False
-        body = self._codec.body_for(into)
+        end = HEADER_BYTES + header.num_bytes
+        if len(value) < end or not details_are_sound(header, value[end:]):
+            return False
+        body = self._codec.body_for(header, into)
         _bring(body.view, value[HEADER_BYTES:end])
         return self._codec.decode(header, key, body, into)
 

@@ -34,7 +34,7 @@ from obstore import exceptions as store_errors
 from obstore.store import LocalStore, ObjectStore
 
 from cargohold.tiers.disk.files import FULL, Descriptor
-from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN
+from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES
 from cargohold.tiers.stores.inventory import StoredObject
 
 logger = logging.getLogger(__name__)
@@ -294,6 +294,14 @@ def read_object(store: ObjectStore, path: str, max_bytes: int) -> memoryview:
     with _open(directory / path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         return memoryview(file.read(num_bytes) if num_bytes <= max_bytes else b"")
+
+
+def read_description(store: ObjectStore, namespace_id: str) -> bytes:
+    """Return the description of a namespace; empty if there is none. Raises the store's other errors."""
+    try:
+        return bytes(read_object(store, f"{namespace_id}/{DESCRIPTION}", MAX_DESCRIPTION_BYTES))
+    except FileNotFoundError:
+        return b""
 
 
 def read_pieces(store: ObjectStore, path: str, piece_bytes: int) -> Iterator[memoryview]:

@@ -6,11 +6,12 @@ import errno
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Final
 
 from cargohold.option_values import format_bytes
+from cargohold.tiers.chunk_format import HEADER_BYTES, unpack_header
 from cargohold.tiers.inventory import (
     Holding,
     Inventory,
@@ -24,6 +25,8 @@ from cargohold.tiers.inventory import (
 from cargohold.tiers.namespace import as_facts, parse_description
 
 NAME: Final = "shared"
+PACKED: Final = "packed"
+"""In the description of a namespace: how its chunks are packed, if they are. Not a part of its identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class StoreInventory(Inventory):
         with noted(remarks, namespace_id):
             facts = as_facts(parse_description(self._description(namespace_id)))
             remarks += remarks_on(facts)
+        plain_part = self._plain_part(objects) if PACKED in facts else 0
         left_bytes = sum(stored.num_bytes for stored in objects if stored.is_unfinished)
         if left_bytes:
             remarks.append(
@@ -117,7 +121,17 @@ class StoreInventory(Inventory):
             last_used_s=max(stored.written_s for stored in objects) or None,
             is_in_use=False,
             remark=in_short(remarks),
+            plain_bytes=int(plain_part * sum(stored.num_bytes for stored in objects if stored.key)),
         )
+
+    def _plain_part(self, objects: Sequence[StoredObject]) -> float:
+        """Return how many times as long a chunk was before it was packed, by looking at one; 0 if that fails."""
+        with suppress(StopIteration, ValueError, OSError):
+            newest = max((stored for stored in objects if stored.key), key=lambda stored: stored.written_s)
+            start = next(self._pieces(newest))
+            header = unpack_header(start[:HEADER_BYTES])
+            return 0 if header is None else header.plain_bytes / header.num_bytes
+        return 0
 
     @abstractmethod
     def _session(self) -> AbstractContextManager[None]:

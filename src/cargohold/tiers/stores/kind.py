@@ -23,6 +23,7 @@ from cargohold.tiers.config import (
     require_chunk_within,
 )
 from cargohold.tiers.inventory import Inventory
+from cargohold.tiers.packing import is_possible
 from cargohold.tiers.places import MOONCAKE, PARALLEL_PROBES, REDIS_SCHEMES, is_url, place_of
 from cargohold.tiers.port import Tier
 
@@ -89,6 +90,10 @@ class SharedTierConfig(TierConfig):
     @property
     def num_max_bytes(self) -> int | None:
         return None if self.max_bytes is None else parse_bytes("max_bytes", self.max_bytes)
+
+    @property
+    def packs(self) -> bool:
+        return self.pack == "exponent" or (self.pack == "auto" and is_possible())
 
     @property
     def num_asked_at_once(self) -> int | None:

@@ -252,7 +252,8 @@ class MooncakeTier(SharedTier):
     ) -> None:
         require_libraries(url)
         super().__init__(opening.codec, opening.chunk_bytes)
-        description = json.dumps(opening.codec.namespace.describe()).encode()
+        # No engine that does not know packed chunks knows this store.
+        description = self._settle_packing(is_for_new_alone=False, read=bytes)
         slot_bytes = padded(max(self._max_value_bytes, len(description)))
         num_bytes = slot_bytes * (num_threads + 1)
         self._client = ClientProcess(url, network, opening.request_s, num_bytes=num_bytes, num_lines=num_threads)

@@ -10,8 +10,13 @@ from obstore.store import ObjectStore
 
 from cargohold.errors import TierError
 from cargohold.tiers.inventory import PIECE_BYTES, Holding
-from cargohold.tiers.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES
-from cargohold.tiers.stores.directory import delete_if_there, delete_unfinished, list_ours, read_object, read_pieces
+from cargohold.tiers.stores.directory import (
+    delete_if_there,
+    delete_unfinished,
+    list_ours,
+    read_description,
+    read_pieces,
+)
 from cargohold.tiers.stores.inventory import NAME, StoredObject, StoreInventory
 from cargohold.tiers.stores.objects import first_line, lacks_credentials
 
@@ -74,10 +79,7 @@ class ObjectInventory(StoreInventory):
         return read_pieces(self._store, chunk.path, PIECE_BYTES)
 
     def _description(self, namespace_id: str) -> bytes:
-        try:
-            return bytes(read_object(self._store, f"{namespace_id}/{DESCRIPTION}", MAX_DESCRIPTION_BYTES))
-        except FileNotFoundError:
-            return b""
+        return read_description(self._store, namespace_id)
 
     def _delete(self, path: str) -> None:
         delete_if_there(self._store, path)

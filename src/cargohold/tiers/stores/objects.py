@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import heapq
-import json
 import logging
 import os
 import threading
@@ -52,6 +51,7 @@ from cargohold.tiers.stores.directory import (
     is_there,
     list_ours,
     make_directory,
+    read_description,
     read_object,
     refuses_access,
     try_listing,
@@ -317,7 +317,7 @@ class ObjectTier(SharedTier):
         self._prefix = opening.codec.namespace.id
         self._place = self._find_place()
         self._obstacles = SparingLog(logger)
-        self._introduce()
+        self._introduce(opening)
         if self._directory is not None and not opening.codec.namespace.encryption:
             own = self._directory / self._prefix
             warn_of_writers(self.name, (self._directory, own))
@@ -462,12 +462,12 @@ class ObjectTier(SharedTier):
         except OSError as error:
             raise _unusable(self._shown_url, error) from error
 
-    def _introduce(self) -> None:
+    def _introduce(self, opening: Opening) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us do all we need.
 
         Raises ``ConfigError`` if it does not. If the store does not answer, that is only logged.
         """
-        for purpose, attempt in self._trials():
+        for purpose, attempt in self._trials(opening):
             try:
                 attempt()
             except (store_errors.BaseError, OSError, ValueError) as error:
@@ -477,12 +477,17 @@ class ObjectTier(SharedTier):
                 logger.warning("shared tier: %s does not answer yet: %s", self._shown_url, first_line(error))
                 return
 
-    def _trials(self) -> list[tuple[str, Callable[[], object]]]:
+    def _trials(self, opening: Opening) -> list[tuple[str, Callable[[], object]]]:
         """Return what to try at the start, each with what it is good for. The first one stores the description."""
-        text = json.dumps(self._codec.namespace.describe(), indent=2).encode()
+        path = f"{self._prefix}/{DESCRIPTION}"
+
+        def describe() -> None:
+            text = self._settle_packing(opening.packs_new_only, lambda: read_description(self._store, self._prefix))
+            obstore.put(self._store, path, text)
+
         absent = self._path(_NO_KEY)
         trials: list[tuple[str, Callable[[], object]]] = [
-            ("writing", lambda: obstore.put(self._store, f"{self._prefix}/{DESCRIPTION}", text)),
+            ("writing", describe),
             # Without the right to list, S3 denies access to absent objects: then no chunk could be asked for, or stored.
             ("reading, or for listing", lambda: is_there(self._store, absent)),
             ("deleting", lambda: delete_if_there(self._store, absent)),

@@ -5,7 +5,6 @@ A chunk is the value of ``cargohold:<namespace id>:<key>``; the value of ``cargo
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers import places
 from cargohold.tiers.config import REQUEST_S, Opening
+from cargohold.tiers.namespace import MAX_DESCRIPTION_BYTES
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
 
@@ -96,7 +96,7 @@ class RedisTier(SharedTier):
         self._client = open_client(url, opening.request_s)
         self._ttl_s = ttl_s
         self._prefix = f"{PREFIX}{opening.codec.namespace.id}".encode()
-        self._introduce(places.without_secrets(url))
+        self._introduce(places.without_secrets(url), opening)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for all keys in one round trip."""
@@ -151,14 +151,18 @@ class RedisTier(SharedTier):
     def _name(self, key: OffloadKey) -> bytes:
         return b"%b:%b" % (self._prefix, key)
 
-    def _introduce(self, shown: str) -> None:
+    def _introduce(self, shown: str, opening: Opening) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the server permits all commands.
 
         Raises ``ConfigError`` if it does not. If the server does not answer, that is only logged.
         """
         try:
             with answers_understood():
-                self._client.set(self._prefix, json.dumps(self._codec.namespace.describe()))
+                description = self._settle_packing(
+                    opening.packs_new_only,
+                    lambda: bytes(self._client.getrange(self._prefix, 0, MAX_DESCRIPTION_BYTES)),  # type: ignore[arg-type]  # bytes
+                )
+                self._client.set(self._prefix, description)
                 self._client.getrange(self._prefix, 0, 0)
                 self._of_each("exists", _NO_KEYS)
                 self._of_each("unlink", _NO_KEYS)
