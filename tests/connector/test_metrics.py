@@ -73,6 +73,7 @@ GOLDEN = """
 prompt_tokens counter tier
 tier_capacity_bytes gauge tier
 tier_ready_bytes gauge tier
+tier_plain_bytes gauge tier
 tier_pinned_bytes gauge tier
 tier_in_use_bytes gauge tier
 tier_capacity_tokens gauge tier

@@ -23,6 +23,7 @@ from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
 from cargohold.protocol import BlockStored, SchedulerEnvironment, metrics
 from cargohold.tiers import DiskTierConfig, SharedTierConfig, Tier, TierConfig, TierQueue, open_tier
+from cargohold.tiers.kinds import open_inventory
 from tests.forks import fork_server
 from tests.llms import SettledLLM
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
@@ -79,6 +80,33 @@ def test_a_restarted_engine_restores_from_disk(
     assert tokens(again) == expected
     chunk = 4 * blocks_per_chunk
     assert restored(again) == [{"disk": 100 // chunk * chunk}] * 3
+
+
+@pytest.mark.parametrize("key", [None, "env:CARGOHOLD_TEST_KEY"], ids=["plain", "encrypted"])
+def test_a_restarted_engine_restores_packed_kv_from_disk_and_store(
+    key: str | None,
+    tmp_path: Path,
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("zstandard", reason="needs cargohold[packing]")
+    monkeypatch.setenv("CARGOHOLD_TEST_KEY", "7" * 64)
+    options = {**OPTIONS, "dtype": "bfloat16"}
+    with SettledLLM(tiny_model("llama"), **options) as plain:
+        expected = tokens(ask(plain, prompts()))
+    store = SharedTierConfig(url=f"file://{tmp_path}/shared", encryption_key=key)
+    packed = disk(tmp_path / "disk", pack="exponent", encryption_key=key)
+    with SettledLLM(tiny_model("llama"), offload=offload(packed, store, blocks_per_chunk=3), **options) as first:
+        assert tokens(ask(first, prompts())) == expected
+    for tier, name in ((packed, "disk"), (store, "shared")):
+        config = offload(tier, blocks_per_chunk=3)
+        again = make_llm(tiny_model("llama"), offload=config, **options)
+        answers = ask(again, prompts())
+        assert tokens(answers) == expected and restored(answers) == [{name: 96}] * 3
+        (holding,) = open_inventory(str(tmp_path / "disk") if name == "disk" else store.url).holdings()
+        assert holding.plain_bytes > 1.1 * holding.num_bytes
+        again.close()
 
 
 def test_a_directory_shared_by_url_serves_another_engine_while_the_first_runs(

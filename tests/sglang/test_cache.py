@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.sglang.host import KINDS, Host, tokens_from
+from tests.sglang.host import KINDS, Host, disk, extra_config, tokens_from
 
 Start = Callable[..., Host]
 
@@ -26,10 +27,14 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         ("hybrid", "page_first_direct"),
     ],
 )
+@pytest.mark.parametrize("pack", ["none", "exponent"])
 def test_what_was_evicted_comes_back_and_so_does_what_was_computed_before_a_restart(
-    start: Start, kind: str, layout: str
+    start: Start, kind: str, layout: str, pack: str, tmp_path: Path
 ) -> None:
-    host = start(kind, layout)
+    if pack == "exponent":
+        pytest.importorskip("zstandard", reason="needs cargohold[packing]")
+    extra = extra_config(disk(tmp_path / "kv", pack=pack))
+    host = start(kind, layout, **extra)
     tokens = tokens_from(100)
     computed = host.compute(tokens)
     host.back_up()
@@ -37,7 +42,7 @@ def test_what_was_evicted_comes_back_and_so_does_what_was_computed_before_a_rest
     assert host.load(tokens)[0] == 0
     assert host.prefetch(tokens) == 64
     assert host.load(tokens)[0] == 64 and same(host.load(tokens)[1], computed)
-    host = start(kind, layout)
+    host = start(kind, layout, **extra)
     assert host.load(tokens)[0] == 0
     assert host.prefetch(tokens) == 64
     count, restored = host.load(tokens)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cargohold.cache.rows import plan_rows
+from cargohold.tiers.kinds import open_inventory
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -96,3 +97,33 @@ def test_on_a_disk_chunks_take_what_their_groups_need_and_are_found_after_a_rest
     assert tokens(answers) == expected and restored(answers) == 640
     (description,) = tmp_path.glob("*/shard.json")
     assert json.loads(description.read_text())["slot_bytes"] == min(sizes) < max(sizes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3-uneven"])
+def test_packed_chunks_are_found_after_a_restart(
+    kind: str,
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("zstandard", reason="needs cargohold[packing]")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
+    model, options = vllm_model(kind), {"num_blocks": CASES[kind].num_blocks}
+    prompts = make_prompts(2, 330)
+    expected = tokens(ask_twice(start(model, **options), prompts))
+    found = {}
+    for pack in ("none", "exponent"):
+        place = tmp_path / pack
+        tier = {"kind": "disk", "directory": str(place), "max_bytes": "64MiB", "reserve_bytes": 0, "pack": pack}
+        engine = start(model, {**RESTARTED, "tiers": [tier]}, **options)
+        assert all(group.number_type == "float32" for group in engine.side.layout.groups)
+        assert tokens(ask_twice(engine, prompts)) == expected
+        engine.settle()
+        engine = start(model, {**RESTARTED, "tiers": [tier]}, **options)
+        answers = [engine.ask([prompt], 6)[0] for prompt in prompts]
+        assert tokens(answers) == expected
+        (holding,) = open_inventory(str(place)).holdings()
+        found[pack] = restored(answers), holding.num_chunks, holding.plain_bytes > 1.05 * holding.num_bytes
+    assert found["exponent"][:2] == found["none"][:2] and found["none"][0] >= 640
+    assert (found["none"][2], found["exponent"][2]) == (False, True)

@@ -29,6 +29,7 @@ from cargohold.lab.replay.costs import KVSize, describe_kv
 from cargohold.lab.replay.paying import TOKENS, Paying, describe_size, format_s
 from cargohold.llm import LLM
 from cargohold.option_values import format_bytes, parse_path, parse_room
+from cargohold.tiers.packing import NUMBER_TYPES
 
 _PROMPT_TOKENS: Final = 512
 _REPEATS: Final = 4
@@ -234,6 +235,12 @@ def _together(device: str | None, host: str | None, size: KVSize | None) -> Iter
 def _paying(model: str, size: KVSize, prefill: float | None, links: Mapping[str, float] | None) -> Iterator[Finding]:
     """What restoring saves, by link in bytes per second; ``None`` for links if nothing is to be measured."""
     yield Finding("KV", Level.OK, f"{describe_size(size.bytes_per_token)} (computed from the configuration of {model})")
+    if (packed := NUMBER_TYPES.get(size.number_type)) is not None:
+        plain, fewer = 2**30 / size.bytes_per_token, 2**30 / size.bytes_per_token / packed.part
+        found = (
+            f"about {fewer:,.0f} tokens per GiB of a tier with pack=exponent, {plain:,.0f} without ({size.number_type})"
+        )
+        yield Finding("packed", Level.OK, found, "")
     if links is None:
         yield Finding("does it pay", Level.NOTE, "not measured", "Leave out --quick. By data sheets: docs/pays.md")
         return

@@ -226,6 +226,9 @@ class PlanOptions:
     disk_writes_per_day: Annotated[
         float, typer.Option(help="How often a day the disk may be written from end to end (DWPD).")
     ] = 1.0
+    disk_part: Annotated[
+        float, typer.Option(help="Part of its bytes that the disk keeps of a chunk, if it packs: 0.7 for bfloat16.")
+    ] = 1.0
     engines: Annotated[int, typer.Option(help="Engines that are planned for.")] = 1
     per_engine: Annotated[
         bool,
@@ -247,6 +250,7 @@ class PlanOptions:
             disk_price_s=_checked("disk_price", self.disk_price),
             disk_write_bytes_per_s=parse_bandwidth("disk_write_bandwidth", self.disk_write_bandwidth),
             disk_writes_per_day=_checked("disk_writes_per_day", self.disk_writes_per_day),
+            disk_part=self.disk_part,
             num_engines=self.engines,
             per_engine=self.per_engine,
         )

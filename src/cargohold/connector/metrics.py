@@ -44,7 +44,10 @@ def for_operators(
             shown[series] += value
             if series.family in metrics.IN_TOKENS:
                 of_token = (device_token_bytes or token_bytes) if series.labels[0] == "device" else token_bytes
-                shown[metrics.IN_TOKENS[series.family].of(*series.labels)] += value / of_token
+                plain = value
+                if series.family is metrics.TIER_READY:  # of packed chunks, what they were before
+                    plain = total.get(metrics.TIER_PLAIN.of(*series.labels), value)
+                shown[metrics.IN_TOKENS[series.family].of(*series.labels)] += plain / of_token
     return shown
 
 

@@ -314,6 +314,9 @@ TIER_CAPACITY: Final = gauge(
 TIER_READY: Final = gauge(
     "tier_ready_bytes", "bytes", "What can be found in a tier; of a shared store, what this engine has stored.", "tier"
 )
+TIER_PLAIN: Final = gauge(
+    "tier_plain_bytes", "bytes", "What that was before it was packed; about, where chunks differ in size.", "tier"
+)
 TIER_PINNED: Final = gauge("tier_pinned_bytes", "bytes", "What hints keep from being evicted.", "tier")
 TIER_IN_USE: Final = gauge(
     "tier_in_use_bytes",

@@ -4,7 +4,9 @@ Numbers of one layer and head are about as large, so signs and exponents repeat;
 looks at them finds nothing. Of ``n`` numbers of ``w`` bytes, little-endian::
 
     plain    |m0 e0|m1 e1|m2 e2| ... |rest|      m: the first w - 1 bytes, e: the last one
-    packed   |m0|m1|m2| ... |rest|  e0 e1 e2 ... through Zstandard, level 1  |zeros, if need be|
+    packed   |m0 m1 m2 ... |rest|  e0 e1 e2 ... through Zstandard, level 1  |zeros, if need be|
+
+Of four bytes, the first ones of all numbers come first, then the second and the third ones.
 
 A packed chunk has at least half of the plain bytes, however well it could be compressed: so a tier knows how many can lie in a
 place. Whatever the bytes are, they come back as they were; those of another type than is said merely become no smaller.
@@ -40,7 +42,7 @@ class NumberType:
 NUMBER_TYPES: Final[Mapping[str, NumberType]] = {
     "bfloat16": NumberType(2, 0.70),
     "float16": NumberType(2, 0.88),
-    "float32": NumberType(4, 0.86),
+    "float32": NumberType(4, 0.85),
     "float8_e4m3fn": NumberType(1, 0.88),
     "float8_e5m2": NumberType(1, 0.80),
     "int8": NumberType(1, 0.92),
@@ -97,7 +99,8 @@ def pack(plain: memoryview, width: int) -> memoryview | None:
             return None
         packed = bounce_buffer(num_bytes, "packed")[:num_bytes]
         into, at = np.frombuffer(packed, np.uint8), count * (width - 1)
-        into[:at].reshape(count, width - 1)[:] = table[:, :-1]
+        for plane in range(width - 1):
+            into[plane * count : (plane + 1) * count] = table[:, plane]
         into[at:num_others] = data[count * width :]
         into[num_others : num_others + len(exponents)] = np.frombuffer(exponents, np.uint8)
         into[num_others + len(exponents) :] = 0
@@ -120,10 +123,11 @@ def unpack(packed: memoryview, width: int, into: memoryview) -> bool:
         exponents = _decompressed(packed[num_others:], count)
         if exponents is None:
             return False
-        rest = others[at:].tobytes()
-        table[:, :-1] = others[:at].reshape(count, width - 1)
+        planes = others if not np.may_share_memory(data, others) else others.copy()
+        for plane in range(width - 1):
+            table[:, plane] = planes[plane * count : (plane + 1) * count]
         table[:, -1] = np.frombuffer(exponents, np.uint8)
-        data[count * width :] = np.frombuffer(rest, np.uint8)
+        data[count * width :] = planes[at:]
     return True
 
 

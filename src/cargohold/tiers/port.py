@@ -73,11 +73,13 @@ class TierUsage:
         num_bytes: bytes that they take, headers and padding included.
         capacity_bytes: bytes that they can take, which may be less than the limit in the options, because a file system has
             less room, for instance; ``None`` if the medium sets the limit.
+        plain_bytes: bytes of the chunks before they were packed; about, where they differ in size.
     """
 
     num_chunks: int
     num_bytes: int
     capacity_bytes: int | None
+    plain_bytes: int = 0
 
 
 EMPTY: Final = TierUsage(0, 0, None)

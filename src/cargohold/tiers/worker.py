@@ -297,6 +297,7 @@ class TierWorker:
         for at, (name, queue) in enumerate(zip(self._names, self._queues, strict=True)):
             before, self._usage[at] = self._usage[at], (now := queue.usage())
             self._stats[metrics.TIER_READY.of(name)] += now.num_bytes - before.num_bytes
+            self._stats[metrics.TIER_PLAIN.of(name)] += now.plain_bytes - before.plain_bytes
             if now.capacity_bytes is not None:
                 self._stats[metrics.TIER_CAPACITY.of(name)] += now.capacity_bytes - (before.capacity_bytes or 0)
 

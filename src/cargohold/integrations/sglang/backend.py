@@ -108,7 +108,7 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
         share = pages.pool_bytes / total_bytes
         tiers = tuple(tier.of_replica(identity.replica) for tier in settings.tiers)
         namespace, num_shards = identity.namespace(name, pages), identity.ranks_here(name)
-        page_store = PageStore(replace(settings, tiers=tiers), namespace, pages.num_bytes, num_shards, share)
+        page_store = PageStore(replace(settings, tiers=tiers), namespace, pages, num_shards, share)
         where = "; ".join(tier.describe() for tier in tiers)
         message = "cargohold keeps pages of %s of %s (%s), as %s, in %s"
         logger.info(message, format_bytes(pages.num_bytes), name, namespace.id[:8], pages.form, where)

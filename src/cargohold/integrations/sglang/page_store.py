@@ -13,6 +13,7 @@ from typing import Final
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import TierError
+from cargohold.integrations.sglang.pages import Pages
 from cargohold.integrations.sglang.settings import BackendSettings
 from cargohold.tiers import BreakerState, JobKind, Namespace, QueueConfig, TierConfig, TierJob, TierQueue, open_tier
 from cargohold.tiers.kinds import open_inventory
@@ -33,17 +34,20 @@ class PoolTier:
     Args:
         config: the tier's options.
         namespace: identity of the pages.
-        page_bytes: bytes of one page.
+        pages: the pages.
         num_shards: number of ranks that share its limits.
         share: part of its limits that the pool gets.
     """
 
     def __init__(  # made in one place
-        self, config: TierConfig, namespace: Namespace, page_bytes: int, num_shards: int, share: float
+        self, config: TierConfig, namespace: Namespace, pages: Pages, num_shards: int, share: float
     ) -> None:
         self.config = config
         self.namespace = namespace_in(config, namespace)
-        self._open = partial(open_tier, config, namespace, [page_bytes], num_shards, share=share)
+        types = [pages.number_type]
+        self._open = partial(
+            open_tier, config, namespace, [pages.num_bytes], num_shards, share=share, number_types=types
+        )
         self.queue = TierQueue(self._open(), time.monotonic, QueueConfig(num_threads=config.num_threads))
         self._ids = count()
 
@@ -82,7 +86,7 @@ class PageStore:
     Args:
         settings: tiers and times.
         namespace: identity of the pages.
-        page_bytes: bytes of one page.
+        pages: the pages.
         num_shards: number of ranks that share the tiers' limits.
         share: part of these limits that the pool gets.
 
@@ -91,13 +95,13 @@ class PageStore:
     """
 
     def __init__(  # made in one place
-        self, settings: BackendSettings, namespace: Namespace, page_bytes: int, num_shards: int, share: float = 1.0
+        self, settings: BackendSettings, namespace: Namespace, pages: Pages, num_shards: int, share: float = 1.0
     ) -> None:
         self._settings = settings
         self._places: list[PoolTier] = []
         with ExitStack() as opened:
             for config in settings.tiers:
-                self._places.append(PoolTier(config, namespace, page_bytes, num_shards, share))
+                self._places.append(PoolTier(config, namespace, pages, num_shards, share))
                 opened.callback(self._places[-1].queue.shutdown)
             opened.pop_all()
 

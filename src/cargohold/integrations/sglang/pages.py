@@ -47,6 +47,12 @@ class Pages(ABC):
     def pool_bytes(self) -> int:
         return max(1, int(self.pool.size) // self.num_tokens) * self.num_bytes
 
+    @property
+    def number_type(self) -> str:
+        """Type of all numbers in a page; empty if there are several."""
+        types = {str(of) for name in _TYPES if (of := getattr(self.pool, name, None)) is not None}
+        return types.pop().removeprefix("torch.") if len(types) == 1 else ""
+
     def describe(self) -> str:
         """How a page's bytes are arranged."""
         pool = self.pool
@@ -66,6 +72,7 @@ class Pages(ABC):
         del indices, targets, is_loaded
 
 
+_TYPES: Final = ("dtype", "conv_dtype", "temporal_dtype")
 _GEOMETRY: Final = (
     "layout", "dtype", "page_size", "start_layer", "end_layer", "layer_num", "head_num", "head_dim", "v_head_dim",
     "kv_cache_dim", "num_mamba_layers", "conv_state_shapes", "temporal_state_shape", "conv_dtype", "temporal_dtype",
@@ -86,6 +93,12 @@ class RangePages(Pages):
         super().__init__(pool, sum(sizes))
         self._num_ranges = len(sizes)
         self._sizes = tuple(sizes)
+
+    @property
+    def number_type(self) -> str:
+        """Type of all numbers in a page; empty if there are several."""
+        types = {str(of) for name in _TYPES if (of := getattr(self.pool, name, None)) is not None}
+        return types.pop().removeprefix("torch.") if len(types) == 1 else ""
 
     def describe(self) -> str:
         """How a page's bytes are arranged, with the ranges."""

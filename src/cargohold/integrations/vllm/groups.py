@@ -163,7 +163,14 @@ def _group(number: int, group: Any) -> KVCacheGroup | str:
     if why is not None:
         return why
     kind, block_tokens, window, _ = _describe(layers[0])
-    return KVCacheGroup(number, kind, block_tokens, tuple(group.layer_names), window)
+    names = tuple(group.layer_names)
+    return KVCacheGroup(number, kind, block_tokens, names, window, number_type=_number_type(layers))
+
+
+def _number_type(layers: Sequence[Any]) -> str:
+    """Return the type of all numbers in the blocks of some layers; empty if there are several."""
+    types = {of for layer in layers for of in getattr(layer, "dtypes", None) or [getattr(layer, "dtype", None)]}
+    return str(types.pop()).removeprefix("torch.") if len(types) == 1 else ""
 
 
 def _refusals(group: Any, layers: Sequence[Any]) -> Iterator[str]:

@@ -190,6 +190,7 @@ class KVSize:
         bytes_per_token: bytes of KV in all layers on all workers together, with the unused room of spare layers.
         is_latent: whether keys and values are kept as one compressed vector (MLA).
         has_encoder: whether an encoder reads the prompt, so that KV depends on more than tokens.
+        number_type: type of its numbers; empty if another width was asked for.
     """
 
     full_layers: int
@@ -200,6 +201,7 @@ class KVSize:
     bytes_per_token: int
     is_latent: bool
     has_encoder: bool
+    number_type: str = ""
 
     def describe(self) -> str:
         """A description in words."""
@@ -238,8 +240,9 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
         ConfigError: ``dtype_bytes`` is impossible.
         UnsupportedModelError: the configuration does not tell.
     """
+    number_type = "" if dtype_bytes else str(getattr(config, "dtype", None)).removeprefix("torch.")
     if dtype_bytes is None:
-        dtype_bytes = _DTYPE_BYTES.get(str(getattr(config, "dtype", None)).removeprefix("torch."), 4)
+        dtype_bytes = _DTYPE_BYTES.get(number_type, 4)
     elif not is_positive_int(dtype_bytes):
         raise ConfigError("kv_dtype_bytes", dtype_bytes, "it must be an integer from 1")
     num_layers = getattr(config, "num_hidden_layers", None)
@@ -268,6 +271,7 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
         bytes_per_token=dtype_bytes * (sum(numbers) + sum(numbers[:1]) * num_spare),
         is_latent=any(getattr(_of_layer(config, layer), "kv_lora_rank", None) for layer in counted),
         has_encoder=bool(getattr(config, "is_encoder_decoder", False)),
+        number_type=number_type,
     )
     if not size.bytes_per_token:
         raise UnsupportedModelError(model, "it has no attention layers, so it has no KV cache")

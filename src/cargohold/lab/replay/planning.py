@@ -46,6 +46,7 @@ class SizingBudget:
         host_price_s, disk_price_s: price of a GiB of the tier for an hour, in seconds of an accelerator.
         disk_write_bytes_per_s: what the disk can write, for as long as it has to.
         disk_writes_per_day: how often the disk may be written from end to end every day.
+        disk_part: which part of its bytes the disk keeps of a chunk, because it packs them; 1 if it does not.
         num_engines: engines that are planned for.
         per_engine: whether each of them has a cache, and the trace is of one of them. If not, all see one cache, and the trace
             is of all of them.
@@ -57,6 +58,7 @@ class SizingBudget:
     disk_price_s: float = 0.1
     disk_write_bytes_per_s: float = 2e9
     disk_writes_per_day: float = 1.0
+    disk_part: float = 1.0
     num_engines: int = 1
     per_engine: bool = False
 
@@ -71,6 +73,8 @@ class SizingBudget:
         for key in ("host_price_s", "disk_price_s", "disk_write_bytes_per_s", "disk_writes_per_day"):
             if not is_positive_number(getattr(self, key)):
                 raise ConfigError(key, getattr(self, key), "it must be a number above 0")
+        if not 0 < self.disk_part <= 1:
+            raise ConfigError("disk_part", self.disk_part, "it must be a number above 0 and at most 1, such as 0.7")
         if not is_positive_int(self.num_engines):
             raise ConfigError("engines", self.num_engines, "it must be an integer from 1")
 
@@ -188,7 +192,8 @@ class Planner:
         self.budget = budget
         self._policy = policy
         self._host = _slots("host_bytes", budget.host_bytes, chunk_bytes)
-        self._disk = _slots("disk_bytes", budget.disk_bytes, chunk_bytes)
+        self._disk_chunk_bytes = int(chunk_bytes * budget.disk_part)
+        self._disk = _slots("disk_bytes", budget.disk_bytes, self._disk_chunk_bytes)
         self._first_uses = workload.first_use_requests()
         self._middle = _middle(workload)
 
@@ -254,12 +259,16 @@ class Planner:
         """Bytes written to the disk per token that was restored from it; ``None`` if none was."""
         disk = result.tiers[1]
         assert self.workload.chunk_tokens is not None, "it is known how many tokens a chunk has"
-        return disk.stored * self.chunk_bytes / (disk.loaded * self.workload.chunk_tokens) if disk.loaded else None
+        return (
+            disk.stored * self._disk_chunk_bytes / (disk.loaded * self.workload.chunk_tokens) if disk.loaded else None
+        )
 
     def written_per_day(self, result: ReplayResult) -> float | None:
         """Bytes written to the disk per day; ``None`` without times."""
         seconds = self.workload.seconds_from(len(self.workload.ends) - result.num_requests)
-        return result.tiers[1].stored * self.chunk_bytes / seconds * _DAY_S if self.has_rates and seconds else None
+        return (
+            result.tiers[1].stored * self._disk_chunk_bytes / seconds * _DAY_S if self.has_rates and seconds else None
+        )
 
     def tier_pays(self, tier: str) -> bool | None:
         """Whether loading from a tier is faster than computing; ``None`` if the prefill rate is not known."""
@@ -394,13 +403,13 @@ class Planner:
         first = len(self.workload.ends) - both.num_requests
         seconds = self.workload.seconds_from(first) if self.has_rates else 0.0
         hours = self._hours(first)
-        size = self._disk * self.chunk_bytes
+        size = self._disk * self._disk_chunk_bytes
         added = (self._gain(both) - self._gain(alone)) / hours / (size / GIB) if hours > 0 else 0.0
         use = DiskUse(result=both, gib_gain=added, is_judged=self._is_judged(self._disk))
         if not seconds:
             return use
         disk = both.tiers[1]
-        written, read = (chunks * self.chunk_bytes / seconds for chunks in (disk.stored, disk.loaded))
+        written, read = (chunks * self._disk_chunk_bytes / seconds for chunks in (disk.stored, disk.loaded))
         return replace(
             use,
             written_bytes_per_s=written,

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 
 from cargohold.cache.rows import RowTable, fit_rows
 from cargohold.tiers.chunk_format import HEADER_BYTES, Header, tag_of
-from cargohold.tiers.disk.files import USE_BYTES, Segment
+from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.memory import PAGE_BYTES, padded
 from cargohold.tiers.packing import least_part, packed_sizes
 
@@ -78,7 +78,7 @@ class SlotPlan:
 
     def details_room(self, num_bytes: int) -> int:
         """Return the room at each slot for a chunk's details, which lie at all of its slots together."""
-        return num_bytes if self.least == 1 else padded(-(-num_bytes // self.least), HEADER_BYTES)
+        return num_bytes if self.least == 1 else padded(-(-num_bytes // self.least), 8 if self.packs else HEADER_BYTES)
 
 
 Found: TypeAlias = tuple[Header, tuple[int, ...]]
@@ -86,8 +86,8 @@ Found: TypeAlias = tuple[Header, tuple[int, ...]]
 MOST_PACKED: Final = 24
 """Most slots of a chunk that may be packed: each is a number in memory."""
 _MORE: Final = 0.1
-_SLOT_EXTRAS: Final = HEADER_BYTES + USE_BYTES + 8
-"""Bytes that a slot takes besides its part of a payload."""
+_SLOT_EXTRAS: Final = HEADER_BYTES + 96
+"""About how many bytes a slot takes besides its part of a payload."""
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 _LINK: Final = struct.Struct("<II")
 _END: Final = 2**32 - 1

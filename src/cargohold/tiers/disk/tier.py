@@ -59,6 +59,7 @@ class DiskTier(Tier):
     def __init__(self, budget: ShardBudget, opening: Opening, policy: str, *, direct_io: bool) -> None:
         self.name = "disk"
         self.chunk_bytes = opening.chunk_bytes
+        self._mean_bytes = sum(opening.chunk_sizes) / len(opening.chunk_sizes)
         self._codec = opening.codec
         self._lock = threading.Lock()
         self._growing = threading.Lock()
@@ -211,7 +212,8 @@ class DiskTier(Tier):
         with self._lock:
             shard, index = self._shard, self._index
             slot_bytes = shard.geometry.segment_bytes // shard.geometry.slots_per_segment
-            return TierUsage(index.num_ready, index.num_ready_slots * slot_bytes, shard.num_reachable * slot_bytes)
+            num_bytes, reachable = index.num_ready_slots * slot_bytes, shard.num_reachable * slot_bytes
+            return TierUsage(index.num_ready, num_bytes, reachable, int(index.num_ready * self._mean_bytes))
 
     def close(self) -> None:
         """Save the last uses, let other processes use the directory, and close the files."""

@@ -38,7 +38,7 @@ class SharedTier(Tier):
         self._damage = SparingLog(logger)
         self._count_lock = threading.Lock()
         self._num_stored = 0
-        self._stored_bytes = 0
+        self._stored_bytes = self._plain_bytes = 0
 
     def _settle_packing(self, is_for_new_alone: bool, read: Callable[[], bytes]) -> bytes:
         """Pack nothing where engines that do not know packed chunks may look for theirs; return the namespace's description.
@@ -81,6 +81,7 @@ class SharedTier(Tier):
             with self._count_lock:
                 self._num_stored += 1
                 self._stored_bytes += len(value)
+                self._plain_bytes += len(payload)
         return outcome
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
@@ -108,7 +109,7 @@ class SharedTier(Tier):
     def usage(self) -> TierUsage:
         """Return the number and bytes of the chunks that this worker has stored."""
         with self._count_lock:
-            return TierUsage(self._num_stored, self._stored_bytes, None)
+            return TierUsage(self._num_stored, self._stored_bytes, None, self._plain_bytes)
 
     @abstractmethod
     def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
