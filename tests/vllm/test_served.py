@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from PIL import Image
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.tiers.kinds import open_inventory
 from tests.vllm.common import make_prompts
 from tests.vllm.models import PICTURE_SIZE, save_adapter, save_model, save_tokenizer
 from tests.vllm.served import EXTRA, LONG, RESTORED, Server, answer_of, completion, serve, stop, wait_until
@@ -191,6 +193,7 @@ def test_two_workers_are_called_reset_and_restored_together(model: str, director
 
 # --- tenants behind the front, and a disk that outlives the server ----------------------------------------------------
 
+PACKS = find_spec("zstandard") is not None  # of cargohold[packing]
 TENANTS = {"acme": {"key": "of acme"}, "zebra": {"key": "of zebra"}}
 
 
@@ -218,6 +221,7 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> No
     (directory / "tenants.json").chmod(0o600)
     environment = {"CARGOHOLD_TENANTS": str(directory / "tenants.json"), "PYTHONHASHSEED": "0"}
     tier = {"kind": "disk", "directory": str(directory / "kv"), "max_bytes": "64MiB", "reserve_bytes": 0}
+    tier["pack"] = "exponent" if PACKS else "none"
     served: dict[str, Any] = {"environment": environment, "middleware": "cargohold.serve.front.Front"}
     extra = {**EXTRA, "tiers": [tier], "restore_timeout_s": 60.0}
     with serve(model, directory, extra, name="log-disk", **served) as server:
@@ -235,6 +239,8 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> No
                 pool.submit(acme.call, "/v1/completions", completion(prompt, max_tokens=600))
             wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
             stop()
+    (holding,) = open_inventory(str(directory / "kv")).holdings()
+    assert holding.num_chunks and bool(holding.plain_bytes) is PACKS
     with serve(model, directory, extra, name="log-disk-again", **served) as server:
         acme, zebra = server.of("of acme"), server.of("of zebra")
         again = acme.ask(PROMPT)

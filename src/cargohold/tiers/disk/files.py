@@ -88,12 +88,14 @@ class Geometry:
         slots_per_segment: number of slots in a segment.
         details_bytes: room at each slot for the details of its chunk.
         link_bytes: room at each slot for the link to its chunk's next one.
+        packs: whether the slots were made for packed chunks; see ``slots``.
     """
 
     slot_bytes: int
     slots_per_segment: int
     details_bytes: int = 0
     link_bytes: int = 0
+    packs: bool = False
 
     @property
     def data_bytes(self) -> int:

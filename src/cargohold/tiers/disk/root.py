@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cargohold.tiers.disk.files import DirectoryLock, Geometry, is_in_use, read_small, write_whole
+from cargohold.tiers.memory import PAGE_BYTES
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES, as_facts, parse_description
 
 DESCRIPTION_FILE: Final = "shard.json"
@@ -315,10 +316,11 @@ def read_description(shard: Path) -> ShardDescription:
 
 
 def _geometry(data: dict[str, Any]) -> Geometry | None:
-    slot_bytes, slots = data.get("slot_bytes"), data.get("slots_per_segment")
-    details_bytes = data.get("details_bytes", 0)  # format 1 had none
-    link_bytes = data.get("link_bytes", 0)  # nor these
-    numbers = [number for number in (slot_bytes, slots, details_bytes, link_bytes) if isinstance(number, int)]
-    if len(numbers) < 4 or min(numbers) < 0 or 0 in numbers[:2]:
+    # Earlier descriptions have neither room for details nor links.
+    names = ("slot_bytes", "slots_per_segment", "details_bytes", "link_bytes")
+    sizes = {name: data.get(name, 0) for name in names}
+    if not all(isinstance(size, int) and size >= 0 for size in sizes.values()):
         return None
-    return Geometry(*numbers)
+    geometry = Geometry(**sizes, packs=data.get("packs") is True)
+    is_possible = geometry.slot_bytes and geometry.slots_per_segment and not geometry.slot_bytes % PAGE_BYTES
+    return geometry if is_possible else None

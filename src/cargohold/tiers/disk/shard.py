@@ -43,9 +43,8 @@ from cargohold.tiers.disk.root import (
     warn_of_strangers,
     write_description,
 )
-from cargohold.tiers.disk.slots import MOST_PACKED, Place, SlotPlan, place_in
+from cargohold.tiers.disk.slots import Place, SlotPlan, place_in
 from cargohold.tiers.disk.trimming import move_down
-from cargohold.tiers.memory import PAGE_BYTES
 from cargohold.tiers.namespace import DESCRIPTION, Namespace
 from cargohold.tiers.places import place_of, warn_of_owners, warn_of_writers
 
@@ -254,13 +253,10 @@ class Shard:
         known, room = read_description(self.path).geometry, self._budget.shard_bytes - _OTHER_BYTES
         sizes, types = self._opening.chunk_sizes, self._opening.number_types
         if known is not None and known.segment_bytes <= room:
-            # The second one, of packed chunks, only if it is one that could have been made.
-            plans = [SlotPlan.of(sizes), SlotPlan.with_slots(known.slot_bytes, sizes)]
-            is_made = 1 < plans[1].most <= MOST_PACKED and known.slot_bytes % PAGE_BYTES == 0
-            for plan in plans if is_made else plans[:1]:
-                if _fits(known, _single(plan, namespace)):
-                    self._warn_of_small(known, room)
-                    return plan, known
+            plan = SlotPlan.with_slots(known.slot_bytes, sizes) if known.packs else SlotPlan.of(sizes)
+            if _fits(known, _single(plan, namespace)):
+                self._warn_of_small(known, room)
+                return plan, known
         plan = SlotPlan.of_packed(sizes, types) if self._opening.codec.number_types else SlotPlan.of(sizes)
         single, most = _single(plan, namespace), plan.most
         _require_room(self._budget, single)
@@ -375,7 +371,8 @@ def free_bytes(directory: Path) -> int:
 
 def _single(plan: SlotPlan, namespace: Namespace) -> Geometry:
     """Return the geometry with segments for one chunk of the largest size."""
-    return Geometry(plan.slot_bytes, plan.most, plan.details_room(namespace.details_bytes), plan.link_bytes)
+    details_bytes = plan.details_room(namespace.details_bytes)
+    return Geometry(plan.slot_bytes, plan.most, details_bytes, plan.link_bytes, plan.packs)
 
 
 def _fits(known: Geometry, single: Geometry) -> bool:
