@@ -153,31 +153,38 @@ class Shares(ReplacementPolicy):
         levels = (level for share in self._shares for level, order in share.aside.items() if order is aside)
         return NORMAL if aside is None else next(levels)
 
-    def make_room_to_save(self, num_slots: int, worth: float, owner: int) -> int:
-        """Evict at most so many chunks, for others of a share that are worth so much; return how many of them it may have.
+    def make_room_to_save(self, num_chunks: int, num_missing: int, worth: float, owner: int) -> int:
+        """Evict at most ``num_missing`` chunks, and more of a share that is at its limit, for others of it.
 
-        Mutates the table.
+        Args:
+            num_chunks: number of the others.
+            num_missing: how many of them have no slot yet.
+            worth: what each of them is worth.
+            owner: their share.
+
+        Returns:
+            How many of them the share may have. Mutates the table.
         """
         evicted, self.tenant = self.table.evicted, owner
-        own, goal = self._shares[owner], len(evicted) + num_slots
+        own, goal = self._shares[owner], len(evicted) + num_missing
         hard = own.limits.hard
-        if hard is not None and (num_over := self._used(own) + num_slots - hard) > 0:
+        if hard is not None and (num_over := self._used(own) + num_chunks - hard) > 0:
             own.policy.give_up(num_over, worth)
         for share in self._shares:
             share.give_up_aside(goal - len(evicted), 0, NORMAL)
         spent: set[int] = set()
-        while (num_missing := goal - len(evicted)) > 0:
-            payer, num_chunks = self._payer(spent)
+        while (num_left := goal - len(evicted)) > 0:
+            payer, num_to_pay = self._payer(spent)
             if payer is None:
                 break
-            num_before, num_chunks = len(evicted), min(num_missing, num_chunks)
+            num_before, num_to_pay = len(evicted), min(num_left, num_to_pay)
             if payer is own:
-                payer.policy.give_up(num_chunks, worth)
+                payer.policy.give_up(num_to_pay, worth)
             else:
-                payer.give_up(num_chunks)
+                payer.give_up(num_to_pay)
             if len(evicted) == num_before:
                 spent.add(payer.number)
-        return num_slots if hard is None else max(0, hard - self._used(own))
+        return num_chunks if hard is None else max(0, hard - self._used(own))
 
     def rank(self, slots: Sequence[int], level: int) -> None:
         """Give chunks a level: a priority from 0 to 100, or ``HELD``. Mutates the runs."""

@@ -417,7 +417,7 @@ class TierManager(OffloadManager):
             self._take_copies(num_chunks)
         num_missing = max(0, num_chunks - table.num_places)
         if self._shares is not None:
-            num_allowed = self._shares.make_room_to_save(num_missing, worth, owner)
+            num_allowed = self._shares.make_room_to_save(num_chunks, num_missing, worth, owner)
         elif num_missing:
             assert isinstance(self.policy, RunsPolicy), "such policies alone list chunks"
             self.policy.give_up(num_missing, worth)

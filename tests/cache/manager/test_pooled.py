@@ -175,3 +175,15 @@ def test_where_blocks_differ_in_size_each_chunk_takes_its_rows() -> None:
     for _ in range(300):
         cache.ask(dice.choice(docs))
     assert cache.num_found
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(reserved=8), Limits(hard=POOL)])
+def test_what_the_device_loses_is_all_kept_while_there_is_room_also_of_tenants(limits: Limits) -> None:
+    manager = make_manager("lru", POOL, quotas={"a": limits})
+    assert manager.pool_with_device(POOL, lambda keys: [False] * len(keys))
+    (keys,) = documents(1, 8)
+    manager.list_on_device([StoreOffer(keys, None, "a")])
+    handle = manager.prepare_saves(keys)
+    handle.commit()
+    assert len(manager.lookup_run(keys)) == 8
+    manager.check()
