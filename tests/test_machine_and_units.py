@@ -87,13 +87,15 @@ def test_units_that_there_are_not_are_told_of_those_that_there_are(written: str)
 def test_a_size_that_holds_no_chunk_is_refused_with_the_unit_that_was_meant(
     make: Callable[[], object], key: str, meant: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^{key}=.* no chunk of KV is so small; did you mean {meant}\?") as raised:
+    with pytest.raises(
+        ConfigError, match=rf"^{key}=.* that is smaller than any chunk of KV; did you mean {meant}\?"
+    ) as raised:
         make()
     assert raised.value.key == key
 
 
 def test_a_size_with_a_unit_is_refused_without_a_guess() -> None:
-    with pytest.raises(ConfigError, match=r"no chunk of KV is so small$"):
+    with pytest.raises(ConfigError, match=r"that is smaller than any chunk of KV$"):
         OffloadConfig(host_bytes="3KiB")
 
 

@@ -64,11 +64,11 @@ class Timer:
 
 WAIT: Final = Timer(
     "a request waits for lower tiers, counting steps in which the engine has room for it, each as half of this at most",
-    "what has not come is computed",
+    "missing chunks are computed",
     ENGINE,
     RESTORE,
 )
-ESTIMATE: Final = Timer("a load from a lower tier, by its estimate", "it is not begun", ENGINE, RESTORE, part=0.5)
+ESTIMATE: Final = Timer("a load from a lower tier, by its estimate", "it is not started", ENGINE, RESTORE, part=0.5)
 FETCHED: Final = Timer(
     "chunks that were fetched for a request, from when it asks until it is admitted",
     "they may be evicted; the request starts over",
@@ -92,7 +92,7 @@ PROMISE: Final = Timer(
 )
 START: Final = Timer(
     "a copy between device and host memory until a worker starts it",
-    "it is given up: a load is a miss, a store is offered again",
+    "it is abandoned: a load is a miss, a store is offered again",
     SYSTEM,
     TRANSFER,
 )
@@ -117,7 +117,7 @@ WRITE: Final = Timer("a write to a lower tier", "it counts as failed", SYSTEM, T
 REQUEST: Final = Timer(
     "one request to a shared store, to the last byte of its answer", "it counts as failed", SYSTEM, TRANSFER, part=1 / 3
 )
-FINISH: Final = Timer("writes to lower tiers when the workers stop", "they are given up", SYSTEM, SHUTDOWN)
+FINISH: Final = Timer("writes to lower tiers when the workers stop", "they are abandoned", SYSTEM, SHUTDOWN)
 STOP: Final = Timer(
     "a tier's threads until they have stopped, unless ``shutdown_timeout_s`` is longer",
     "the tier is left open",
@@ -152,17 +152,22 @@ GROWTH: Final = Timer(
     "a store, while another one makes a disk tier's files larger", "it is offered again", SYSTEM, plus_s=1.0
 )
 SLEEP: Final = Timer(
-    "copies that have begun when the engine puts the device's memory to sleep",
+    "copies in flight when the engine puts the device's memory to sleep",
     "the connector is turned off when they have ended",
     SYSTEM,
     plus_s=10.0,
 )
-AHEAD: Final = Timer("a prefetch hint without ``deadline_s``", "it ends with what has come", ENGINE, plus_s=30.0)
+AHEAD: Final = Timer(
+    "a prefetch hint without ``deadline_s``", "it ends with the chunks that have arrived", ENGINE, plus_s=30.0
+)
 SETTLE: Final = Timer(
-    "an idle engine steps on while chunks are written down", "the rest waits for work", ENGINE, plus_s=5.0
+    "an idle engine keeps stepping while chunks are written", "the rest waits for work", ENGINE, plus_s=5.0
 )
 PROGRESS: Final = Timer(
-    "an idle engine steps on while no job of a tier ends", "jobs are looked at with the next work", ENGINE, plus_s=3.0
+    "an idle engine keeps stepping while no job of a tier ends",
+    "jobs are checked with the next work",
+    ENGINE,
+    plus_s=3.0,
 )
 
 TIMERS: Final = (

@@ -57,7 +57,7 @@ def parse_room(key: str, value: int | str) -> int:
     """The same for a place where chunks of KV are kept. A size that has room for none lacks its unit: ``8`` for ``8GiB``."""
     num_bytes = parse_bytes(key, value)
     if num_bytes < LEAST_BYTES:
-        raise too_small(key, value, "no chunk of KV is so small")
+        raise too_small(key, value, "that is smaller than any chunk of KV")
     return num_bytes
 
 
@@ -81,7 +81,7 @@ def parse_path(key: str, value: str | PathLike[str]) -> Path:
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
-        expected = "there is no home directory here for ~ to stand for; set HOME, or give a path without ~"
+        expected = "there is no home directory for ~; set HOME, or use a path without ~"
         raise ConfigError(key, value, expected) from error
 
 
@@ -171,7 +171,7 @@ def made_by(key: str, name: str, kind: type, *args: Any, **options: Any) -> Any:
         raise ConfigError(key, name, f"it failed: {type(error).__name__}: {one_line(error)}") from error
     if not isinstance(made, kind):
         raise ConfigError(
-            key, name, f"it made a {type(made).__name__}, and must make a {kind.__module__}.{kind.__name__}"
+            key, name, f"it returned a {type(made).__name__}, and must return a {kind.__module__}.{kind.__name__}"
         )
     return made
 
@@ -184,7 +184,7 @@ def somebody_elses(key: str, name: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # it may raise anything
-        raise ConfigError(key, name, f"it refuses its options ({type(error).__name__}: {one_line(error)})") from error
+        raise ConfigError(key, name, f"it rejects its options ({type(error).__name__}: {one_line(error)})") from error
 
 
 def search_current_directory() -> None:

@@ -122,7 +122,7 @@ def write_model(directory: Path, **config: object) -> str:
 
 
 BROKEN_MODELS: dict[str, tuple[Callable[[Path], str], str]] = {
-    "encoder-decoder": (lambda at: write_model(at / "t5", model_type="t5"), "encoder-decoder models are not served"),
+    "encoder-decoder": (lambda at: write_model(at / "t5", model_type="t5"), "encoder-decoder models are not supported"),
     "no language model": (lambda at: write_model(at / "vit", model_type="vit"), "vit is not a language model"),
     "unheard of": (lambda at: write_model(at / "new", model_type="flux-capacitor"), "transformers does not know it"),
     "no config": (str, "the directory has no config.json"),

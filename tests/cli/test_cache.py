@@ -330,7 +330,7 @@ def test_a_lock_that_cannot_be_opened_may_be_held(place: Place, tmp_path: Path) 
     assert "perhaps in use" in run("ls", place.name)
     looked = CliRunner().invoke(app, ["cache", "verify", place.name])
     assert looked.stdout == f"5 chunks are good, 0 damaged\n{name[:8]} is perhaps in use and was not looked at\n"
-    assert looked.stderr == f"{name[:8]}: {lock} is no regular file\n"
+    assert looked.stderr == f"{name[:8]}: {lock} is not a regular file\n"
     run("prune", place.name, "--max-bytes", "4KiB", status=1)
     assert set(listed(place)) == {name}
     assert run("rm", place.name, "--all", status=1) == "deleted 0 namespaces, 0 B\n"
@@ -369,7 +369,7 @@ def test_where_nobody_knows_what_was_used_when_nothing_is_pruned_for_that(place:
     for more in ([], ["--max-bytes", "4KiB"]):
         result = CliRunner().invoke(app, ["cache", "prune", place.name, "--max-days", "0", *more])
         assert result.exit_code == 2
-        assert "--max-days=0.0 is not possible: nothing here says when it was used last" in result.stderr
+        assert "--max-days=0.0 is not possible: this store does not record when it was used" in result.stderr
     assert len(listed(place)) == 1
     run("prune", place.name, "--max-bytes", "4KiB")
     assert not listed(place)
@@ -485,7 +485,7 @@ def test_a_shared_directory_by_its_path_alone_is_refused_with_its_url(
     place.fill(3, is_closed=False)
     result = CliRunner().invoke(app, ["cache", *words, str(tmp_path)])
     assert result.exit_code == 2
-    shared = f"a shared store lies there; give it as {place.name}"
+    shared = f"it is a shared store; name it as {place.name}"
     assert result.stderr == f"cargohold: PLACE={str(tmp_path)!r} is not possible: {shared}\n"
     assert [load(place.tier, number) for number in range(3)] == [payload(number) for number in range(3)]
     assert not list(tmp_path.rglob("*lock"))
@@ -573,7 +573,7 @@ def test_a_dry_run_says_what_is_in_use(place: Place) -> None:
         (["ls", "redis://:secret@[::1"], "PLACE='redis://[::1' is not possible: it must be a URL"),
         (["ls", "file://kv"], "PLACE='file://kv' is not possible: it must be file:///absolute/path"),
         (["rm", "file:kv", "--all"], "PLACE='file:kv' is not possible: it must be file:///absolute/path"),
-        (["rm", "PLACE"], "cargohold: say what to delete: one or more ids, or --all"),
+        (["rm", "PLACE"], "cargohold: name what to delete: one or more ids, or --all"),
         (["rm", "PLACE", "--all", "ab"], "cargohold: give either ids or --all, not both"),
         (["rm", "PLACE", "zz"], "ID='zz' is not possible: it matches no namespace; stored here: "),
         (["rm", "PLACE", ""], "it must be the start of exactly one namespace's id; these match: "),

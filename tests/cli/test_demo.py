@@ -121,7 +121,10 @@ def test_it_fails_if_an_answer_differs(cargohold: Command, chat_model: str, monk
             "--answer-tokens=100000 .* would have about 20[0-9],[0-9]+ tokens, .* at most 8,192; use at most 2[0-9][0-9][0-9]$",
         ),
         (("--turns", "9"), "--turns.*4;"),
-        (("--num-device-blocks", "300", "--host-bytes", "1KiB"), "--host-bytes='1KiB' .* no chunk of KV is so small"),
+        (
+            ("--num-device-blocks", "300", "--host-bytes", "1KiB"),
+            "--host-bytes='1KiB' .* that is smaller than any chunk of KV",
+        ),
     ],
 )
 def test_what_cannot_work_is_told_before_the_first_visit(

@@ -138,7 +138,7 @@ def test_inside_a_container_its_limits_are_found_with_what_to_set_in_the_manifes
     assert "the root is read-only; /tmp" in said["user", "set"] and "an emptyDir on /tmp" in said["user", "set"]
     assert "medium: Memory on /dev/shm" in next(text for _, _, text in json.loads(done.stdout) if "64 MiB free" in text)
     assert "/ is read-only" in said["disk", "set"] and "securityContext.fsGroup" in said["disk", "set"]
-    assert "tmpfs" in said["disk", "note"] and "counts for the limit of the container" in said["disk", "note"]
+    assert "tmpfs" in said["disk", "note"] and "counts towards the container's limit" in said["disk", "note"]
 
 
 def test_a_disk_that_fails_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_device_pool_and_host_memory_are_counted_together_in_tokens(cargohold: C
     assert both["level"] == "ok" and "device pool 49 GiB, host memory 49 GiB: together 98 GiB, " in both["found"]
     (little,) = findings(cargohold, *args, "--host", "4GiB")["cache"]
     assert little["level"] == "note" and "adds less than a tenth" in little["advice"]
-    assert "both are one cache" in cargohold("doctor", *args).err
+    assert "both form one cache" in cargohold("doctor", *args).err
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_device_pool_and_host_memory_are_counted_together_in_tokens(cargohold: C
     [
         ({}, "ok", "served, as all its layers are of kinds that are kept: "),
         ({"layer_types": ["full_attention", "linear_attention"]}, "ok", "--mamba-cache-mode align"),
-        ({"layer_types": ["full_attention", "memory_palace"]}, "note", "lines at the start say whether it is served"),
-        ({"is_encoder_decoder": True}, "set", "not served inside vLLM"),
+        ({"layer_types": ["full_attention", "memory_palace"]}, "note", "the startup log says whether it is supported"),
+        ({"is_encoder_decoder": True}, "set", "not supported inside vLLM"),
     ],
     ids=["attention", "states", "unknown", "encoder"],
 )

@@ -112,7 +112,7 @@ def test_a_prompt_that_fails_is_a_failure_of_the_command_and_says_why(
     save_file(spoiled, model / "model.safetensors", {"format": "pt"})
     result = cargohold("run", str(model), *options)
     assert result.status == 1
-    assert "the model computed numbers that are not finite" in (result.out if "--json" in options else result.err)
+    assert "the model computed non-finite numbers" in (result.out if "--json" in options else result.err)
 
 
 def test_verbose_logs_what_follows_from_the_options(cargohold: Command, chat_model: str) -> None:

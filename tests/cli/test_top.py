@@ -153,13 +153,13 @@ def test_an_engine_without_cargohold_is_told_from_one_with(cargohold: Command, r
 @pytest.mark.parametrize("recorded", [b"<html>not { metrics", b"\xff\xfe"], indirect=True)
 def test_what_is_no_metrics_is_no_riddle(cargohold: Command, recorded: str) -> None:
     shown = cargohold("top", recorded)
-    assert shown.status == 1 and "cannot be asked" in shown.out
+    assert shown.status == 1 and "cannot be reached" in shown.out
 
 
 def test_engines_that_are_not_there_leave_the_others_in_view(cargohold: Command, recorded: str) -> None:
     shown = cargohold("top", "127.0.0.1:1", recorded)
     assert shown.status == 0
-    assert "cannot be asked" in shown.out and "host" in shown.out
+    assert "cannot be reached" in shown.out and "host" in shown.out
     assert cargohold("top", "127.0.0.1:1").status == 1
 
 

@@ -115,11 +115,11 @@ def test_a_store_that_nobody_answers_for_is_printed_with_a_warning(
     [
         (["--host", "9000TiB"], "--host='9000TiB' is not possible: this machine allows"),
         (["--host", "8Gigs"], "--host='8Gigs' is not possible"),
-        (["--host", "1MiB", "--disk", "/nvme/kv"], "say how much it may take, such as /nvme/kv:200GiB"),
+        (["--host", "1MiB", "--disk", "/nvme/kv"], "add its maximum size, such as /nvme/kv:200GiB"),
         (["--host", "1MiB", "--disk", "/dev/null/kv:1GiB"], "--disk='/dev/null/kv' is not possible"),
         (["--host", "1MiB", "--disk", "/proc/kv:1GiB"], "--disk='/proc/kv' is not possible"),
         (["--host", "1MiB", "--shared", "ftp://host/kv"], "--shared='ftp://host/kv' is not possible"),
-        (["--host", "1MiB", "--role", "producer"], "give --shared URL too"),
+        (["--host", "1MiB", "--role", "producer"], "add --shared URL"),
     ],
 )
 def test_what_cannot_work_is_refused_by_the_name_it_has_here(args: list[str], said: str, cargohold: Command) -> None:
@@ -132,7 +132,7 @@ def test_where_vllm_is_not_nothing_is_refused_and_what_is_printed_is_called_unch
     result = cargohold("vllm-flags", "--host", "9000TiB")
     assert result.status == 0 and transfer(result.out)["kv_connector_extra_config"] == {"host_bytes": "9000TiB"}
     unchecked, refused = result.err.splitlines()
-    assert "so what is printed is unchecked" in unchecked and "--host='9000TiB' is not possible" in refused
+    assert "so the output is unchecked" in unchecked and "--host='9000TiB' is not possible" in refused
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_benchmark_has_more_prefixes_than_the_pool_holds_and_fewer_than_both(c
 def test_a_benchmark_needs_a_server_with_cargohold(cargohold: Command) -> None:
     with metrics_server('vllm:num_requests_running{engine="0"} 0.0\n') as address:
         refused = cargohold("vllm-bench", address)
-    assert (refused.status, refused.out) == (1, "") and "serve it with what vllm-flags prints" in refused.err
+    assert (refused.status, refused.out) == (1, "") and "start it with the output of vllm-flags" in refused.err
     nobody = cargohold("vllm-bench", f"http://127.0.0.1:{free_port()}")
     assert nobody.status == 1 and "/metrics cannot be read" in nobody.err
 

@@ -33,7 +33,7 @@ def check(kind: AttentionKind, blocks_per_chunk: int, max_model_len: int, *other
 def test_a_chunk_longer_than_any_request_is_refused(kind: AttentionKind, max_model_len: int, most: int) -> None:
     check(kind, most, max_model_len)
     for others in ((), (NULL_CONNECTOR, OffloadConfig(mode="lazy", host_bytes="1MiB"))):
-        with pytest.raises(ConfigError, match=f"nothing would ever be kept; use at most {most}$") as raised:
+        with pytest.raises(ConfigError, match=f"nothing would be stored; use at most {most}$") as raised:
             check(kind, most + 1, max_model_len, *others)
         assert raised.value.key == f"connectors[{len(others)}].blocks_per_chunk" and raised.value.value == most + 1
 

@@ -330,7 +330,7 @@ def test_a_load_that_is_given_up_holds_its_blocks_until_its_copy_has_ended(
         engine.step()
     assert engine.clock() < 1 and engine.tokens("second") == alone(prompt(0, 30), 1)
     report = engine.outputs["second"].cache_report
-    assert not report.restored_tokens and any("was given up" in note for note in report.notes)
+    assert not report.restored_tokens and any("was abandoned" in note for note in report.notes)
     assert set(connector.held_references()) >= set(job.block_ids) and side.jobs.num_awaited and not side.jobs.num_stuck
     slow.pending = [job]
     slow.complete(job, outcome, job.block_ids if outcome is TransferOutcome.FAILED else ())

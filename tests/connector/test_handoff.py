@@ -241,7 +241,7 @@ def test_a_tier_that_has_put_off_everything_so_far_gets_no_promises(stores: str)
         engine.add(f"r{number}", prompt(number, 41), 1, kv_transfer_params=REMOTE_DECODE)
         engine.run()
         assert announcement(engine, f"r{number}") == (0, 0)
-        assert "tier shared has put off all writes so far" in notes(engine, f"r{number}")
+        assert "tier shared has postponed all writes so far" in notes(engine, f"r{number}")
     tiering.media[0][0].not_now = []
     finish(engine, tiering)
     engine.add("after", prompt(7, 41), 1, kv_transfer_params=REMOTE_DECODE)
@@ -269,7 +269,7 @@ def test_a_tier_that_has_put_off_everything_for_long_gets_no_more_promises() -> 
         finish(engine, tiering)
         announced.append(announcement(engine, f"r{number}")[0])
     assert announced == [40, 0, 0]
-    assert "tier shared has put off all writes for too long" in notes(engine, "r1")
+    assert "tier shared has postponed all writes for too long" in notes(engine, "r1")
     tiering.media[0][0].not_now = []
     clock_of(engine).advance(10.0)
     for name in ("after", "later"):
@@ -416,7 +416,7 @@ def test_a_request_takes_what_has_come_at_the_deadline_and_computes_the_rest() -
     finish(other, tiering)
     assert restored(other, "r") == {"shared": 12}
     assert other.tokens("r") == alone(prompt(0, 41), 8)
-    assert "40 tokens were announced; 12 had come after 1" in notes(other)
+    assert "40 tokens were announced; 12 had arrived after 1" in notes(other)
     assert 1.0 <= clock.now < 2.0, "half of the time is for questions"
 
 
@@ -449,7 +449,10 @@ def test_a_request_does_not_wait_for_an_engine_with_another_namespace_and_says_w
     since = clock.now
     other.add("r", prompt(0, 41), 1, kv_transfer_params=params)
     other.run()
-    assert "computed by an engine that differs in its weights, split, so it cannot be used here" in notes(other)
+    assert (
+        "the announced KV comes from an engine that differs in its weights, split, so it cannot be used here"
+        in notes(other)
+    )
     assert clock.now - since < 0.2
 
 

@@ -103,7 +103,7 @@ def test_what_is_gone_when_the_blocks_come_fails_as_any_load(
     with caplog.at_level(logging.WARNING):
         expect_served(engine, offloading, {})
     (line,) = [record.getMessage() for record in caplog.records if "a load of" in record.getMessage()]
-    assert line.endswith("what was found was gone before the engine had blocks for it")
+    assert line.endswith("its chunks were evicted before the engine had blocks for it")
     notes = engine.outputs["late"].cache_report.notes
     assert any("40 tokens are computed instead" in note for note in notes), notes
     late.is_late = False

@@ -321,7 +321,7 @@ def test_an_engine_may_take_nothing_of_what_was_found(
     assert engine.tokens("second") == alone([*prompt(0, 40), 1], 1)
     report = engine.outputs["second"].cache_report
     assert report.restored_tokens == {}
-    assert any("the engine took no more" in note for note in report.notes)
+    assert any("the engine loaded no more" in note for note in report.notes)
 
 
 def test_an_engine_may_never_come_back_to_what_was_found() -> None:

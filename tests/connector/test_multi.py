@@ -408,7 +408,7 @@ def test_a_refused_request_is_taken_back_from_those_who_were_told() -> None:
 
 
 def test_nothing_to_compose_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the list is empty; leave offload out, or give None, to offload nothing"):
+    with pytest.raises(ConfigError, match="the list is empty; to offload nothing, pass None"):
         MultiConnectorScheduler([], SchedulerEnvironment(simulated_layout(20), lambda: 0.0))
 
 

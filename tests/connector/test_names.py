@@ -35,7 +35,7 @@ TIER = {"kind": "disk", "directory": "/nvme/kv", "max_bytes": "200GiB"}
         ({"host_bytes": 10000, "lazy_offload": True}, "here that is mode=lazy"),
         ({"host_bytes": 10000, "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]}, 'tiers=.*"kind": "disk"'),
         ({"host_bytes": 10000, "store_threshold": 2}, "admission=reused of a tier"),
-        ({"host_bytes": 10000, "offload_prompt_only": False}, "store_generated, the other way round"),
+        ({"host_bytes": 10000, "offload_prompt_only": False}, "store_generated, inverted"),
         (
             {"host_bytes": 10000, "spec_name": "TieringOffloadingSpec"},
             "connector=MODULE:FACTORY .* leave it out for ours",

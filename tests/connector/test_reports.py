@@ -132,7 +132,7 @@ def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
     )
     assert why("little is left", [*prompt(0, 40), 1, 2]) == "2 were left to compute, less than a chunk of 8"
     transfers.auto = False
-    assert why("longer", [*prompt(1, 24)]) == "24 were left to compute, because nothing is kept of it"
+    assert why("longer", [*prompt(1, 24)]) == "24 were left to compute, because nothing of it is kept"
     assert why("too early", [*prompt(1, 24), 1]) == (
         "25 were left to compute, because the chunk from token 0 on is still being stored"
     )
@@ -151,7 +151,7 @@ def test_a_request_is_told_that_a_window_is_missing() -> None:
     finish(engine, offloading)
     assert engine.outputs["longer"].cache_report.notes[-1].partition("; ")[2] == (
         "29 were left to compute, because full attention is kept up to token 40, but no whole window of 8 tokens that ends "
-        "behind token 12"
+        "after token 12"
     )
 
 

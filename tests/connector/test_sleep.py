@@ -97,5 +97,5 @@ def test_a_copy_that_does_not_end_is_an_error_with_which_the_guard_stops_the_con
     (transfers,) = tier.transfers
     monkeypatch.setattr(transfers, "settle", lambda _: False)
     (worker,) = engine.worker_sides
-    with pytest.raises(TimeoutError, match="a copy does not end"):
+    with pytest.raises(TimeoutError, match="a copy is stuck"):
         worker.unregister_kv_caches()

@@ -155,7 +155,7 @@ def test_no_request_waits_much_longer_for_a_tier_than_computing_takes(kind: JobK
     (waited,) = waits_of(engine, [prompt(0, 48)])
     notes = engine.outputs["r1"].cache_report.notes
     if kind is JobKind.PROBE:
-        limit_s, reason = 0.06 if restore == "if_faster" else 1.0, "there was not enough time to learn from disk"
+        limit_s, reason = 0.06 if restore == "if_faster" else 1.0, "there was not enough time to ask disk"
     elif restore == "if_faster":
         limit_s, reason = 0.12, "lower tiers took longer than 0.12 s, and computing is expected to take 0.06 s"
     else:
@@ -511,7 +511,7 @@ def test_answers_of_some_tiers_count_when_another_does_not_answer_in_time() -> N
     serve(engine, tiering, "second", prompt(0, 61), 1)
     assert restored(engine, "second") == {"disk": 24}
     notes = engine.outputs["second"].cache_report.notes
-    assert "there was not enough time to learn from shared whether it has more chunks" in notes
+    assert "there was not enough time to ask shared for more chunks" in notes
 
 
 def test_a_store_below_a_disk_is_asked_for_the_first_chunks_that_the_disk_lacks() -> None:

@@ -348,4 +348,4 @@ def test_a_request_is_told_that_a_load_from_below_has_failed() -> None:
     queue.auto = True
     finish(engine, tiering)
     notes = engine.outputs["second"].cache_report.notes
-    assert any("lower tiers did not bring all that they have" in note for note in notes), notes
+    assert any("lower tiers did not deliver all their chunks" in note for note in notes), notes

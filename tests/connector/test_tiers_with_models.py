@@ -466,7 +466,7 @@ def test_a_directory_that_another_engine_uses_for_the_model_is_refused_before_th
     expected = tokens(ask(first, prompts(1)))
     with monkeypatch.context() as patch:
         patch.setattr("cargohold.base_llm.build_engine", lambda *_: pytest.fail("it was built"))
-        with pytest.raises(ConfigError, match="it is used for the same model already"):
+        with pytest.raises(ConfigError, match="another tier uses it for the same model"):
             LLM(tiny_model("llama"), offload=offload(disk(tmp_path)), **OPTIONS)
     make_llm(tiny_model("qwen3"), offload=offload(disk(tmp_path)), **OPTIONS)  # which has files of its own there
     first.close()

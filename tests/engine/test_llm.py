@@ -578,7 +578,7 @@ def test_requests_that_cannot_be_served_are_refused_and_harm_nobody(
         ({"role": "user"}, "message 2 of 2 has no content: "),
         ({"content": "And now?"}, "message 2 of 2 has no role: "),
         ({"role": "user", "content": ["And now?"]}, "message 2 of 2 has a content that is no text: "),
-        ("And now?", "message 2 of 2 is no mapping but 'And now?': "),
+        ("And now?", "message 2 of 2 is not a mapping but 'And now?': "),
     ],
 )
 def test_of_messages_that_cannot_be_the_wrong_one_is_named(

@@ -100,7 +100,7 @@ def test_a_message_to_a_worker_side_that_declares_none_is_refused() -> None:
     guard = WorkerConnectorGuard(inner)
     guard.begin(Orders(loads=(1,)))
     assert inner.calls == ["shutdown"]
-    assert "it was sent a Orders, and declares no metadata_type" in (guard.take_error() or "")
+    assert "it received a Orders, and declares no metadata_type" in (guard.take_error() or "")
     assert guard.collect(frozenset()).step_failed
     guard.begin(Orders(loads=(2,)))  # it takes a step until the scheduler knows
     assert guard.take_error() is None
@@ -135,7 +135,7 @@ def test_loads_whose_bad_blocks_it_could_not_name_have_failed() -> None:
 @pytest.mark.parametrize(
     ("method", "answer", "said"),
     [
-        ("get_transfer_results", None, "is no KVConnectorTransferResults"),
+        ("get_transfer_results", None, "is not a KVConnectorTransferResults"),
         ("get_transfer_results", KVConnectorTransferResults(finished_recving=["a"]), "finished_recving="),  # type: ignore[arg-type]  # wrong on purpose
         ("get_transfer_results", KVConnectorTransferResults(finished_sending=frozenset({1})), "finished_sending="),  # type: ignore[arg-type]  # wrong on purpose
         ("get_transfer_results", KVConnectorTransferResults(jobs={"s1": TransferOutcome.DONE}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose

@@ -219,7 +219,7 @@ def test_a_fault_of_its_own_passes_the_request_on_and_is_logged_once(
         assert line.ask({**ASKED, "tools": TOOLS}).status == 200
         assert line.behind.body == {**ASKED, "tools": TOOLS}
     assert [record.message for record in caplog.records] == [
-        "cargohold: the front has failed; requests pass without what their clients have said"
+        "cargohold: the front has failed; requests pass without the cache fields of clients"
     ]
 
 
@@ -765,7 +765,7 @@ def test_under_another_secret_no_tenant_is_known_and_requests_have_the_least_rig
         assert (tenant, offload.hints.allowed_to(tenant)) == (who, "off")
         assert [quota.hard for quota in offload.quotas if quota.tenant == tenant] == ["10%"]
     assert [tenant_in(before.identity(name)) for name in named] == [UNKNOWN] * 2
-    assert [record.levelname for record in caplog.records if "tenants that are not known here" in record.message] == [
+    assert [record.levelname for record in caplog.records if "tenants that are unknown here" in record.message] == [
         "WARNING"
     ]
     monkeypatch.delenv("CARGOHOLD_TENANTS")

@@ -151,7 +151,7 @@ def test_parts_of_text_and_the_role_of_developers_are_understood(client: clients
 
 def test_a_template_without_tools_refuses_them_unless_they_may_not_be_used(client: clients.openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
-    with pytest.raises(clients.openai.BadRequestError, match="the chat template of this model has no place for tools"):
+    with pytest.raises(clients.openai.BadRequestError, match="the chat template of this model does not support tools"):
         client.chat.completions.create(model="chat", messages=HELLO, tools=tools)
     answer = client.chat.completions.create(model="chat", messages=HELLO, tools=tools, tool_choice="none", max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
@@ -163,10 +163,14 @@ SAID: dict[str, Any] = {"role": "assistant", "content": "Yes."}
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"logprobs": True}, "logprobs", "this engine has no logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "this engine has no frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "this engine has no response_format"),
-        ({"logit_bias": {"3": 1}}, "logit_bias", "this engine has no logit_bias"),
+        ({"logprobs": True}, "logprobs", "this engine does not support logprobs"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "this engine does not support frequency_penalty"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            "this engine does not support response_format",
+        ),
+        ({"logit_bias": {"3": 1}}, "logit_bias", "this engine does not support logit_bias"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"temperature": -1}, "temperature", "a number from 0"),
         ({"temperature": True}, "temperature", "valid number"),
@@ -190,7 +194,7 @@ SAID: dict[str, Any] = {"role": "assistant", "content": "Yes."}
         ),
         ({"messages": "Hello"}, "messages", "valid list"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
-        ({"chat_template_kwargs": {"tokenize": True}}, None, "no variable of a chat template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, None, "not a variable of chat templates"),
         ({"tools": [{"type": "custom", "custom": {"name": "tide"}}]}, "tools[0]", "type function"),
         ({"tools": [{"type": "function", "function": {"strict": True}}]}, "tools[0]", "has a name"),
         ({"messages": [{**SAID, "function_call": {"name": "tide"}}, *HELLO]}, "messages[0].function_call", "be None"),

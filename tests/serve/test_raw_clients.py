@@ -32,7 +32,7 @@ def is_idle(server: Server) -> bool:
     ("body", "message"),
     [
         (b"", "must be a JSON object"),
-        (b"{", "no JSON"),
+        (b"{", "not JSON"),
         (b"[1]", "must be a JSON object"),
         (b'"text"', "must be a JSON object"),
         (b"\xff\xff", "parsing the body"),

@@ -140,7 +140,7 @@ class DiskMachine(MediumMachine):
 
     def settle(self) -> None:
         for at, port in enumerate(self.ports):
-            if port is not None and self.is_held(at):  # else it is off until the restart
+            if port is not None and self.is_held(at):  # else it is off until a restart
                 self.takes_chunks_again(port)
         self.close()
         found = []

@@ -159,9 +159,9 @@ def test_a_directory_that_is_gone_turns_the_tier_off_until_the_restart(
         root.write_text("mine")
     assert load(tier, 3) in {payload(3), LoadOutcome.ABSENT}
     for number in (3, 20, 21):
-        with pytest.raises(TierError, match="its directory is gone; it is off until the restart"):
+        with pytest.raises(TierError, match="its directory is gone; it is off until a restart"):
             store(tier, number)
-    assert caplog.text.count("is gone; the tier is off until the restart") == 1
+    assert caplog.text.count("is gone; the tier is off until a restart") == 1
     assert tier.take_losses().is_all and present(tier, 20) == [] and load(tier, 3) is LoadOutcome.ABSENT
     tier.check()
     tier.close()

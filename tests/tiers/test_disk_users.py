@@ -66,7 +66,7 @@ def shared_config(directory: Path) -> TierConfig:
 def test_two_engines_never_share_a_directory(tmp_path: Path) -> None:
     first = disk_tier(tmp_path)
     store(first, 1)
-    with pytest.raises(ConfigError, match="it is used for the same model already"):
+    with pytest.raises(ConfigError, match="another tier uses it for the same model"):
         disk_tier(tmp_path)
     script = (
         "import sys; sys.path.insert(0, '.');"
@@ -75,7 +75,7 @@ def test_two_engines_never_share_a_directory(tmp_path: Path) -> None:
         f"disk_tier(Path({str(tmp_path)!r}))"
     )
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert other.returncode and "it is used for the same model already" in other.stderr.splitlines()[-1]
+    assert other.returncode and "another tier uses it for the same model" in other.stderr.splitlines()[-1]
     assert f"disk tier in {tmp_path}: another process uses it; waiting 0.25 s for it to end" in other.stderr
     first.close()
     assert load(disk_tier(tmp_path), 1) == payload(1)
@@ -160,7 +160,7 @@ def test_a_forked_child_does_not_give_a_directory_away(tmp_path: Path) -> None:
         tier.close()
         os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(ConfigError, match="it is used for the same model already"):
+    with pytest.raises(ConfigError, match="another tier uses it for the same model"):
         disk_tier(tmp_path)
 
 
@@ -300,7 +300,7 @@ def test_a_start_waits_for_the_lock_of_an_ending_process(tmp_path: Path, monkeyp
     ) as process:
         assert process.stdout and process.stdin
         assert process.stdout.readline() == "stored\n"
-        with pytest.raises(ConfigError, match="it is used for the same model already"):
+        with pytest.raises(ConfigError, match="another tier uses it for the same model"):
             disk_tier(tmp_path)
         ending = threading.Timer(0.2, process.kill)
         ending.start()

@@ -67,7 +67,7 @@ def test_a_process_that_may_open_few_files_keeps_a_quarter_of_them(
         tier.check()
         tier.close()
     del tier
-    with few_files(20), pytest.raises(ConfigError, match=r"more files must be open than may be \(ulimit -n\)"):
+    with few_files(20), pytest.raises(ConfigError, match=r"more files must be open than allowed \(ulimit -n\)"):
         disk_tier(tmp_path, 64 * MIB)
 
 
@@ -173,7 +173,7 @@ def test_a_disk_that_has_less_room_than_its_limit_says_so_once_and_how_large_it_
     used = tier.usage()
     assert used.num_bytes == used.capacity_bytes is not None and used.num_bytes < MIB
     (line,) = caplog.messages
-    assert "it cannot become larger than" in line and "of which reserve_bytes keeps 9.0 MiB" in line
+    assert "it cannot grow above" in line and "of which reserve_bytes keeps 9.0 MiB" in line
     free[0] = 100 * MIB
     for number in range(300, 400):
         store(tier, number)

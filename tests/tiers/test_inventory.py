@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_opened_keeps_nobody_from_verifying_the_other_ones
     headers.symlink_to("/etc/passwd")
     findings = DiskInventory(tmp_path).verify(NAMESPACE.id, delete=False)
     assert [next(findings) for _ in range(20 - num_per_segment)] == [Verification.GOOD] * (20 - num_per_segment)
-    with pytest.raises(TierError, match=f"{headers} is no regular file$"):
+    with pytest.raises(TierError, match=f"{headers} is not a regular file$"):
         next(findings)
 
 

@@ -24,7 +24,7 @@ URL = "mooncake://master:50051"
         ({"url": "mooncake://master:50051/0"}, "mooncake://master:50051"),
         ({"url": "mooncake:master:50051"}, "mooncake://master:50051"),
         ({"url": URL, "ttl_s": 5}, "ttl_s"),
-        ({"url": URL, "max_bytes": "1GiB"}, "what machines lend"),
+        ({"url": URL, "max_bytes": "1GiB"}, "memory that machines lend"),
         ({"url": URL, "protocol": "smoke"}, "tcp, rdma"),
         ({"url": URL, "lend_bytes": "much"}, "lend_bytes"),
         ({"url": "redis://host", "lend_bytes": "1GiB"}, "only mooncake"),

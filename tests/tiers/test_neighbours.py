@@ -199,7 +199,7 @@ def test_files_in_a_shard_that_only_look_like_segments_are_not_deleted(tmp_path:
 def test_the_path_of_a_shared_store_is_refused_with_its_url(tmp_path: Path) -> None:
     root = tmp_path / "kv store#1"
     fill(SharedTierConfig(url=f"file://{tmp_path}/kv%20store%231").open(Opening(codec=OTHER, chunk_sizes=[CHUNK])), 3)
-    with pytest.raises(ConfigError, match=f"a shared store lies there; give it as (file://{tmp_path}/.*)$") as caught:
+    with pytest.raises(ConfigError, match=f"it is a shared store; name it as (file://{tmp_path}/.*)$") as caught:
         open_inventory(str(root))
     assert list(root.iterdir()) == [root / OTHER.namespace.id], "no lock is left there"
     url = caught.value.expected.rpartition(" ")[2]

@@ -59,7 +59,7 @@ def test_nothing_is_written_below_a_mount_that_has_gone(mount: Mount, below: str
     assert store(tier, 1) is StoreOutcome.STORED
     mount.unmount()
     for number in range(2, 5):
-        with pytest.raises(TierError, match="is gone, or its mount is"):
+        with pytest.raises(TierError, match="is missing, or its mount is"):
             store(tier, number)
     assert not list(mount.path.iterdir())
     assert load(tier, 1) is LoadOutcome.ABSENT
@@ -75,7 +75,7 @@ def test_a_mount_that_goes_while_room_is_made_is_noticed(mount: Mount, monkeypat
         mount.unmount()
 
     monkeypatch.setattr("cargohold.tiers.stores.objects.delete_unfinished", unmount)
-    with pytest.raises(TierError, match="is gone, or its mount is"):
+    with pytest.raises(TierError, match="is missing, or its mount is"):
         store(tier, 1)
     assert not list(mount.path.iterdir())
 
@@ -99,7 +99,7 @@ def test_a_mount_that_comes_back_under_another_number_is_known_by_what_we_wrote(
         assert store(tier, 3) is StoreOutcome.STORED
     else:
         (tmp_path / NAMESPACE.id / "namespace.json").unlink()
-        with pytest.raises(TierError, match="is gone, or its mount is"):
+        with pytest.raises(TierError, match="is missing, or its mount is"):
             store(tier, 2)
 
 
@@ -112,7 +112,7 @@ def test_a_directory_that_was_moved_away_gets_nothing_until_it_is_back(tmp_path:
     if is_made_by_others:
         directory.mkdir(parents=True)
     for number in range(3):
-        with pytest.raises(TierError, match="is gone, or its mount is"):
+        with pytest.raises(TierError, match="is missing, or its mount is"):
             store(tier, number)
     assert not directory.exists() or not list(directory.iterdir())
     if is_made_by_others:

@@ -119,7 +119,7 @@ def test_what_is_no_file_in_the_place_of_a_chunk_is_a_miss(
         assert load(tier, other) == payload(other)
 
     in_thread(use, WAIT_S, "it hangs")
-    assert ("something that is not ours has its place" in caplog.text) == (what in LEFT)
+    assert ("a foreign object has its name" in caplog.text) == (what in LEFT)
     if what == "full folder":
         assert (path / "letter").read_text() == "mine"
 

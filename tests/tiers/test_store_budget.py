@@ -393,7 +393,7 @@ def test_where_nothing_may_be_deleted_chunks_are_refused(place: Path, caplog: py
     with with_mode(folder, 0o500):
         assert {store(tier, number) for number in range(20)} == {StoreOutcome.REFUSED}
     (line,) = (record.getMessage() for record in caplog.records if "no more chunks" in record.getMessage())
-    assert "nothing more may be deleted" in line
+    assert "nothing more can be deleted" in line
     assert StoreOutcome.STORED in {store(tier, number) for number in range(3)}, "the right came back"
 
 

@@ -292,7 +292,7 @@ def test_nothing_is_made_where_a_link_leads(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     root.mkdir()
     (root / ".lock").symlink_to(tmp_path / "new")
-    with pytest.raises(ConfigError, match=r"\.lock is no regular file"):
+    with pytest.raises(ConfigError, match=r"\.lock is not a regular file"):
         disk_tier(root)
     assert not (tmp_path / "new").exists()
 
@@ -307,13 +307,13 @@ def test_at_a_pipe_nobody_waits(tmp_path: Path, name: str, caplog: pytest.LogCap
 
     def look_and_start() -> None:
         (holding,) = open_inventory(str(tmp_path)).holdings()
-        assert holding.remark.startswith(f"{other / name} is no regular file")
+        assert holding.remark.startswith(f"{other / name} is not a regular file")
         assert (holding.num_chunks, holding.is_in_use) == ((0, True) if name == "lock" else (None, False))
         disk_tier(tmp_path)
 
     in_time(look_and_start)
     assert other.exists() == (name == "lock"), "who knows whether somebody uses it"
-    told = f"{other} cannot be deleted to make room: {other / 'lock'} is no regular file"
+    told = f"{other} cannot be deleted to make room: {other / 'lock'} is not a regular file"
     assert (told in caplog.text) == (name == "lock")
 
 

@@ -400,13 +400,13 @@ def test_a_kind_that_cannot_be_kept_is_refused_with_its_own_reason(name: str) ->
 @pytest.mark.parametrize("name", ["BetterMLAAttentionSpec", "MLAAttentionSpec"])
 def test_a_kind_made_of_a_known_one_is_not_taken_for_it(name: str) -> None:
     unknown = type(name, (MLAAttentionSpec,), {"__module__": "a_plugin"})(**LATENT)
-    assert _refused(unknown) == [f"group 0 has layers of kind {name}, which is not served"]
+    assert _refused(unknown) == [f"group 0 has layers of kind {name}, which is not supported"]
 
 
 def test_a_group_that_cannot_be_found_is_left_out_only_if_vllm_computes_it_anew() -> None:
     values = {"block_size": 16, "sliding_window": 32, "prefix_cacheable": False}
     unknown = type("SlidingWindowSpec", (), {**values, "__module__": kv_cache_interface.__name__})()
-    assert _refused(unknown) == ["group 0 has layers of kind SlidingWindowSpec, which is not served"]
+    assert _refused(unknown) == ["group 0 has layers of kind SlidingWindowSpec, which is not supported"]
 
 
 def test_a_model_with_a_group_on_the_host_is_refused() -> None:

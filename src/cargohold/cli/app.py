@@ -117,7 +117,7 @@ def check_writable(option: str, file: Path) -> None:
     if not file.parent.is_dir():
         raise ConfigError(option, str(file), "there is no such directory")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(option, str(file), "it must be a file that you may write")
+        raise ConfigError(option, str(file), "it must be a writable file")
 
 
 def keep_what_is_not_utf8() -> None:
@@ -145,7 +145,7 @@ DEFAULT_DISK_BYTES: Final = "20GiB"
 MetricsKeyOption = Annotated[
     str | None,
     typer.Option(
-        help="The key that the engines' /metrics need, if they do.", envvar="CARGOHOLD_METRICS_KEY", show_envvar=True
+        help="Key for the engines' /metrics, if they need one.", envvar="CARGOHOLD_METRICS_KEY", show_envvar=True
     ),
 ]
 ModelArgument = Annotated[
@@ -157,10 +157,12 @@ ModelArgument = Annotated[
 class SamplingOptions:
     """How tokens are chosen; see ``SamplingParams``."""
 
-    max_tokens: Annotated[int, typer.Option(help="Generate at most so many tokens.")] = 128
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more random.")] = 0.0
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 1.0
-    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 for all.")] = 0
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most likely token; higher values are more random.")
+    ] = 0.0
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0
+    top_k: Annotated[int, typer.Option(help="Sample from this many of the most likely tokens; 0 for all.")] = 0
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None
 
     def params(self) -> SamplingParams:
@@ -173,46 +175,41 @@ class EngineOptions:
     """How the model is loaded and what is kept; see ``EngineConfig`` and ``OffloadConfig``."""
 
     host_bytes: Annotated[
-        str | None, typer.Option(help="Host memory for KV, such as 2GiB. Without it nothing is offloaded.")
+        str | None, typer.Option(help="Host memory for KV, such as 2GiB. Without it, nothing is offloaded.")
     ] = None
     disk_dir: Annotated[
         list[str] | None,
         typer.Option(
             metavar="DIRECTORY",
-            help="Keep KV here, too: it is found again by the next run. May be given several times, the fastest first.",
+            help="Also keep KV in this directory, where the next run finds it. Can be repeated, the fastest first.",
         ),
     ] = None
     disk_bytes: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZE", help=f"What each directory may take at most; by default {DEFAULT_DISK_BYTES}."),
+        typer.Option(metavar="SIZE", help=f"Size limit of each directory; by default {DEFAULT_DISK_BYTES}."),
     ] = None
     shared_url: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Share KV with others: s3://bucket/prefix, redis://host:6379, ..."),
+        typer.Option(metavar="URL", help="Share KV with other engines: s3://bucket/prefix, redis://host:6379, ..."),
     ] = None
     tier: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="JSON", help='Any other tier, with its options: {"kind": ...}; may be given several times.'
-        ),
+        typer.Option(metavar="JSON", help='Any other tier, with its options: {"kind": ...}; can be repeated.'),
     ] = None
     num_device_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the device pool; by default 2 GiB worth of them.")
+        int | None, typer.Option(help="Blocks of the device pool; by default 2 GiB of blocks.")
     ] = None
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence; by default what the model or the device pool allows.")
+        int | None,
+        typer.Option(help="Maximum length of a sequence; by default what the model and the device pool allow."),
     ] = None
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the type it was saved in.")] = (
-        "auto"
-    )
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as the model was saved.")] = "auto"
     device: Annotated[str, typer.Option(help="cpu or a CUDA device.")] = "cpu"
     record: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a block trace for cargohold replay: hashes, no text.")
     ] = None
 
-    traces: Annotated[
-        bool, typer.Option("--traces", help="Make OpenTelemetry spans of what is done for each request.")
-    ] = False
+    traces: Annotated[bool, typer.Option("--traces", help="Create OpenTelemetry spans for each request.")] = False
 
     def llm_options(self) -> dict[str, Any]:
         """Keyword arguments for ``LLM``. Raises ``ConfigError`` for impossible options."""
@@ -362,7 +359,7 @@ class _Commands(PlainFlags):
 app = typer.Typer(
     name="cargohold",
     cls=_Commands,
-    help="Keeps the KV cache that an LLM engine has no room for, and puts it back when the prefix returns.",
+    help="KV cache offloading for LLM engines, to host memory, disks and shared stores.",
     no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -38,7 +38,7 @@ Place = Annotated[
     ),
 ]
 Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id.")]
-IsDryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")]
+IsDryRun = Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -94,9 +94,11 @@ def verify(
 @cache.command()
 def prune(
     place: Place,
-    max_bytes: Annotated[str | None, typer.Option("--max-bytes", help="Keep at most so much, such as 200GiB.")] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", help="Keep at most this size, such as 200GiB.")
+    ] = None,
     max_days: Annotated[
-        float | None, typer.Option("--max-days", min=0, help="Keep namespaces that were used in the last so many days.")
+        float | None, typer.Option("--max-days", min=0, help="Keep namespaces used within this many days.")
     ] = None,
     dry_run: IsDryRun = False,
 ) -> None:
@@ -111,7 +113,7 @@ def prune(
     holdings = _listed(inventory)
     uses = [holding.last_used_s for holding in holdings if not holding.is_in_use]
     if max_days is not None and uses and all(used is None for used in uses):
-        raise ConfigError("--max-days", max_days, "nothing here says when it was used last; use --max-bytes")
+        raise ConfigError("--max-days", max_days, "this store does not record when it was used; use --max-bytes")
     deleted = _Deletions(inventory)
     with errors.status("deleting"):
         deleted.spare_bytes += inventory.tidy()
@@ -138,7 +140,7 @@ def rm(
     if ids and everything:
         raise ConfigError("--all", None, "give either ids or --all, not both")
     if not ids and not everything:
-        raise ConfigError("--all", None, "say what to delete: one or more ids, or --all")
+        raise ConfigError("--all", None, "name what to delete: one or more ids, or --all")
     inventory = _to_delete_in(place, dry_run=dry_run)
     chosen = _chosen(_listed(inventory), ids)
     deleted = _Deletions(inventory)

@@ -226,7 +226,7 @@ def demo(
         ),
     ] = None,
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", min=1, help="Split the model over so many worker processes.")
+        int, typer.Option("--tensor-parallel-size", min=1, help="Split the model over this many worker processes.")
     ] = 1,
 ) -> None:
     """Show what offloading does for conversations that come back: same answers, first token much sooner."""

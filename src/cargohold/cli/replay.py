@@ -62,12 +62,14 @@ class GridOptions:
     hints: Annotated[
         str | None,
         typer.Option(
-            help="known: also replay each policy with hints of an orchestrator, who knows how each turn ended, and which "
+            help="known: also replay each policy with hints of an orchestrator that knows how each turn ended, and which "
             "sessions are closed."
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(help="Model that tells KV bytes per token.", metavar="MODEL")] = None
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="Model whose configuration gives KV bytes per token.", metavar="MODEL")
+    ] = None
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None
 
     def policies(self) -> list[str]:
         """Names of the policies. Raises ``ConfigError`` for one that does not exist."""
@@ -207,35 +209,40 @@ class PlanOptions:
     """Trace, model and budget that are planned for."""
 
     trace: Annotated[
-        list[str], typer.Option("--trace", "-t", help="A file of the trace; - for standard input. May be repeated.")
+        list[str], typer.Option("--trace", "-t", help="Trace file; - for standard input. Can be repeated.")
     ]
-    model: Annotated[str | None, typer.Option(help="Model that tells KV bytes per token.", metavar="MODEL")] = None
-    host_bytes: Annotated[str | None, typer.Option(help="Host memory that could be had, such as 256GiB.")] = None
-    disk_bytes: Annotated[str | None, typer.Option(help="Disk that could be had below it, such as 4TB.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="Model whose configuration gives KV bytes per token.", metavar="MODEL")
+    ] = None
+    host_bytes: Annotated[str | None, typer.Option(help="Largest host memory to consider, such as 256GiB.")] = None
+    disk_bytes: Annotated[str | None, typer.Option(help="Largest disk to consider below it, such as 4TB.")] = None
     device: Annotated[
         str | None, typer.Option(help="Size of the device pool in front, which is one cache with host memory.")
     ] = None
-    disk_dir: Annotated[Path | None, typer.Option(help="Where on this machine, to see whether it fits.")] = None
+    disk_dir: Annotated[Path | None, typer.Option(help="Directory on this machine, to check whether it fits.")] = None
     host_price: Annotated[
         float, typer.Option(help="What a GiB of host memory costs per hour, in seconds of an accelerator.")
     ] = 2.0
     disk_price: Annotated[
         float, typer.Option(help="What a GiB of disk costs per hour, in seconds of an accelerator.")
     ] = 0.1
-    disk_write_bandwidth: Annotated[str, typer.Option(help="Bytes per second that the disk can always take.")] = "2GB"
-    disk_writes_per_day: Annotated[
-        float, typer.Option(help="How often a day the disk may be written from end to end (DWPD).")
-    ] = 1.0
+    disk_write_bandwidth: Annotated[
+        str, typer.Option(help="Sustained write bandwidth of the disk, in bytes per second.")
+    ] = "2GB"
+    disk_writes_per_day: Annotated[float, typer.Option(help="Drive writes per day that the disk endures (DWPD).")] = 1.0
     disk_part: Annotated[
-        float, typer.Option(help="Part of its bytes that the disk keeps of a chunk, if it packs: 0.7 for bfloat16.")
+        float, typer.Option(help="Size of a packed chunk on disk, relative to its bytes: 0.7 for bfloat16.")
     ] = 1.0
-    engines: Annotated[int, typer.Option(help="Engines that are planned for.")] = 1
+    engines: Annotated[int, typer.Option(help="Number of engines to plan for.")] = 1
     per_engine: Annotated[
         bool,
-        typer.Option("--per-engine", help="Each has a cache, and the trace is of one. By default all see one cache."),
+        typer.Option(
+            "--per-engine",
+            help="Each engine has its own cache, and the trace is from one. By default, all share a cache.",
+        ),
     ] = False
     policy: Annotated[str, typer.Option(help=f"One of {POLICY_NAMES}.")] = DEFAULT_POLICY
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default as many as cores.")] = None
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None
 
     def budget(self) -> SizingBudget:
         """The budget. Raises ``ConfigError`` for an impossible policy or size."""

@@ -45,7 +45,7 @@ from cargohold.option_values import parse_bytes
 def run(
     model: ModelArgument,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="What to complete; may be given several times.")
+        list[str] | None, typer.Option("--prompt", "-p", help="Prompt to complete; can be repeated.")
     ] = None,
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008  # frozen
     engine: EngineOptions = EngineOptions(),  # noqa: B008  # frozen
@@ -261,12 +261,12 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 class ServeOptions:
     """Where the server listens, for whom, and how much it takes on; see ``ServeConfig``."""
 
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="The port to listen at; 0 takes any free one.")] = 8000
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 allows other machines.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Let only clients with a key in; may be given several times: each is a tenant with a cache of its own.",
+            help="Accept only clients with a key; can be repeated: each key is a tenant with its own cache.",
             envvar="CARGOHOLD_API_KEYS",
             show_envvar=True,
         ),
@@ -275,13 +275,13 @@ class ServeOptions:
         str | None,
         typer.Option(
             metavar="FILE",
-            help='Let in tenants with shares of host memory: JSON such as {"acme": {"key": "...", "hard": "2GiB"}}.',
+            help='Accept tenants with shares of host memory: JSON such as {"acme": {"key": "...", "hard": "2GiB"}}.',
         ),
     ] = None
     admin_key: Annotated[
         str | None,
         typer.Option(
-            help="This key sees all tenants' requests, and may reset the cache.",
+            help="Key that sees all tenants' requests and can reset the cache.",
             envvar="CARGOHOLD_ADMIN_KEY",
             show_envvar=True,
         ),
@@ -289,7 +289,7 @@ class ServeOptions:
     metrics_key: Annotated[
         str | None,
         typer.Option(
-            help="/metrics needs this key, which opens nothing else; then it tells of tenants, too.",
+            help="Key that /metrics requires and that allows nothing else; with it, /metrics includes tenants.",
             envvar="CARGOHOLD_METRICS_KEY",
             show_envvar=True,
         ),
@@ -297,15 +297,17 @@ class ServeOptions:
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name by which clients may call it at 127.0.0.1, as behind a proxy; may be given several times; * for any.",
+            help="Host name to accept in requests, as after a proxy; can be repeated; * for any.",
             metavar="NAME",
         ),
     ] = None
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model; may be given several times.", metavar="NAME")
+        list[str] | None, typer.Option(help="Name of the model for clients; can be repeated.", metavar="NAME")
     ] = None
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are told to come again.")] = 256
-    max_body_bytes: Annotated[str, typer.Option(help="Largest body of a request.")] = "8MiB"
+    max_queue: Annotated[
+        int, typer.Option(help="Maximum number of waiting requests; more are rejected with status 429.")
+    ] = 256
+    max_body_bytes: Annotated[str, typer.Option(help="Maximum size of a request body.")] = "8MiB"
 
     def config(self) -> Any:
         """The options as the server takes them. Raises ``ConfigError`` for impossible ones."""
@@ -386,9 +388,9 @@ def _report_told() -> Iterator[None]:
 @app.command()
 def dashboard(
     urls: Annotated[list[str], typer.Argument(help="Addresses of engines, such as localhost:8000.", metavar="URL...")],
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen at; 0 takes any free one.")] = 8080,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks at an engine.", min=0.5)] = 2.0,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 allows other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8080,
+    interval: Annotated[float, typer.Option(help="Seconds between two polls of an engine.", min=0.5)] = 2.0,
     metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show the page for engines that run elsewhere: cargohold serve, or vLLM with the connector. Ctrl-C ends it."""

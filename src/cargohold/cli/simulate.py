@@ -61,7 +61,9 @@ class RecipeOptions:
     ] = ANY
     connector_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help=f"Options of a connector {OTHERS}NAME; those that are left out are drawn."),
+        typer.Option(
+            metavar="JSON", help=f"Options of a connector {OTHERS}NAME; those that are left out are drawn at random."
+        ),
     ] = None
     faults: Annotated[
         str, typer.Option(help=f"all, none, or some of: {', '.join(fault.value for fault in Fault)}.")
@@ -100,13 +102,15 @@ class AmountOptions:
 
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Play so many seeds; by default {DEFAULT_SEEDS}, or as many as --minutes allows."),
+        typer.Option(
+            min=1, help=f"Number of seeds to play; by default {DEFAULT_SEEDS}, or as many as --minutes allows."
+        ),
     ] = None
-    first_seed: Annotated[int, typer.Option(min=0, help="Begin with this one.")] = 0
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Begin no more seeds after so many minutes.")] = None
-    jobs: Annotated[int | None, typer.Option(min=1, help="Seeds at a time; by default one per core.")] = None
+    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Start no more seeds after this many minutes.")] = None
+    jobs: Annotated[int | None, typer.Option(min=1, help="Seeds to play in parallel; by default one per core.")] = None
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Play all seeds, and end with a list of what failed.")
+        bool, typer.Option("--keep-going", help="Play all seeds, and list all failures at the end.")
     ] = False
 
     @property
@@ -117,7 +121,7 @@ class AmountOptions:
     def reports(self, recipe: Recipe) -> Generator[SeedReport]:
         """Play the seeds; yields a report for each. Raises ``ConfigError`` if there is no time for any."""
         if self.minutes == 0:
-            raise ConfigError("minutes", self.minutes, "it must be above 0: in no time no seed is played")
+            raise ConfigError("minutes", self.minutes, "it must be above 0")
         max_seconds = None if self.minutes is None else 60 * self.minutes
         return play_seeds(recipe, self.first_seed, self.num_seeds, self.jobs or os.cpu_count() or 1, max_seconds)
 
@@ -126,16 +130,14 @@ class AmountOptions:
 class ReplayOptions:
     """How to show one seed."""
 
-    replay: Annotated[int | None, typer.Option(metavar="SEED", min=0, help="Play one seed and show how it went.")] = (
+    replay: Annotated[int | None, typer.Option(metavar="SEED", min=0, help="Play one seed and show its timeline.")] = (
         None
     )
     lines: Annotated[int, typer.Option(min=1, help="Lines of the timeline to show.")] = 40
     shrink: Annotated[bool, typer.Option(help="Look for the shortest run that still fails.")] = True
     write_script: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help=f"Write a failure of a connector {OTHERS}NAME as a script that stands alone."
-        ),
+        typer.Option(metavar="FILE", help=f"Write a failure of a connector {OTHERS}NAME as a stand-alone script."),
     ] = None
 
     def check(self, what: RecipeOptions) -> None:
@@ -236,7 +238,7 @@ def _recipe_class(engine: str) -> type[Recipe]:
         from cargohold.lab.vllm.recipe import VllmRecipe  # noqa: PLC0415  # takes seconds
     except ImportError as error:
         raise ConfigError(
-            "engine", engine, f"this follows the inside of vLLM 0.32, and that is another: {error}"
+            "engine", engine, f"this depends on internals of vLLM 0.32, and the installed version differs: {error}"
         ) from error
     return VllmRecipe
 

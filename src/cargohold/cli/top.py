@@ -38,7 +38,7 @@ _OURS: Final = {f"{family.sample}{end}" for family in (*metrics.FAMILIES, *OWN_F
 def draw(name: str, now: Scrape, before: Scrape | None) -> RenderableType:
     """Draw one engine: what is there now, and what was done since the scrape before."""
     if now.error:
-        return Panel(Text(f"cannot be asked: {now.error}", style="red"), title=Text(name), title_align="left")
+        return Panel(Text(f"cannot be reached: {now.error}", style="red"), title=Text(name), title_align="left")
     grown = now.since(before)
     span_s = now.at - before.at if before is not None and grown is not now else None
     tiers = tiers_of(now)
@@ -48,7 +48,7 @@ def draw(name: str, now: Scrape, before: Scrape | None) -> RenderableType:
         parts += [*_troubles(now), *_own(now, grown)]
     else:
         is_ours = now.of(UP)
-        why = "it is starting" if is_ours else "no Cargohold here: its /metrics has none of our time series"
+        why = "it is starting" if is_ours else "no Cargohold here: its /metrics has no time series of Cargohold"
         parts.append(Text(why, style="yellow"))
     return Panel(Group(*parts), title=Text(name), title_align="left")
 
@@ -217,8 +217,10 @@ def _time(seconds: float) -> str:
 @app.command()
 def top(
     urls: Annotated[list[str], typer.Argument(help="Addresses of engines, such as localhost:8000.", metavar="URL...")],
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and print it, as into a pipe or a file.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two polls.", min=0.1)] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one snapshot and exit, as into a pipe or a file.")
+    ] = False,
     metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show what the caches of engines do: of cargohold serve, or of vLLM with the connector. Ctrl-C ends it."""

@@ -81,18 +81,18 @@ class OutputOptions:
 class TraceOptions:
     """Which part of a trace, and how it is cut; see ``Selection``."""
 
-    blocks_per_chunk: Annotated[int, typer.Option(help="Keep so many blocks as one.")] = 1
+    blocks_per_chunk: Annotated[int, typer.Option(help="Number of blocks that are kept as one chunk.")] = 1
     block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per block, if the trace does not tell; 16 for texts and tokens.")
+        int | None, typer.Option(help="Tokens per block, if the trace does not say; 16 for texts and tokens.")
     ] = None
     tokenizer: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer is for the trace's texts.", metavar="MODEL")
+        str | None, typer.Option(help="Model whose tokenizer to use for the trace's texts.", metavar="MODEL")
     ] = None
-    session: Annotated[list[str] | None, typer.Option(help="Only this session; may be given several times.")] = None
-    from_s: Annotated[float | None, typer.Option("--from", help="Only from so many seconds on.")] = None
-    until_s: Annotated[float | None, typer.Option("--until", help="Only until so many seconds.")] = None
+    session: Annotated[list[str] | None, typer.Option(help="Only this session; can be repeated.")] = None
+    from_s: Annotated[float | None, typer.Option("--from", help="Only from this second on.")] = None
+    until_s: Annotated[float | None, typer.Option("--until", help="Only until this second.")] = None
     warm: Annotated[
-        bool, typer.Option("--warm", help="Warm the cache up on what comes before --from, without counting it.")
+        bool, typer.Option("--warm", help="Warm the cache up with the requests before --from, without counting them.")
     ] = False
     rate: Annotated[
         float, typer.Option(help="Tokens per second of an answer, if the trace does not say when it was complete.")
@@ -120,7 +120,7 @@ class CostOptions:
 
     bytes_per_token: Annotated[int | None, typer.Option(help="KV bytes per token.")] = None
     kv_dtype_bytes: Annotated[
-        int | None, typer.Option(help="Bytes per number of KV, if other than the model's: 1 for fp8.")
+        int | None, typer.Option(help="Bytes per number of KV, if different from the model's: 1 for fp8.")
     ] = None
     prefill_tokens_per_s: Annotated[
         float | None, typer.Option(help="Prompt tokens that the accelerator computes per second.")
@@ -137,11 +137,11 @@ class CostOptions:
         per_token = self.bytes_per_token
         if model is not None:
             if per_token is not None:
-                raise ConfigError("bytes_per_token", per_token, "--model tells it, too; give one of the two")
+                raise ConfigError("bytes_per_token", per_token, "use either this or --model")
             quiet_transformers()
             per_token = describe_kv(model, self.kv_dtype_bytes).bytes_per_token
         elif self.kv_dtype_bytes is not None:
-            raise ConfigError("kv_dtype_bytes", self.kv_dtype_bytes, "it changes what --model tells; give --model, too")
+            raise ConfigError("kv_dtype_bytes", self.kv_dtype_bytes, "it changes the value from --model; add --model")
         return CostModel(
             bytes_per_token=per_token,
             prefill_tokens_per_s=self.prefill_tokens_per_s,

@@ -108,7 +108,7 @@ def _parse(words: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="cargohold vllm-flags",
         usage="%(prog)s --host SIZE [options] [-- MODEL OPTIONS-OF-VLLM]",
-        description="Print the options that switch Cargohold on in vLLM, to paste behind vllm serve MODEL.",
+        description="Print the options that enable Cargohold in vLLM, to append to vllm serve MODEL.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -126,16 +126,16 @@ def _parse(words: Sequence[str]) -> Namespace:
     add(
         "--device",
         metavar="SIZE",
-        help="vLLM's own KV cache, over all workers, as its log says: what both hold together",
+        help="vLLM's own KV cache, over all workers, as logged by vLLM: to show what both hold together",
     )
     add(
         "--engine",
         metavar="SIZE",
         default=ENGINE_MEMORY,
-        help="host memory of vLLM itself; on CPUs with model and KV cache",
+        help="host memory for vLLM itself; on CPUs, with model and KV cache",
     )
-    add("--format", choices=FORMATS, default="shell", help="how to write it; shell by default")
-    add("--elsewhere", action="store_true", help="check nothing of this machine: vLLM runs on another")
+    add("--format", choices=FORMATS, default="shell", help="output format; shell by default")
+    add("--elsewhere", action="store_true", help="skip the checks of this machine: vLLM runs on another one")
     own = words.index("--") if "--" in words else len(words)
     asked = Namespace(words=words[own + 1 :], made_by=shlex.join(["cargohold", "vllm-flags", *words]))
     return parser.parse_args(words[:own], asked)
@@ -147,11 +147,11 @@ def transfer_config(asked: Namespace) -> dict[str, Any]:
     for disk in asked.disk:
         directory, _, size = disk.rpartition(":")
         if not directory:
-            raise ConfigError("--disk", disk, "say how much it may take, such as /nvme/kv:200GiB")
+            raise ConfigError("--disk", disk, "add its maximum size, such as /nvme/kv:200GiB")
         below.append({"kind": "disk", "directory": directory, "max_bytes": size})
     below += [{"kind": "shared", "url": url} for url in asked.shared]
     if not asked.shared and asked.role != "both":
-        raise ConfigError("--role", asked.role, "two engines hand KV over through a store: give --shared URL too")
+        raise ConfigError("--role", asked.role, "two engines hand over KV through a store: add --shared URL")
     extra = {
         **({"mode": "lazy"} if asked.lazy else {}),
         "host_bytes": asked.host,
@@ -192,11 +192,11 @@ def remarks(asked: Namespace, transfer: Mapping[str, Any]) -> Iterator[str]:
         if not is_tested(found):
             yield f"vLLM {found} is here, and {TESTED} are tested; if it cannot be served, its log says so"
         return
-    yield "vLLM is not installed in this environment, so what is printed is unchecked: run this where vLLM runs"
+    yield "vLLM is not installed in this environment, so the output is unchecked: run this where vLLM runs"
     try:
         check(asked, transfer)
     except ConfigError as error:
-        yield f"here it would be refused: {_in_words_of_the_command(error)}"
+        yield f"on this machine it would be rejected: {_in_words_of_the_command(error)}"
 
 
 def of_both(device_bytes: int, host_bytes: int, bytes_per_token: int | None = None) -> Iterator[str]:
@@ -207,8 +207,8 @@ def of_both(device_bytes: int, host_bytes: int, bytes_per_token: int | None = No
     yield f"{sizes}: together {format_bytes(both)}{tokens}"
     if host_bytes < LEAST_SHARE * device_bytes:
         yield (
-            f"host memory adds less than a tenth to the device pool, so hardly more will be found; as much again, "
-            f"{format_bytes(device_bytes)}, is a good beginning"
+            f"host memory adds less than a tenth to the device pool, so the hit rate will hardly rise; as much as the pool, "
+            f"{format_bytes(device_bytes)}, is a good start"
         )
 
 
@@ -365,7 +365,7 @@ def bench(words: Sequence[str]) -> int:
 
     With fewer, all would be found on the device; with more, none would be found when it comes again.
     """
-    parser = ArgumentParser(prog="cargohold vllm-bench", description="Print a benchmark that fits a server that runs.")
+    parser = ArgumentParser(prog="cargohold vllm-bench", description="Print a benchmark that fits a running server.")
     parser.add_argument("url", nargs="?", default="http://localhost:8000", help="of vLLM with Cargohold")
     url = parser.parse_args(words).url
     url = (url if "://" in url else f"http://{url}").rstrip("/")
@@ -377,7 +377,7 @@ def bench(words: Sequence[str]) -> int:
         return EXIT_FAILED
     device, host, model = _capacities(text)
     if not host:
-        sys.stderr.write(f"cargohold: {url} has no host memory of Cargohold: serve it with what vllm-flags prints\n")
+        sys.stderr.write(f"cargohold: {url} has no host memory of Cargohold: start it with the output of vllm-flags\n")
         return EXIT_FAILED
     asked_tokens = PREFIX_TOKENS + SUFFIX_TOKENS
     prefixes = max(1, (device + host * 3 // 4) // asked_tokens)

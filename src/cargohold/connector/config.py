@@ -165,22 +165,22 @@ _NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "disk_buffer_slots": "nothing to set: each of a disk tier's num_threads has its own buffer",
         "disk_capacity_bytes": f"max_bytes of a disk tier: tiers=[{_DISK}]",
         "disk_path": f"directory of a disk tier: tiers=[{_DISK}]",
-        "follow_resets": "nothing to set: workers look which weights they hold",
-        "follow_weights": "nothing to set: workers look which weights they hold",
+        "follow_resets": "nothing to set: workers fingerprint their weights",
+        "follow_weights": "nothing to set: workers fingerprint their weights",
         "eviction_policy": f"policy, one of {POLICY_NAMES}",
         "kv_offload_backend": f"a disk tier below host memory: tiers=[{_DISK}]",
         "kv_offloading_size": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of GiB",
         "lazy_offload": "mode=lazy",
         "max_tracker_size": "nothing to set: a policy limits what it remembers of absent chunks",
         "num_cpu_blocks": "host_bytes: a number of bytes, or a size such as 8GiB, not a number of blocks",
-        "offload_prompt_only": "store_generated, the other way round: by default, answers are kept too",
+        "offload_prompt_only": "store_generated, inverted: by default, answers are kept too",
         "secondary_tiers": f"tiers, with other options: tiers=[{_DISK}]",
         "self_describing_kv_events": "nothing to set: events about chunks that the device computed carry their tokens",
         "shared_storage_path": 'url of a shared tier: tiers=[{"kind": "shared", "url": "file:///mnt/kv"}]',
         "spec_module_path": "the first half of connector=MODULE:FACTORY",
         "spec_name": "the second half of connector=MODULE:FACTORY for a connector of your own; leave it out for ours",
         "store_threshold": "admission=reused of a tier, for a threshold of 2; in host memory, the policy decides what stays",
-        "use_page_cache": "direct_io of a disk tier, the other way round",
+        "use_page_cache": "direct_io of a disk tier, inverted",
         # LMCache, whose names may also stand behind "lmcache."
         "cache_policy": f"policy, one of {POLICY_NAMES}",
         "chunk_size": "blocks_per_chunk, which counts blocks of the device pool, not tokens",
@@ -267,10 +267,10 @@ class OffloadConfig(KernelConfig):
             if getattr(self, name) != declared(OffloadConfig)[name].default:
                 raise ConfigError(name, getattr(self, name), f"that is no option of mode={self.mode}")
         if self.manager and self.policy != DEFAULT_POLICY:
-            raise ConfigError("policy", self.policy, "a manager of your own evicts by a rule of its own: leave it out")
+            raise ConfigError("policy", self.policy, "your own manager has its own eviction: remove this option")
         names = [quota.tenant for quota in self.quotas]
         if names and self.manager:
-            raise ConfigError("quotas", self.quotas, "it must be empty: a manager of your own keeps no quotas")
+            raise ConfigError("quotas", self.quotas, "it must be empty: your own manager has no quotas")
         if len(set(names)) < len(names) or len(names) >= MAX_SHARES:
             raise ConfigError("quotas", self.quotas, f"it must be one for each of {MAX_SHARES - 1} tenants at most")
         check_parts(self.quotas)

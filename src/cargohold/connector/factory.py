@@ -81,7 +81,7 @@ def check_memory(offload: Offload | Sequence[Offload] | None, *, warns: bool = T
     if warns and wanted > free:
         # It is taken bit by bit as KV is stored, so nothing would fail before the machine is full.
         logger.warning(
-            "host_bytes=%s: only %s of this machine's memory are free now; once more is filled, the system may end processes",
+            "host_bytes=%s: only %s of this machine's memory are free now; if more is used, the system may kill processes",
             written,
             format_bytes(free),
         )
@@ -120,12 +120,12 @@ def check_apart(offload: Offload | Sequence[Offload] | None) -> None:
             continue
         files = where, blocks_per_chunk, tier.encryption_key
         if files in own:
-            expected = "2 tiers of this engine would use it; give each a directory of its own"
+            expected = "2 tiers of this engine would use it; give each its own directory"
             raise ConfigError(f"{path}{used.option}", str(where), expected)
         own[files] = f"{path}{used.option}"
     for ((directory, _, _), option), shared in product(own.items(), common):
         if _is_in_the_way(shared, directory):
-            reason = f"the shared tier of this engine in {shared} would be in its way; give each a directory of its own"
+            reason = f"the shared tier of this engine in {shared} conflicts with it; give each its own directory"
             raise ConfigError(option, str(directory), reason)
 
 
@@ -148,7 +148,7 @@ def check_chunks(offload: Offload | Sequence[Offload] | None, layout: KVCacheLay
     for path, config in own_configs(offload):
         most = max(1, min(limits, default=config.blocks_per_chunk))
         if config.blocks_per_chunk > most:
-            expected = f"no request can have so many full blocks, so nothing would ever be kept; use at most {most}"
+            expected = f"no request has that many full blocks, so nothing would be stored; use at most {most}"
             raise ConfigError(f"{path}blocks_per_chunk", config.blocks_per_chunk, expected)
 
 

@@ -83,4 +83,4 @@ class OutageLevels:
         reason = " ".join(reason.split())[:_MAX_REASON_CHARS]
         if len(self._reasons) < _MAX_REASONS:
             self._reasons.add(reason)
-        return reason if reason in self._reasons else "another reason; the log has it"
+        return reason if reason in self._reasons else "another reason; see the log"

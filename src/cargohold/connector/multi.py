@@ -60,7 +60,7 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def __init__(self, children: Sequence[KVConnectorScheduler], environment: SchedulerEnvironment) -> None:
         if not children:
-            raise ConfigError("offload", [], "the list is empty; leave offload out, or give None, to offload nothing")
+            raise ConfigError("offload", [], "the list is empty; to offload nothing, pass None")
         layout = environment.layout
         self._children = [ConnectorGuard(child, layout.num_blocks, len(layout.groups)) for child in children]
         self.worker_metadata_type = worker_metadata_type_for([child.worker_metadata_type for child in children])

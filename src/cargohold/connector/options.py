@@ -95,7 +95,7 @@ def _several(options: Mapping[str, Any], beside: Collection[str]) -> list[Offloa
         if key in {"mode", "connectors"}:
             continue
         if key in declared(OffloadConfig):
-            raise ConfigError(key, value, "with mode=multi it belongs into one of connectors")
+            raise ConfigError(key, value, "with mode=multi it belongs to one of connectors")
         raise no_such_option(key, value, ["mode", "connectors", *beside])
     children = options.get("connectors")
     if not isinstance(children, list) or not children:

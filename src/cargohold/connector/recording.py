@@ -234,7 +234,7 @@ class RecordingFactory:
         if path.is_dir():
             raise ConfigError("record", self.file, "it is a directory; give the path of a file to write")
         if path.exists():
-            raise ConfigError("record", self.file, "there is such a file already; traces are not overwritten")
+            raise ConfigError("record", self.file, "the file exists; traces are not overwritten")
         if not path.parent.is_dir():
             raise ConfigError("record", self.file, "there is no such directory")
 

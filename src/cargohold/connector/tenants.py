@@ -125,7 +125,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_owner_only(file: Path) -> None:
     if file.stat().st_mode & 0o077:
-        raise ConfigError("--tenants", str(file), "others may read the keys or the secret in it: chmod 600")
+        raise ConfigError("--tenants", str(file), "others can read the keys or the secret in it: chmod 600")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _identities(file: str | None) -> frozenset[str]:
 @cache
 def _unknown() -> str:
     logger.warning(
-        "requests come with salts of tenants that are not known here: they get no hints, and the least share. The front has"
+        "requests have salts of tenants that are unknown here: they get no hints, and the smallest share. The front has"
         " another secret, or another file (%s): copy both to here, and start again",
         FILE_VARIABLE,
     )

@@ -249,7 +249,7 @@ class EngineThread:
     def _post(self, command: Callable[[], None]) -> None:
         self.check_process()
         if threading.current_thread() is self._thread:  # a connector, or a prompt of the caller's own class
-            raise RequestError("the engine cannot wait for itself: ask it from another thread")
+            raise RequestError("the engine cannot wait for itself: call it from another thread")
         self._commands.put(command)
         # Looked at afterwards: the thread says that it ends before it looks at its commands for the last time.
         if self._end is not None:

@@ -223,7 +223,7 @@ class _Answers:
             elif moved:
                 answer.moved = now
             elif now - answer.moved > self._patience_s:
-                self._log.warning("kv events: a follower that missed some takes no answer: it is given up")
+                self._log.warning("kv events: a follower that missed some does not read the answer: it is dropped")
                 del self._answers[follower]
             has_moved |= moved
         return has_moved

@@ -402,7 +402,7 @@ class LLMEngine:
             beyond = max(token_ids, default=0)
             if beyond >= self.limits.vocab_size:
                 # Some tokenizers have such tokens: for models that see images, or added to the tokenizer but not the model.
-                reason = f"the tokenizer makes a token of it, {beyond}, that the model has not: it has {self.limits.vocab_size}"
+                reason = f"the tokenizer turned it into token {beyond}, which the model lacks: it has {self.limits.vocab_size}"
                 raise RequestError(f"the prompt is not possible: {reason}", request_id)
         else:
             token_ids = self._checked_token_ids(prompt, request_id)

@@ -43,17 +43,17 @@ def checked_transfers(finished: object) -> KVConnectorTransferResults:
     if finished is NOTHING_ENDED:
         return NOTHING_ENDED
     if not isinstance(finished, KVConnectorTransferResults):
-        raise TypeError(f"{finished!r} is no KVConnectorTransferResults")
+        raise TypeError(f"{finished!r} is not a KVConnectorTransferResults")
     for name in ("finished_sending", "finished_recving", "failed_recving"):
         ids = getattr(finished, name)
         if not isinstance(ids, AbstractSet) or not _are_all(ids, str):
-            raise TypeError(f"{name}={ids!r} is no set of request ids")
+            raise TypeError(f"{name}={ids!r} is not a set of request ids")
     jobs: Any = finished.jobs
     if not isinstance(jobs, Mapping) or not (_are_all(jobs, int) and _are_all(jobs.values(), TransferOutcome)):
-        raise TypeError(f"jobs={jobs!r} are no whole numbers and their outcomes")
+        raise TypeError(f"jobs={jobs!r} are not whole numbers and their outcomes")
     count: Any = finished.expected_finished_count
     if not isinstance(count, int):
-        raise TypeError(f"expected_finished_count={count!r} is no number")
+        raise TypeError(f"expected_finished_count={count!r} is not a number")
     return finished
 
 
@@ -61,14 +61,14 @@ def checked_block_ids(block_ids: Iterable[Any]) -> frozenset[int]:
     """Check the answer of ``get_block_ids_with_load_errors``, and return it as a frozen set."""
     checked = frozenset(block_ids)
     if not _are_all(checked, int):
-        raise TypeError(f"{block_ids!r} are no block ids")
+        raise TypeError(f"{block_ids!r} are not block ids")
     return checked
 
 
 def checked_stats(stats: Any) -> Stats:
     """Check the answer of either side's ``get_kv_connector_stats``, and return it."""
     if not isinstance(stats, Mapping) or not (_are_all(stats, Series) and _are_all(stats.values(), int | float)):
-        raise TypeError(f"{stats!r} are no time series and numbers")
+        raise TypeError(f"{stats!r} are not time series and numbers")
     return stats
 
 
@@ -80,14 +80,14 @@ def checked_outages(outages: Any) -> Sequence[Outage]:
         or not _are_all((text for outage in outages for text in (outage.tier, outage.what, outage.reason)), str)
         or not _are_all((time for outage in outages for time in (outage.since, outage.retry_at or 0)), int | float)
     ):
-        raise TypeError(f"{outages!r} is no sequence of Outage")
+        raise TypeError(f"{outages!r} is not a sequence of Outage")
     return outages
 
 
 def checked_contents(contents: Any) -> Sequence[TierContents]:
     """Check the answer of ``get_contents``, and return it. A server encodes every field, so each is checked."""
     if not isinstance(contents, Sequence) or not _are_all(contents, TierContents):
-        raise TypeError(f"{contents!r} is no sequence of TierContents")
+        raise TypeError(f"{contents!r} is not a sequence of TierContents")
     for of_tier in contents:
         if not all(isinstance(found, kind) for found, kind in _fields_of_contents(of_tier)):
             raise TypeError(f"{of_tier!r:.500} has a field of another type")
@@ -116,7 +116,7 @@ def checked_number(number: Any, of: str) -> int | None:
     """
     if number is None or isinstance(number, int):
         return number
-    raise TypeError(f"{number!r} is no number of {of}")
+    raise TypeError(f"{number!r} is not a number of {of}")
 
 
 def checked_matched(answer: Any, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -133,7 +133,7 @@ def checked_params(params: Any) -> Mapping[str, Any] | None:
     """Check the second half of the answer of ``request_finished``, and return it."""
     if params is None or (isinstance(params, Mapping) and _are_all(params, str)):
         return params
-    raise TypeError(f"{params!r} are no transfer parameters")
+    raise TypeError(f"{params!r} are not transfer parameters")
 
 
 def checked_outcomes(outcomes: Iterable[Any], hints: Sequence[Hint]) -> tuple[HintOutcome, ...]:
@@ -148,7 +148,7 @@ def checked_hint_events(events: Iterable[Any]) -> tuple[HintEvent, ...]:
     """Check the answer of ``take_hint_events``, and return it."""
     checked = tuple(events)
     if not _are_all(checked, HintEvent):
-        raise TypeError(f"{checked!r} are no ends of hints")
+        raise TypeError(f"{checked!r} are not ends of hints")
     return checked
 
 
@@ -158,7 +158,7 @@ def checked_locks(report: Any) -> KVConnectorSchedulerOutput:
         copy = KVConnectorSchedulerOutput(tuple(report.block_ids_to_lock), tuple(report.block_ids_to_unlock))
         if _are_all((*copy.block_ids_to_lock, *copy.block_ids_to_unlock), int):
             return copy
-    raise TypeError(f"{report!r} is no KVConnectorSchedulerOutput with block ids")
+    raise TypeError(f"{report!r} is not a KVConnectorSchedulerOutput with block ids")
 
 
 def checked_report(report: Any) -> CacheReport:
@@ -169,7 +169,7 @@ def checked_report(report: Any) -> CacheReport:
         is_text = isinstance(notes, Sequence) and not isinstance(notes, str) and _are_all(notes, str)
         if isinstance(restored, Mapping) and _are_all(restored, str) and _are_all(restored.values(), int) and is_text:
             return report
-    raise TypeError(f"{report!r} is no CacheReport of tokens by tier and notes")
+    raise TypeError(f"{report!r} is not a CacheReport of tokens by tier and notes")
 
 
 def checked_events(events: Iterable[Any], num_groups: int | None = None) -> tuple[KVEvent, ...]:
@@ -182,7 +182,7 @@ def checked_events(events: Iterable[Any], num_groups: int | None = None) -> tupl
     checked = tuple(events)
     for event in checked:
         if not isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared):
-            raise TypeError(f"{event!r} is no KV event")
+            raise TypeError(f"{event!r} is not a KV event")
         for name, is_right in _fields_of_event(event, num_groups):
             if not is_right:
                 # The value is not shown: it may be a prompt.

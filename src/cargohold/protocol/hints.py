@@ -348,7 +348,7 @@ def _hint_of(action: Any, name: str, envelope_version: object) -> Hint:
     """Read an action. Raises ``ValueError`` that says what is wrong."""
     for what, version in (("protocol_version", envelope_version), ("action_version", _get(action, "action_version"))):
         if version is not None and str(version) not in _VERSIONS:
-            raise ValueError(f"{what}={shown(version)} is not known here; it must be 1")
+            raise ValueError(f"{what}={shown(version)} is unknown; it must be 1")
     kind = _kind_of(_get(action, "action_type"))
     payload = _get(action, "payload")
     if not isinstance(payload, Mapping | None):
@@ -359,7 +359,7 @@ def _hint_of(action: Any, name: str, envelope_version: object) -> Hint:
     first, last = _range_of(options.pop("tokens", None))
     unknown = options.keys() - {"priority", "ttl_s", "lease", "to", "deadline_s", "token_ids", "part"}
     if unknown:
-        raise ValueError(f"payload has {shown(min(map(str, unknown)))}, which is not known here")
+        raise ValueError(f"payload has {shown(min(map(str, unknown)))}, which is unknown")
     return Hint(kind=kind, action_id=name, start=first, end=last, **options)
 
 
@@ -370,7 +370,7 @@ def _kind_of(value: Any) -> HintKind:
     try:
         return HintKind(name)
     except ValueError:
-        raise ValueError(f"action_type={shown(value)} is not known here; there are {', '.join(HintKind)}") from None
+        raise ValueError(f"action_type={shown(value)} is unknown; there are {', '.join(HintKind)}") from None
 
 
 def _range_of(tokens: Any) -> tuple[Any, Any]:

@@ -309,25 +309,25 @@ PROMPT: Final = counter(
     start=_SOURCES,
 )
 TIER_CAPACITY: Final = gauge(
-    "tier_capacity_bytes", "bytes", "What a tier may hold; missing without a limit of its own.", "tier"
+    "tier_capacity_bytes", "bytes", "Capacity of a tier; missing if it has no limit of its own.", "tier"
 )
 TIER_READY: Final = gauge(
-    "tier_ready_bytes", "bytes", "What can be found in a tier; of a shared store, what this engine has stored.", "tier"
+    "tier_ready_bytes", "bytes", "Content of a tier; of a shared store, only what this engine has stored.", "tier"
 )
 TIER_PLAIN: Final = gauge(
-    "tier_plain_bytes", "bytes", "What that was before it was packed; about, where chunks differ in size.", "tier"
+    "tier_plain_bytes", "bytes", "Size of that content before packing; approximate if chunks differ in size.", "tier"
 )
-TIER_PINNED: Final = gauge("tier_pinned_bytes", "bytes", "What hints keep from being evicted.", "tier")
+TIER_PINNED: Final = gauge("tier_pinned_bytes", "bytes", "Protected from eviction by hints.", "tier")
 TIER_IN_USE: Final = gauge(
     "tier_in_use_bytes",
     "bytes",
-    "What copies and waiting requests hold in host memory; of the device, only by the server, what requests hold.",
+    "Held in host memory by copies and waiting requests; on the device, by requests (server only).",
     "tier",
 )
 OF_TENANT: Final = gauge(
     "tenant_bytes",
     "bytes",
-    "What tenants with a quota have, by their labels, and others together; from the server only with a key.",
+    "Held by each tenant with a quota, and by all others together; from the server only with a key.",
     "tier",
     "tenant",
 )
@@ -363,7 +363,9 @@ REMOVED: Final = counter(
 NOT_STORED: Final = counter(
     "not_stored_chunks", "chunks", "Refused by a lower tier, or failed to be written.", "tier", start=[LOWER]
 )
-NOT_LOADED: Final = counter("not_loaded_chunks", "chunks", "Gone, damaged or late when fetched.", "tier", start=[LOWER])
+NOT_LOADED: Final = counter(
+    "not_loaded_chunks", "chunks", "Missing, damaged or late when fetched.", "tier", start=[LOWER]
+)
 CORRUPT: Final = counter("corrupt_chunks", "chunks", "Failed their check, on each worker.", "tier", start=[LOWER])
 TIER_FAILURES: Final = counter(
     "tier_failures", "jobs", "Of a lower tier, failed or late, on each worker.", "tier", start=[LOWER]
@@ -382,7 +384,7 @@ DEFERRED_LOOKUPS: Final = counter(
     "deferred_lookups", "requests", "Waited for a tier's answer or another request's load."
 )
 DEFERRED_STORES: Final = counter("deferred_stores", "times", "Stores waited for room, counted in each step.")
-LOAD_TOKENS: Final = counter("load_tokens", "tokens", "Brought to the device by loads.")
+LOAD_TOKENS: Final = counter("load_tokens", "tokens", "Loaded to the device.")
 PREFILL_TOKENS: Final = counter(
     "prefill_tokens", "tokens", "Of prompts, computed in steps that mostly compute prompts."
 )
@@ -410,7 +412,7 @@ _OUTAGE: Final = ("tier", "what", "reason")
 OUTAGE_SINCE: Final = gauge(
     "outage_since_timestamp_seconds",
     "seconds since 1970",
-    "Since when it is out of use; 0, or gone, when it is in use again.",
+    "Start of an outage; 0 or missing when it is over.",
     *_OUTAGE,
 )
 OUTAGE_RETRY: Final = gauge(
@@ -422,13 +424,11 @@ OUTAGE_RETRY: Final = gauge(
 OTHER: Final = counter(
     "connector",
     "its own",
-    "What else is counted; stored again: because a request hit it on the device and host memory lacked it.",
+    "Other counts; stored again: because a request hit it on the device and host memory lacked it.",
     "counter",
     start=_OTHERS,
 )
-OTHER_LEVELS: Final = gauge(
-    "connector_level", "its own", "What else there is now, such as copies that do not end.", "counter"
-)
+OTHER_LEVELS: Final = gauge("connector_level", "its own", "Other current values, such as stuck copies.", "counter")
 LOADS_IN_STEP: Final = OTHER.of("loads_in_step")
 STORED_AGAIN: Final = OTHER.of("stored_again_chunks")
 READY_CHUNKS: Final = OTHER_LEVELS.of("num_ready_chunks")

@@ -139,7 +139,7 @@ class WorkerConnectorGuard(WorkerHookDispatcher):
             raise TypeError(metadata.reason)
         if not (self._takes_messages or isinstance(metadata, EmptyMetadata)):
             # A worker in another process would see an empty message instead, and load nothing.
-            raise TypeError(f"it was sent a {type(metadata).__name__}, and declares no metadata_type")
+            raise TypeError(f"it received a {type(metadata).__name__}, and declares no metadata_type")
         self._inner.bind_connector_metadata(metadata)
 
     def _contain(self, error: BaseException, name: str) -> None:

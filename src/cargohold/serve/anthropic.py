@@ -86,7 +86,7 @@ class AnthropicTool(BaseModel):
         """The tool as templates know it. Raises ``ApiError`` for what the engine does not do with tools."""
         for name, value in (self.model_extra or {}).items():
             if value:
-                raise invalid(f"this engine has no {name[:80]} of tools: leave it out", f"{param}.{name[:80]}")
+                raise invalid(f"this engine does not support {name[:80]} in tools: remove it", f"{param}.{name[:80]}")
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
@@ -109,7 +109,7 @@ class Prompt(Body):
                 "tool_choice: the model decides itself whether it calls a tool; use auto or none", "tool_choice"
             )
         if self.thinking is not None and self.thinking.get("type") != "disabled":
-            raise invalid("this engine has no thinking: leave it out", "thinking")
+            raise invalid("this engine does not support thinking: remove it", "thinking")
         system = text_of(self.system, "system")
         messages = [{"role": "system", "content": system}] if system else []
         for at, message in enumerate(self.messages):

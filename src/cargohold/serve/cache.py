@@ -67,9 +67,7 @@ async def explain(request: Request, request_id: str) -> Response:
     """Where each answer's prompt came from, and why, in words."""
     record = context_of(request).admission.records.find(request_id, client_of(request))
     if record is None:
-        message = (
-            f"no request {request_id!r:.100} is remembered: the last few hundred are, each for whoever has sent it"
-        )
+        message = f"request {request_id!r:.100} is unknown: only the last few hundred are kept, each for its own client"
         raise ApiError(HTTPStatus.NOT_FOUND, message, code="request_not_found")
     answers = [{"sources": one.sources(), "notes": list(one.notes)} for one in record.sequences]
     return json_response({**_shown(context_of(request), client_of(request), record), "answers": answers})
@@ -180,7 +178,7 @@ async def reset(request: Request) -> Response:
         message = "only the admin key may reset the cache: start the server with --admin-key, and send that"
         raise ApiError(HTTPStatus.FORBIDDEN, message, code="admin_only")
     if not await context_of(request).admission.llm.reset_cache():
-        message = "requests are being served, or transfers have not ended: try again when it is quiet"
+        message = "requests or transfers are in flight: try again later"
         raise ApiError(HTTPStatus.CONFLICT, message, code="busy")
     return json_response({"reset": True})
 

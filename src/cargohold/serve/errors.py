@@ -67,7 +67,7 @@ def api_error(error: Exception) -> ApiError:
             return invalid(error.reason)
         case EngineDeadError():
             return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_stopped")
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed; its log says how")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed; see its log")
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from cargohold.protocol import Family, Kind
 _PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 _ENDS: Final = tuple(product(_PATHS, ("finished", "gone", "failed")))
 
-UP: Final = Family("up", Kind.GAUGE, "0 or 1", "Whether requests are taken.")
+UP: Final = Family("up", Kind.GAUGE, "0 or 1", "Whether requests are accepted.")
 REQUESTS: Final = Family(
-    "requests", Kind.COUNTER, "requests", "Ended; gone: the client went away.", ("endpoint", "state"), _ENDS
+    "requests", Kind.COUNTER, "requests", "Ended; gone: the client disconnected.", ("endpoint", "state"), _ENDS
 )
 REFUSED: Final = Family("refused_requests", Kind.COUNTER, "requests", "Found the queue full.", start=((),))
 ANSWERS: Final = Family("answers_in_progress", Kind.GAUGE, "answers", "That clients wait for.")

@@ -205,7 +205,7 @@ class Front:
             # What is known is worth less than the request.
             if not self._has_failed:
                 self._has_failed = True
-                logger.exception("cargohold: the front has failed; requests pass without what their clients have said")
+                logger.exception("cargohold: the front has failed; requests pass without the cache fields of clients")
             return None
         return lease
 
@@ -283,7 +283,7 @@ class Front:
         if args is not None and getattr(args, "kv_transfer_config", None) is None:
             self._says = False
             logger.warning(
-                "cargohold: this vLLM has no connector (--kv-transfer-config): the front keeps tenants apart, and no more"
+                "cargohold: this vLLM has no connector (--kv-transfer-config): the front only keeps tenants apart"
             )
         for one in getattr(state, "_state", {}).values():
             if hasattr(one, "enable_prompt_tokens_details"):

@@ -110,7 +110,7 @@ class Body(BaseModel):
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise invalid(f"there is no field {name!r:.80} here{hint}", name[:80], "unknown_field")
             if not any(_is(value, neutral) for neutral in NEUTRAL[name]):
-                raise invalid(f"this engine has no {name}: leave it out", name, "unsupported_field")
+                raise invalid(f"this engine does not support {name}: remove it", name, "unsupported_field")
 
 
 class CachedBody(Body):
@@ -259,7 +259,7 @@ def _call(call: dict[str, Any], param: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise invalid(f"{param}.function.arguments is no JSON", param) from error
+            raise invalid(f"{param}.function.arguments is not JSON", param) from error
     return {"type": "function", "id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}
 
 

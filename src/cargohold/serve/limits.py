@@ -77,7 +77,7 @@ class Limits:
     def _check_number(self, path: str) -> None:
         most = self._config.max_connections
         if self._num_requests >= most and path != HEALTH:
-            message = f"{most} requests are open, which is all that this server takes: try again"
+            message = f"{most} requests are open, the limit of this server: try again"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_requests", retry_after_s=1)
 
     def _client(self, scope: Scope) -> Client:
@@ -100,7 +100,7 @@ class Limits:
         """Count bytes of bodies that are in memory."""
         if not self._bodies.take(tenant, num_bytes):
             most = self._bodies.limit
-            message = f"bodies of {most} bytes are being worked on, which is all that this server takes: try again"
+            message = f"bodies of {most} bytes are in progress, the limit of this server: try again"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="too_many_bytes", retry_after_s=1)
 
     def _check_size(self, content_length: bytes) -> None:
@@ -152,7 +152,7 @@ class _Body:
                 message = await self._receive()
         except TimeoutError as error:
             self._is_whole = True
-            expected = f"the body has not come within {self._timeout_s:g} s"
+            expected = f"the body did not arrive within {self._timeout_s:g} s"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, expected) from error
         self.num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
@@ -207,9 +207,7 @@ class Hosts:
             return
         name = _without_port(host.decode("latin-1").lower())
         if name not in self._names and not name.endswith(".localhost") and not _is_loopback(name):
-            message = (
-                f"this server is for its own machine, and not known as {name!r:.100}: allow it with --allowed-host"
-            )
+            message = f"this server does not accept the host name {name!r:.100}: allow it with --allowed-host"
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="host_not_allowed")
 
 

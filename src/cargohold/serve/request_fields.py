@@ -35,7 +35,7 @@ class RequestFields:
     """The body of a request: fields are decoded when they are asked for, and the others stay as they were sent.
 
     Args:
-        sent: what the client has sent. Raises ``ValueError`` if it is no JSON object.
+        sent: what the client has sent. Raises ``ValueError`` if it is not JSON object.
 
     Attributes:
         sent: the same.
@@ -137,7 +137,7 @@ def keeping(body: RequestFields, *, is_strict: bool = False) -> list[dict[str, A
 def _marked(body: RequestFields) -> list[dict[str, Any]]:
     marks = [(part, _ttl_of(mark, where)) for part, mark, where in islice(_marks(body), _MAX_MARKS + 1)]
     if len(marks) > _MAX_MARKS:
-        raise MarkError(f"there may be {_MAX_MARKS} marks of cache_control, not more", "cache_control")
+        raise MarkError(f"at most {_MAX_MARKS} cache_control marks are allowed", "cache_control")
     return [_kept(f"cache_control-{number}", ttl_s, part) for number, (part, ttl_s) in enumerate(marks, start=1)]
 
 

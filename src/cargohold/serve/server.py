@@ -98,7 +98,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     worst: dict[str, Any] = max(error.errors(), key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if worst["type"] == "json_invalid":
         reason = worst.get("ctx", {}).get("error", "")
-        return error_response(request.url.path, invalid(f"the body is no JSON: {reason}"))
+        return error_response(request.url.path, invalid(f"the body is not JSON: {reason}"))
     param = _place(worst["loc"][1:], error.body)
     if not isinstance(error.body, dict):
         return error_response(request.url.path, invalid("the body must be a JSON object, sent as application/json"))
@@ -278,6 +278,6 @@ def listening(config: ServeConfig) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("host", config.host, "it must be an address of this machine") from error
-        expected = f"nothing else may listen there; 0 takes any free port ({error.strerror})"
+        expected = f"another program listens there; 0 takes any free port ({error.strerror})"
         raise ConfigError("port", config.port, expected) from error
     return listener

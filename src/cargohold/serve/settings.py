@@ -66,9 +66,7 @@ class ServeConfig(Options):
             if key is not None:
                 check_keys(name, [key])
                 if key in known:
-                    raise ConfigError(
-                        name, "***", "it must not be another key, too: others know that, or it may do more"
-                    )
+                    raise ConfigError(name, "***", "it must differ from all other keys")
                 known.append(key)
 
     def label_of(self, tenant: str | None) -> str | None:

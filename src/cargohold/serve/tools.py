@@ -226,7 +226,7 @@ def _call(item: object, tools: Collection[str]) -> ToolCall:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 _DECODER: Final = json.JSONDecoder(parse_constant=_refuse)

@@ -159,7 +159,7 @@ def warn_of_owners(tier: str, directories: Iterable[Path]) -> None:
         with suppress(OSError):  # if we may not even look, opening the directory fails and reports that
             owner = directory.stat().st_uid
             if owner not in (_SUPERUSER, os.geteuid()):
-                _warn(tier, directory, f"belongs to user {owner}, who can put other KV in place of ours")
+                _warn(tier, directory, f"belongs to user {owner}, who can replace KV")
 
 
 def warn_of_writers(tier: str, directories: Iterable[Path]) -> None:
@@ -167,14 +167,14 @@ def warn_of_writers(tier: str, directories: Iterable[Path]) -> None:
     for directory in directories:
         with suppress(OSError):
             if _everybody_may(stat.S_IWOTH, directory) and not directory.stat().st_mode & stat.S_ISVTX:
-                _warn(tier, directory, "is for everybody to write to, so anybody can put other KV in place of ours")
+                _warn(tier, directory, "can be written by everyone, so anyone can replace KV")
 
 
 def warn_of_readers(tier: str, directory: Path, file: Path) -> None:
     """Log a warning if every user can read what we write to a directory (``file`` is an example): in effect, prompts."""
     with suppress(OSError):
         if _everybody_may(stat.S_IROTH, file):
-            _warn(tier, directory, "is for everybody to read, and KV can be turned back into prompts")
+            _warn(tier, directory, "can be read by everyone, and KV can be turned back into prompts")
 
 
 def _everybody_may(right: int, path: Path) -> bool:

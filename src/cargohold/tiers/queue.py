@@ -243,7 +243,7 @@ class TierQueue:
         try:
             return self.tier.usage()
         except Exception as error:  # noqa: BLE001  # a tier of somebody's own; it is counted, and nothing depends on it
-            logger.info("tier %s does not say how full it is: %s", self.tier.name, one_line(error))
+            logger.info("tier %s does not report how full it is: %s", self.tier.name, one_line(error))
             return EMPTY
 
     def take_losses(self) -> Losses:

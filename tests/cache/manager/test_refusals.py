@@ -36,7 +36,7 @@ def test_an_unknown_policy_names_those_there_are(name: str) -> None:
 
 
 def test_a_policy_beside_a_manager_of_ones_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^policy='arc' .* a rule of its own: leave it out"):
+    with pytest.raises(ConfigError, match=r"^policy='arc' .* its own eviction: remove this option"):
         OffloadConfig(host_bytes=10000, manager="examples.own_manager.least_recent:LeastRecent", policy="arc")
 
 

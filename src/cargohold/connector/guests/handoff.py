@@ -151,7 +151,7 @@ class HandingOff(Consumer):
         difference = handoff.difference(self._lower.namespace)
         if difference:
             state.notes.append(
-                f"what was announced was computed by an engine that differs in its {difference}, so it cannot be used here"
+                f"the announced KV comes from an engine that differs in its {difference}, so it cannot be used here"
             )
         return 0 if difference else handoff.num_tokens
 

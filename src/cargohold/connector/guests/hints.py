@@ -129,9 +129,9 @@ class Hints(Guest):
         """Return why a hint may not be carried out; empty if it may."""
         allowed = self._config.allowed_to(tenant)
         if allowed == HINTS_OFF or (allowed != HINTS_ALL and hint.kind not in _FREE):
-            return f"this tenant may not give such hints (allow={allowed})"
+            return f"this tenant may not send such hints (allow={allowed})"
         if not self._manager.takes_hints:
-            return "the replacement policy keeps its own order of eviction"
+            return "the replacement policy has no priorities"
         return ""
 
     def _grant(self, request: RequestView, hint: Hint) -> HintOutcome:
@@ -142,7 +142,7 @@ class Hints(Guest):
         if not self.grants.budgets.limit_of(grant.tenant, grant.budget):
             return HintOutcome(hint.action_id, HintStatus.REJECTED, "host memory is too small for it")
         if not self.grants.has_room_for(grant.tenant):
-            return HintOutcome(hint.action_id, HintStatus.REJECTED, "too many hints are in force")
+            return HintOutcome(hint.action_id, HintStatus.REJECTED, "too many hints are active")
         former = self.grants.lease(grant.tenant, hint.lease)
         if former is not None:
             self._end(former, HintEnd.RELEASED)
@@ -170,7 +170,7 @@ class Hints(Guest):
     def _prefetch(self, request: RequestView, hint: Hint) -> HintOutcome:
         """Begin to bring chunks up, if there is anything to do; ``share`` also retains what is there already."""
         if self.ahead is None or not self.ahead.has_room(request.tenant):
-            why = "there is no tier below host memory" if self.ahead is None else "too many prefetches are under way"
+            why = "there is no tier below host memory" if self.ahead is None else "too many prefetches are in flight"
             return HintOutcome(hint.action_id, HintStatus.REJECTED, why)
         keys = self._keys_about(request)
         smallest = min([of_group.chunk_tokens for of_group in keys])

@@ -88,7 +88,7 @@ class LowerTierGuest(Below):
         if waiting is not None and waiting.has_expired:
             waiting = None
             del self._waiting[state.request.request_id]
-            state.notes.append("lower tiers were asked again: the engine had no place for the request for long")
+            state.notes.append("lower tiers were asked again: the request waited long for the engine")
         if waiting is not None and waiting.num_announced:
             # The first request of an engine waits before a worker has said what the engine's namespace is.
             waiting.num_announced = self.num_announced(state)

@@ -336,7 +336,7 @@ class ContainedGuest(Guest):
         return call
 
     def _turn_off(self, name: str, error: BaseException) -> None:
-        line = "guest %s is turned off: it raised in %s; the connector goes on without it"
+        line = "guest %s is turned off: it raised in %s; the connector continues without it"
         logger.error(line, self.name, name, exc_info=error)
         inner, self._inner = self._inner, None
         if inner is None or name == "shutdown":

@@ -117,9 +117,9 @@ class TierLookup:
                 if where := self._whereabouts(key):
                     return f"because the chunk from token {first_token} on {where}"
                 return (
-                    f"because nothing is kept of it behind token {first_token}"
+                    f"because nothing of it is kept after token {first_token}"
                     if at
-                    else "because nothing is kept of it"
+                    else "because nothing of it is kept"
                 )
         reach = min((keys.chunk_tokens * num_leading for keys, num_leading in full), default=None)
         return self._what_windows_lack(state, num_hit_tokens, reach)
@@ -133,19 +133,19 @@ class TierLookup:
         lacking = [keys for keys in state.keys if keys.group.kind is not AttentionKind.FULL]
         num_left = state.request.num_tokens - num_hit_tokens
         if not self._full_hits and num_left <= max((keys.chunk_tokens for keys in lacking), default=0):
-            return "because the last token is computed again, and with it what a window or state before it needs"
+            return "because the last token is recomputed, with the window or state that it needs"
         stored = {key for store in self._jobs.stores() for key in store.keys}
         if stored and any(
             key in stored for keys in lacking for key in keys.keys[num_hit_tokens // keys.chunk_tokens :]
         ):
-            return f"because windows or states behind token {num_hit_tokens} are still being stored"
+            return f"because windows or states after token {num_hit_tokens} are still being stored"
         kinds = {keys.group.kind is AttentionKind.RECURRENT: keys.group.window_tokens for keys in lacking}
         what = " and ".join(
             "no recurrent state" if is_state else f"no whole window of {window} tokens"
             for is_state, window in kinds.items()
         )
         reach = "" if num_full_tokens is None else f"full attention is kept up to token {num_full_tokens}, but "
-        return f"because {reach}{what} that ends behind token {num_hit_tokens}"
+        return f"because {reach}{what} that ends after token {num_hit_tokens}"
 
     def _whereabouts(self, key: OffloadKey) -> str:
         """Return where a chunk is that host memory does not have, as the end of a sentence; empty if it is nowhere."""
@@ -405,7 +405,7 @@ class Loads:
         too_late = outcome is TransferOutcome.ABANDONED
         reason = "came too late" if too_late else f"failed: {len(bad_keys)} of {len(load.handle.keys)} chunks are bad"
         if not load.handle.keys:
-            reason = "failed: what was found was gone before the engine had blocks for it"
+            reason = "failed: its chunks were evicted before the engine had blocks for it"
         self._shared.failures.warning("a load of %d blocks from %s %s", len(load.block_ids), tier, reason)
         state = self._requests.get(load.request_id)
         if state is not None:

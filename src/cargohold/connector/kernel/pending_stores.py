@@ -178,7 +178,7 @@ class PendingStores:
         if len(blocks) + len(self.held_blocks) > shared.max_store_blocks:
             if self._must_keep(pending.state):
                 pending.state.notes.append(
-                    "its last chunks may be lost: max_inflight_fraction allows stores no more device blocks"
+                    "its last chunks may be lost: max_inflight_fraction lets stores hold no more device blocks"
                 )
             shared.consumer.stores_abandoned(pending.state)
             return

@@ -148,7 +148,7 @@ class KernelScheduler(KVConnectorScheduler):
         state = self._requests[request.request_id]
         if self._shared.jobs.num_stuck_blocks > self._shared.max_store_blocks:
             # A load might get stuck, too, and take more blocks out of service.
-            state.note_once("nothing was looked up: copies that do not end hold too many blocks")
+            state.note_once("nothing was looked up: stuck copies hold too many blocks")
             return 0, False
         num_tokens = self._lookup.find(state, num_computed_tokens)
         self._guests.request_asked(state, num_tokens is not None)
@@ -187,7 +187,7 @@ class KernelScheduler(KVConnectorScheduler):
         )
         self._guests.request_admitted(state, admission)
         self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
-        why_no_more = "though more was found: the engine took no more"
+        why_no_more = "although more was found: the engine loaded no more"
         if lookup.num_tokens <= num_hit_tokens:
             why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         self._note_lookup(state, lookup.num_computed_tokens, sources, why_no_more)
@@ -258,7 +258,7 @@ class KernelScheduler(KVConnectorScheduler):
         for load in shared.jobs.give_up_loads() if self._can_give_up_loads else ():
             self._given_up.append(load.job_id)
             if (state := self._requests.get(load.request_id)) is not None:
-                state.notes.append(f"the load from {shared.tier} was given up, because the device's cache was reset")
+                state.notes.append(f"the load from {shared.tier} was abandoned, because the device's cache was reset")
                 state.offer_again_from(0)
 
     def reset_cache(self) -> bool:

@@ -81,7 +81,7 @@ class KernelWorker(KVConnectorWorker):
         """End all copies. Raises ``TimeoutError`` if one goes on for too long."""
         if not isinstance(self._running, UnmappedTransfers):
             if not self._running.settle(SLEEP.seconds()):
-                raise TimeoutError("a copy does not end, so the device's memory cannot be taken away")
+                raise TimeoutError("a copy is stuck, so the device's memory cannot be released")
             self._transfers = UnmappedTransfers(self._running)
 
     def restore_kv_caches(self) -> None:

@@ -14,7 +14,7 @@ from cargohold.protocol import Clock, ConnectorGuard, KVConnectorSchedulerOutput
 EndRequest = Callable[[Request, FinishReason, str], None]
 
 NOT_FINITE = (
-    "the model computed numbers that are not finite for it (an overflow, or what follows from one), so its tokens would mean "
+    "the model computed non-finite numbers for it (an overflow, or its consequences), so its tokens would mean "
     "nothing; if this happens with ordinary prompts, choose a dtype with a wider range, such as bfloat16 or float32"
 )
 """Error of a request for which the model's numbers are not finite."""

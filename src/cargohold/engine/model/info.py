@@ -119,16 +119,16 @@ def _layer_kinds(model: str, config: Any, num_layers: int) -> Iterable[LayerKind
         kind = _LAYER_TYPES.get(layer_type)
         if kind is None:
             served = ", ".join(_LAYER_TYPES)
-            raise UnsupportedModelError(model, f"layers of type {layer_type} are not served; served are {served}")
+            raise UnsupportedModelError(model, f"layers of type {layer_type} are not supported; supported are {served}")
         yield kind, (window if kind is AttentionKind.SLIDING_WINDOW else None)
 
 
 def _refuse_unknown_architectures(model: str, config: Any) -> None:
     unsupported = {
-        "kv_lora_rank": "multi-head latent attention is not served",
-        "attn_logit_softcapping": "soft-capped attention scores are not served",
-        "use_bidirectional_attention": "attention that looks ahead is not served",
-        "num_kv_shared_layers": "layers that share another layer's KV are not served",
+        "kv_lora_rank": "multi-head latent attention is not supported",
+        "attn_logit_softcapping": "soft-capped attention scores are not supported",
+        "use_bidirectional_attention": "attention that looks ahead is not supported",
+        "num_kv_shared_layers": "layers that share another layer's KV are not supported",
     }
     for field, reason in unsupported.items():
         if _field(model, config, field):
@@ -136,7 +136,7 @@ def _refuse_unknown_architectures(model: str, config: Any) -> None:
     # The scores of layers without rotary embedding. Such models take positions from transformers' own cache, which is not used
     # here. The scale changes only after some thousand positions, so a probe of a few tokens does not see it.
     if _field(model, config, "attn_temperature_tuning") and not all(_field(model, config, "no_rope_layers") or [False]):
-        raise UnsupportedModelError(model, "attention scores that are scaled by position are not served")
+        raise UnsupportedModelError(model, "attention scores that are scaled by position are not supported")
 
 
 def _field(model: str, config: Any, name: str) -> Any:
@@ -144,7 +144,7 @@ def _field(model: str, config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError as error:  # how transformers says that it differs between layers
-        raise UnsupportedModelError(model, f"layers that differ in {name} are not served") from error
+        raise UnsupportedModelError(model, f"layers that differ in {name} are not supported") from error
 
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -226,7 +226,7 @@ def _refuse_unless_causal(model: str, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415  # slow
 
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(model, "encoder-decoder models are not served; choose a decoder-only model")
+        raise UnsupportedModelError(model, "encoder-decoder models are not supported; choose a decoder-only model")
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModelError(model, f"{config.model_type} is not a language model that generates text")
 

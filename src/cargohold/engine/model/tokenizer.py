@@ -187,10 +187,10 @@ class Tokenizer:
         _check_messages(messages)
         options = dict(template_options or {})
         for name in _OWN_TEMPLATE_OPTIONS & options.keys():
-            raise RequestError(f"{name} is no variable of a chat template that a client may set")
+            raise RequestError(f"{name} is not a variable of chat templates that clients may set")
         tools = list(tools) if tools else None
         if tools and "tools" not in self._inner.get_chat_template(tools=tools):
-            raise RequestError("the chat template of this model has no place for tools; leave them out")
+            raise RequestError("the chat template of this model does not support tools; remove them")
         try:
             text = self._inner.apply_chat_template(
                 list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options
@@ -234,7 +234,7 @@ def _check_messages(messages: Any) -> None:
 
 def _what_is_wrong_with(message: object) -> str | None:
     if not isinstance(message, Mapping):
-        return f"is no mapping but {message!r:.40}"
+        return f"is not a mapping but {message!r:.40}"
     for key in ("role", "content"):
         if message.get(key) is None:
             return f"has no {key}"

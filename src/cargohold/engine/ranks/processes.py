@@ -95,7 +95,7 @@ class Channel:
             self._socket.sendall(_LENGTH.pack(len(frame)))
             self._socket.sendall(frame)
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise ChannelClosedError("the other end is gone") from error
+            raise ChannelClosedError("the other end has closed") from error
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         """Wait for a frame. Raises like ``send``."""
@@ -115,9 +115,9 @@ class Channel:
             try:
                 count = self._socket.recv_into(view)
             except ConnectionResetError as error:
-                raise ChannelClosedError("the other end is gone") from error
+                raise ChannelClosedError("the other end has closed") from error
             if count == 0:
-                raise ChannelClosedError("the other end is gone")
+                raise ChannelClosedError("the other end has closed")
             view = view[count:]
         return bytes(data)
 

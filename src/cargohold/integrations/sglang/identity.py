@@ -159,13 +159,13 @@ def _obstacles() -> Iterator[str]:
     """Reasons, as sentences, why the KV may be another one after a restart without anybody noticing."""
     args = _args()
     if watch.began_s is None:
-        yield "SGLANG_PLUGINS leaves out cargohold, which would notice that weights are changed in place"
+        yield "SGLANG_PLUGINS omits cargohold, which detects weights that change in place"
     if watch.change:
         yield f"{watch.change} has changed the weights in place, and the files may be others"
     if args["enable_lora"] or args["lora_paths"]:
-        yield "SGLang knows LoRA adapters by name and path, which may be given to others"
+        yield "SGLang identifies LoRA adapters by name and path, which may be reused"
     if str(getattr(args["load_format"], "value", args["load_format"])) not in _LOCAL_FORMATS:
-        yield f"--load-format {args['load_format']} may bring weights from elsewhere than {args['model_path']}"
+        yield f"--load-format {args['load_format']} may load weights from outside {args['model_path']}"
     if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true"}:
         yield from why_another_hub("SGLANG_USE_MODELSCOPE", args["model_path"])
     for name in _OTHER_SOURCES:

@@ -34,7 +34,7 @@ class WeightsWatch:
     def note(self, update: str) -> None:
         """Note that weights are about to change."""
         if not self.change:
-            logger.warning("%s: KV is neither stored nor found from now on, until the server is started again", update)
+            logger.warning("%s: KV is neither stored nor found from now on, until the server is restarted", update)
         self.change = update
 
 
@@ -52,7 +52,7 @@ def register() -> None:
         for update in _UPDATES:
             HookRegistry.register(f"{_UPDATER}.{update}", _noting(update), HookType.BEFORE)
     except (ImportError, AttributeError, TypeError) as error:
-        logger.error("this SGLang does not tell of changes of weights: %s", error)  # noqa: TRY400  # one line
+        logger.error("this SGLang does not report changes of weights: %s", error)  # noqa: TRY400  # one line
     else:
         watch.began_s = time.time()
 

@@ -42,7 +42,7 @@ _LEFT_OUT: Final = (_LATENT_WINDOW, _RING)
 empty ring where a whole compressed row ends."""
 _REFUSED: Final[Mapping[str, str]] = {
     "RSWASpec": "computes what is generated with a window: as part of a later prompt, the same tokens have other KV",
-    "HiddenStateCacheSpec": "holds hidden states for whoever reads them, not KV",
+    "HiddenStateCacheSpec": "holds hidden states for other readers, not KV",
     "HiSparseHotSpec": "lives outside the block pool",
     "HiSparseResidentSpec": "lives outside the block pool",
     "EncoderOnlyAttentionSpec": "keeps nothing from one step to the next",
@@ -187,7 +187,7 @@ def _refusals(group: Any, layers: Sequence[Any]) -> Iterator[str]:
             yield f"has layers of kind {name}: it {_REFUSED[name]}"
         # A plugin's class may have the name of the one that it is made of.
         if name not in _KINDS or kinds[name] != _MODULE or not (is_kept or name in _LEFT_OUT):
-            yield f"has layers of kind {name}, which is not served"
+            yield f"has layers of kind {name}, which is not supported"
     if len({_describe(layer) for layer in layers}) > 1:
         yield f"mixes layers of different kinds: {', '.join(names)}"
     if _is_state(layers[0]) and getattr(layers[0], "mamba_cache_mode", "none") == "none":

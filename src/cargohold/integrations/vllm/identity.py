@@ -159,9 +159,9 @@ def _obstacles(vllm_config: Any) -> Iterator[str]:
         # And the numbers begin at 1 at every start.
         yield "with mm_processor_cache_gb=0 and without prefix caching vLLM numbers pictures and sounds, and hashes none"
     if str(getattr(load_format, "value", load_format)) not in _LOCAL_FORMATS:
-        yield f"load_format={load_format} may bring weights from elsewhere than {model.model}"
+        yield f"load_format={load_format} may load weights from outside {model.model}"
     if getattr(model, "model_weights", ""):
-        yield f"model_weights={model.model_weights} brings weights from elsewhere than {model.model}"
+        yield f"model_weights={model.model_weights} loads weights from outside {model.model}"
     if compat.environment_option("VLLM_USE_MODELSCOPE"):
         yield from why_another_hub("VLLM_USE_MODELSCOPE", model.model)
     overrides = getattr(model, "hf_overrides", None)

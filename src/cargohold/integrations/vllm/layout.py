@@ -272,12 +272,14 @@ def _parallel_obstacles(parallel_config: Any) -> list[str]:
         "decode_context_parallel_size": "decode context parallelism",
         "prefill_context_parallel_size": "prefill context parallelism",
     }
-    obstacles = [f"{what} is not served" for name, what in names.items() if getattr(parallel_config, name, 1) > 1]
+    obstacles = [f"{what} is not supported" for name, what in names.items() if getattr(parallel_config, name, 1) > 1]
     if parallel_config.world_size > 1 and parallel_config.distributed_executor_backend == "external_launcher":
         obstacles.append("with external_launcher each scheduler gets the reports of one worker only; use mp or ray")
     if getattr(parallel_config, "enable_fault_tolerance", False):
         # The workers' reports of such a step are lost, and with them that transfers have ended and that its KV is wrong.
-        obstacles.append("with --enable-fault-tolerance vLLM goes on after a step that failed, and does not tell of it")
+        obstacles.append(
+            "with --enable-fault-tolerance vLLM continues after a failed step without notifying connectors"
+        )
     return obstacles
 
 

@@ -71,7 +71,7 @@ def _check_front() -> None:
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") in {"", "0"}:
         return
     if has_tenants:
-        raise SystemExit(f"cargohold: {_PASSED_BY}, so nobody would keep the tenants of CARGOHOLD_TENANTS apart")
+        raise SystemExit(f"cargohold: {_PASSED_BY}, so the tenants of CARGOHOLD_TENANTS would not be kept apart")
     if any("cargohold.serve.front" in word for word in sys.argv):
         logger.error("%s: requests pass the front by", _PASSED_BY)
 

@@ -142,14 +142,14 @@ class CacheResets:
         if is_first and (is_same or blind is not None):
             return
         if was_empty:
-            outcome = "what Cargohold kept is dropped, as was asked for"
+            outcome = "all chunks are dropped, as requested"
         elif blind is not None:
-            outcome = f"worker {blind} cannot tell which weights it holds: what Cargohold keeps is dropped"
+            outcome = f"worker {blind} cannot identify its weights: all chunks are dropped"
             self._is_due = True
         elif is_same:
-            outcome = "the weights are the same: what Cargohold keeps stays"
+            outcome = "the weights are the same: all chunks stay valid"
         else:
-            outcome = "the weights are others: what Cargohold keeps is found when its own return"
+            outcome = "the weights have changed: the chunks of the old ones are set aside until they return"
             self._is_due = self._is_due or was_open
         if not is_same:
             self._moves_to = None if blind is not None else weights

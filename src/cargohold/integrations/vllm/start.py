@@ -72,5 +72,5 @@ def tool_tokens(model_config: Any) -> ToolTokens:
         revision = getattr(model_config, "tokenizer_revision", None)
         return ToolTokens(added_tokens(find_files(str(path), revision, "tokenizer")))
     except (ConfigError, OSError, ValueError) as error:
-        logger.info("which turns end with a call of a tool is not known: %s", one_line(error))
+        logger.info("turns that end with a tool call cannot be recognized: %s", one_line(error))
         return ToolTokens({})

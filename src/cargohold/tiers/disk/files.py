@@ -55,7 +55,7 @@ class Descriptor:
         flags: as for ``os.open``.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
@@ -306,7 +306,7 @@ def _aligned_part(view: memoryview) -> int:
 
 
 def _irregular(path: Path) -> OSError:
-    return OSError(errno.EINVAL, f"{path} is no regular file")
+    return OSError(errno.EINVAL, f"{path} is not a regular file")
 
 
 def _require(is_complete: bool) -> None:

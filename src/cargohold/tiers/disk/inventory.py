@@ -193,7 +193,7 @@ def _require_not_shared(root: Path) -> None:
     """Refuse the directory of a shared store, and log what else is no disk tier's. Raises ``ConfigError``, ``OSError``."""
     replicas = replicas_in(root)
     if Owner.SHARED in strange_folders(root).values() and not replicas and not any(shards_in(root)):
-        raise ConfigError("PLACE", str(root), f"a shared store lies there; give it as {url_of(root)}")
+        raise ConfigError("PLACE", str(root), f"it is a shared store; name it as {url_of(root)}")
     for place in (root, *replicas):
         with suppress(PermissionError):  # to list what is there fails as well, and is told then
             for folder in list(strange_folders(place))[:1]:

@@ -211,7 +211,7 @@ class Shard:
         if obstacle and not was_hindered:
             per_slot = self.geometry.segment_bytes // self.geometry.slots_per_segment
             sizes = [format_bytes(count * per_slot) for count in (self.num_slots, self.capacity)]
-            message = "disk tier in %s: it cannot become larger than %s, of %s that it may take, because %s"
+            message = "disk tier in %s: it cannot grow above %s, of its limit of %s, because %s"
             self._shortage.warning(message, self.path, *sizes, obstacle)
         return not obstacle
 
@@ -238,7 +238,7 @@ class Shard:
             with suppress(BlockingIOError), brief_lock(self._root):
                 make_private(self.path)
                 if os.path.lexists(self.path / DESCRIPTION):
-                    reason = f"a shared store has its chunks there, in {self.path}; give each a directory of its own"
+                    reason = f"a shared store has its chunks there, in {self.path}; give each its own directory"
                     raise ConfigError("directory", str(self._root), reason)
                 return DirectoryLock(self.path)
         raise _used(self._root)
@@ -434,7 +434,7 @@ def _tries(root: Path) -> Iterator[None]:
 
 
 def _used(root: Path) -> ConfigError:
-    reason = "it is used for the same model already; give each engine, and each tier of one, a directory of its own"
+    reason = "another tier uses it for the same model; give each engine, and each of its tiers, its own directory"
     return ConfigError("directory", str(root), reason)
 
 
@@ -448,7 +448,7 @@ def check_budget(root: Path, budget: ShardBudget) -> None:
     status = os.statvfs(root)
     total = status.f_blocks * status.f_frsize
     if not total:
-        raise OSError(errno.EOPNOTSUPP, "its file system keeps no files", str(root))
+        raise OSError(errno.EOPNOTSUPP, "its file system does not store files", str(root))
     if budget.root_bytes + budget.reserve_bytes > total:
         reserve = f", of which {format_bytes(budget.reserve_bytes)} are a reserve" if budget.reserve_bytes else ""
         raise ConfigError(
@@ -477,7 +477,7 @@ def _without_rank(facts: dict[str, str]) -> dict[str, str]:
 
 def _unusable(root: Path, error: OSError) -> ConfigError:
     where = f"{error.filename}: " if error.filename else ""
-    expected = "more files must be open than may be (ulimit -n)" if error.errno in _TOO_MANY_FILES else _USABLE
+    expected = "more files must be open than allowed (ulimit -n)" if error.errno in _TOO_MANY_FILES else _USABLE
     reason = f"{expected}: {where}{error.strerror}"
     return ConfigError("directory", str(root), reason)
 

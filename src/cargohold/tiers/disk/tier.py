@@ -253,9 +253,9 @@ class DiskTier(Tier):
             with self._lock:
                 is_news, self._is_gone, self._is_all_lost = not self._is_gone, True, True
             if is_news:
-                logger.warning("disk tier: %s is gone; the tier is off until the restart", self._shard.path)
+                logger.warning("disk tier: %s is gone; the tier is off until a restart", self._shard.path)
         if self._is_gone:
-            raise TierError(self.name, "its directory is gone; it is off until the restart")
+            raise TierError(self.name, "its directory is gone; it is off until a restart")
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class DiskTier(Tier):
     def _quarantine(self, number: int, key: OffloadKey) -> None:
         """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
         slot = self._index.slots_of(number)[0]
-        self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is forgotten", key.hex(), slot)
+        self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is dropped", key.hex(), slot)
         if self._forget(number, key):
             self._shard.wipe_header(slot)
 

@@ -155,7 +155,7 @@ class RetryQueue:
         chunk = self._chunks.get(key)
         if chunk is None:
             return ""
-        return "has no room for it" if chunk.is_refused else "did not take it in time"
+        return "has no room for it" if chunk.is_refused else "did not accept it in time"
 
     def add(self, key: OffloadKey, parent: OffloadKey | None, backlog: Backlog, *, is_refused: bool) -> None:
         """Note that a chunk, which came from ``backlog``, was not taken."""

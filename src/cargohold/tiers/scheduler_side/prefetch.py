@@ -40,7 +40,7 @@ Looking takes time, the more the longer a prompt is.
 MIN_POLL_S: Final = 0.005
 """Seconds until a request looks again for announced chunks; later, ``POLL_PART`` of the time that it has waited already."""
 POLL_PART: Final = 0.2
-_NOT_ENOUGH_TIME = "there was not enough time to learn from {} whether it has more chunks"
+_NOT_ENOUGH_TIME = "there was not enough time to ask {} for more chunks"
 
 
 class Prefetcher:
@@ -334,7 +334,7 @@ class Prefetcher:
         if waiting.num_announced and not waiting.skipped:
             waiting.notes.append(
                 f"{waiting.num_announced} tokens were announced; "
-                f"{waiting.num_come} had come after {waiting.waited_s:.3g} s"
+                f"{waiting.num_come} had arrived after {waiting.waited_s:.3g} s"
             )
         waiting.num_announced = 0
         for at, tier in enumerate(self._lower.tiers):

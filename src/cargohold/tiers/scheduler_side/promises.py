@@ -209,7 +209,7 @@ class Promises:
         if self.states([key]) != bytes([ABSENT]):
             return ""
         reasons = (f"tier {of.tier.name} {why}" for of in self._writes if (why := of.why_not(key, self._hold_s)))
-        return next(reasons, "host memory has not got it")
+        return next(reasons, "host memory does not have it")
 
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""

@@ -166,7 +166,7 @@ class Waiting:
 
     def give_up(self) -> None:
         """End the wait because its time is up. Jobs end by themselves, or at their deadlines, and are measured."""
-        no_room = "host memory had no room for what lower tiers have"
+        no_room = "host memory had no room for chunks of lower tiers"
         self.notes.append(no_room if self.needs_slots else self.timeout_note)
         self.go(Event.LATE)
         if self.fetch is not None:
@@ -177,7 +177,7 @@ class Waiting:
         if self.planned is not None:
             self.num_to_have = self.planner.host_hit(self.planned, self.num_to_have)
         if self.fetch is not None and self.fetch.failed:
-            self.notes.append("lower tiers did not bring all that they have: loads failed, or took too long")
+            self.notes.append("lower tiers did not deliver all their chunks: loads failed, or took too long")
         self.go(Event.ARRIVED)
 
     def has_lost(self, num_tokens: int) -> bool:

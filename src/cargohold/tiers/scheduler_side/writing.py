@@ -220,14 +220,14 @@ class Writes:
         if obstacle := self._obstacle(within_s):
             return obstacle
         if self._allowance is not None and not self._allowance.available:
-            return "has taken all that it may in a day"
+            return "has reached its daily limit"
         return self.untaken.why(key)
 
     def _obstacle(self, within_s: float) -> str:
         if self.tier.health.of(Access.WRITE) is BreakerState.OPEN:
             return f"takes no writes now: {self.tier.health.reason}"
         if self._clock() >= self._puts_off_since + (within_s if self._has_taken_any else 0.0):
-            return "has put off all writes " + ("for too long" if self._has_taken_any else "so far")
+            return "has postponed all writes " + ("for too long" if self._has_taken_any else "so far")
         return ""
 
     def _end_write(

@@ -77,7 +77,7 @@ class DirectoryPlace:
         if found is not None and found != self._known and self._is_mounted_anew(found):
             self._known = found
         if found != self._known:
-            gone = "is gone, or its mount is: nothing is kept there until it is back, or the engine restarts"
+            gone = "is missing, or its mount is: nothing is stored there until it is back, or the engine restarts"
             raise OSError(f"{self._directory} {gone}")
 
     def _find(self) -> tuple[int, int] | None:
@@ -188,7 +188,7 @@ def _tell(namespace: os.DirEntry[str], error: OSError) -> None:
     if namespace.path not in _told:
         _told.add(namespace.path)
         logger.warning(
-            "shared tier: not all of %s may be read, so what is there is passed over: %s",
+            "shared tier: not all of %s can be read, so it is skipped: %s",
             namespace.path,
             error.strerror,
         )
@@ -208,7 +208,7 @@ _OURS: Final = re.compile(
     rf"(?P<namespace>{ID_PATTERN})/([0-9a-f]{{2}}/(?P<key>([0-9a-f]{{2}})+)|{re.escape(DESCRIPTION)})(?P<unfinished>#[0-9]+)?"
 )
 _NO_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL})
-"""Errors that say that there is no regular file: those of the system, and ``EINVAL``, which ``Descriptor`` raises."""
+"""Errors that say that there is not a regular file: those of the system, and ``EINVAL``, which ``Descriptor`` raises."""
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
 _ACCESS_ANSWER: Final = re.compile(r"AccessDenied|status code: 40[13]\b")
 """What a server says that refuses access. The package does not tell such errors of listing and deleting from others by type."""

@@ -71,7 +71,7 @@ class SharedTierConfig(TierConfig):
                 "ttl_s", self.ttl_s, f"only {', '.join(REDIS_SCHEMES)} can do that; buckets have life-cycle rules"
             )
         if self.max_bytes is not None and module != "objects":
-            limit = "set its maxmemory" if module == "redis" else "it is what machines lend"
+            limit = "set its maxmemory" if module == "redis" else "it is the memory that machines lend"
             raise ConfigError("max_bytes", self.max_bytes, f"here the server keeps the limit: {limit}")
         for name in ("lend_bytes", "protocol", "devices"):
             if getattr(self, name) is not None and module != MOONCAKE:

@@ -63,7 +63,7 @@ _PACKAGES: Final = {
 _NO_ROOM, _NOT_READY, _NOT_FOUND = -200, -703, -704
 _MEANINGS: Final = {
     -800: "a machine that lends memory does not answer",
-    -900: "the master does not answer, or is of another version of Mooncake",
+    -900: "the master does not answer, or has another version of Mooncake",
     -901: "the master has not answered in time",
 }
 _MAX_REASON_BYTES: Final = 4096

@@ -186,7 +186,7 @@ class StoreBudget:
         if is_stuck and not self._has_told_full:
             self._has_told_full = True
             logger.warning(
-                "shared tier: no more chunks are stored, because %s are taken and nothing more may be deleted",
+                "shared tier: no more chunks are stored, because %s are taken and nothing more can be deleted",
                 format_bytes(total),
             )
         return total
@@ -251,7 +251,7 @@ class StoreBudget:
         if known.namespace_id not in self._told:
             self._told.add(known.namespace_id)
             reason = one_line(error)
-            logger.warning("shared tier: %s may not be deleted to make room, so it stays: %s", known.path, reason)
+            logger.warning("shared tier: %s cannot be deleted to make room, so it stays: %s", known.path, reason)
 
 
 # --- the shared tier on object stores ---------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class ObjectTier(SharedTier):
                 raise
             if has_obstacle(self._directory, path):
                 self._obstacles.warning(
-                    "%s tier: %s cannot be stored, because something that is not ours has its place", self.name, path
+                    "%s tier: %s cannot be stored, because a foreign object has its name", self.name, path
                 )
             elif not is_full(error):
                 raise
@@ -455,7 +455,7 @@ class ObjectTier(SharedTier):
         if self._directory is None:
             return None
         if os.path.lexists(self._directory / self._prefix / DESCRIPTION_FILE):
-            reason = f"a disk tier has its chunks there, in {self._prefix}; give each a directory of its own"
+            reason = f"a disk tier has its chunks there, in {self._prefix}; give each its own directory"
             raise ConfigError("url", self._shown_url, reason)
         try:
             return DirectoryPlace(self._directory, f"{self._prefix}/{DESCRIPTION}")

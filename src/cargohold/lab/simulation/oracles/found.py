@@ -98,7 +98,7 @@ class FoundOracle(Oracle):
         is_held = is_in_host or is_below
         if is_held and not is_explained:
             self._missed = f"{state.request.request_id} found {num_found} tokens, and chunk {at} is held"
-        elif is_held and state.notes and "nothing is kept of it" in state.notes[-1]:
+        elif is_held and state.notes and "nothing of it is kept" in state.notes[-1]:
             self._missed = f"{state.request.request_id} is told that nothing is kept, and chunk {at} is held"
 
 

@@ -110,7 +110,7 @@ class StrangerRecipe(VllmRecipe):
     """Scenarios for connectors of vLLM's interface.
 
     Attributes:
-        config: the connector's own options; those that are left out are drawn.
+        config: the connector's own options; those that are left out are drawn at random.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
