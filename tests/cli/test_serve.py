@@ -129,7 +129,7 @@ def test_a_model_that_is_not_there_ends_the_server(cargohold: Command) -> None:
 
 
 def test_a_missing_package_is_named(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cargohold.cli.run.find_spec", lambda name: None)
+    monkeypatch.setattr("cargohold.cli.app.find_spec", lambda name: None)
     result = cargohold("serve", "smollm2")
     expected = "cargohold serve: the package fastapi is not installed here: pip install 'cargohold[serve]'\n"
     assert (result.status, result.err) == (2, expected)

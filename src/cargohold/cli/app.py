@@ -25,6 +25,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -94,6 +95,12 @@ def loading(model: str) -> Iterator[None]:
     with errors.status(f"loading {escape(model)}{once}"), made_for_good():
         quiet_transformers()
         yield
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """A progress bar with these columns, shown while the ``with`` block runs if standard error is a terminal."""
+    every = (SpinnerColumn(), TextColumn("{task.description}"), *columns, TimeElapsedColumn())
+    return Progress(*every, console=errors, transient=True, disable=not errors.is_terminal)
 
 
 def require_package(command: str, package: str) -> None:

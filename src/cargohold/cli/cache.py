@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import Answers, PlainFlags, app, errors
+from cargohold.cli.app import Answers, PlainFlags, app, errors, progress
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, parse_room
@@ -278,14 +278,14 @@ def _verified(
 ) -> Counter[Verification]:
     """Verify namespaces, behind a progress bar; returns how often there was which finding."""
     counts: Counter[Verification] = Counter()
-    with _progress() as progress:
+    with progress(TextColumn("{task.completed}/{task.fields[of]}")) as bar:
         for holding in holdings:
             of = "?" if holding.num_chunks is None else str(holding.num_chunks)
-            task = progress.add_task(holding.short_id, total=holding.num_chunks, of=of)
+            task = bar.add_task(holding.short_id, total=holding.num_chunks, of=of)
             with failures.noted(holding):
                 for finding in inventory.verify(holding.id, delete=delete):
                     counts[finding] += 1
-                    progress.advance(task)
+                    bar.advance(task)
     return counts
 
 
@@ -355,12 +355,3 @@ def _ago(holding: Holding) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return "just now"
-
-
-def _progress() -> Progress:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description} {task.completed}/{task.fields[of]}"),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn
 
-from cargohold.cli.app import EXIT_USAGE, Answers, app, errors, loaded, quiet_transformers
+from cargohold.cli.app import EXIT_USAGE, Answers, app, errors, loaded, progress, quiet_transformers
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.model.files import locate_model
@@ -181,24 +182,6 @@ def _restored(metrics: RequestMetrics) -> str:
     return " ".join([f"{sum(metrics.restored_tokens.values()):,}", *below])
 
 
-def progress() -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:20}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=errors,
-        disable=not errors.is_terminal,
-    )
-
-
-def ticker(bar: Progress, description: str, total: int) -> Callable[[], None]:
-    """Add a task to the progress bar. Returns a function that advances it by one step."""
-    task = bar.add_task(description, total=total)
-    return lambda: bar.advance(task)
-
-
 _DISK_BYTES: Final = "4GiB"
 # What both demonstrations can be told.
 _Model: TypeAlias = Annotated[str, typer.Option("--model", help="Any model with a chat template.")]
@@ -345,9 +328,12 @@ def demo_vllm(
         "enable-prompt-tokens-details": True,
     }
     runs = []
-    with tempfile.TemporaryDirectory(prefix="cargohold-") as directory, progress() as bar:
+    with (
+        tempfile.TemporaryDirectory(prefix="cargohold-") as directory,
+        progress(BarColumn(), MofNCompleteColumn()) as bar,
+    ):
         for title, transfer_config in (("without offloading", None), ("with offloading", _transfer_config(extra))):
-            tick = ticker(bar, title, len(conversations) * turns)
+            tick = partial(bar.advance, bar.add_task(title, total=len(conversations) * turns))
             log = Path(directory, "vllm.log")
             with serving(path, log, transfer_config=transfer_config, options=options) as url:
                 runs.append(_visit_all(url, log, conversations, answer_tokens, tick))

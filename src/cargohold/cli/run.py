@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
-from rich.progress import Progress
+from rich.progress import BarColumn
 
 from cargohold.cli.app import (
     EngineOptions,
@@ -24,10 +24,10 @@ from cargohold.cli.app import (
     SamplingOptions,
     app,
     describe_reuse,
-    errors,
     keep_what_is_not_utf8,
     loaded,
     loading,
+    progress,
     remark,
     require_package,
     takes_groups,
@@ -94,7 +94,7 @@ def _ending(output: RequestOutput) -> str:
 
 
 def _generate(llm: LLM, prompts: Sequence[str], sampling: SamplingParams) -> list[RequestOutput]:
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with progress(BarColumn()) as bar:
         task = bar.add_task("generating", total=len(prompts))
         return llm.generate(prompts, sampling, progress=lambda done, _: bar.update(task, completed=done))
 

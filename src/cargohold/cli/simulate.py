@@ -17,9 +17,9 @@ from time import monotonic
 from typing import Annotated, Any, Final
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn
 
-from cargohold.cli.app import app, check_writable, errors, parse_json, takes_groups
+from cargohold.cli.app import app, check_writable, parse_json, progress, takes_groups
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.campaign import Recipe, SeedReport, Shrinker, Totals, play_seeds
@@ -190,15 +190,14 @@ def simulate(
 def _failures(reports: Iterable[SeedReport], totals: Totals, amount: AmountOptions) -> list[SeedReport]:
     """Add up the reports, until the first failure or the end. Returns the reports of failures."""
     failures = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("simulating", total=amount.num_seeds)
+    with progress(BarColumn()) as bar:
+        task = bar.add_task("simulating", total=amount.num_seeds)
         for report in reports:
             totals.add(report)
             failures += [report] if report.failure is not None else []
             fine = f"{len(failures)} failed" if failures else "without a failure"
             steps = format_count(totals.num_steps, "step")
-            progress.update(task, advance=1, description=f"seed {report.seed}, {steps} {fine}")
+            bar.update(task, advance=1, description=f"seed {report.seed}, {steps} {fine}")
             if failures and not amount.keep_going:
                 break
     return failures
@@ -277,14 +276,13 @@ def _write_script(path: Path, text: str | None) -> None:
 
 
 def _shrunk(recipe: Recipe, scenario: Scenario, error: Exception) -> Scenario:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("looking for a shorter run that fails", total=None)
+    with progress() as bar:
+        task = bar.add_task("looking for a shorter run that fails", total=None)
 
         def show() -> None:
-            progress.advance(task)
-            done = int(progress.tasks[task].completed)
-            progress.update(task, description=f"looking for a shorter run that fails: {done} tried")
+            bar.advance(task)
+            done = int(bar.tasks[task].completed)
+            bar.update(task, description=f"looking for a shorter run that fails: {done} tried")
 
         def is_failing(less: Scenario) -> bool:
             return recipe.fails_like(less, error)

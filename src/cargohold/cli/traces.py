@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn
 
 from cargohold.cache.policies import POLICY_NAMES, find_policy
-from cargohold.cli.app import check_writable, errors, quiet_transformers, remark
+from cargohold.cli.app import check_writable, progress, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
@@ -215,8 +215,7 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
     selection = options.selection()
     decode = _decoder(options)
     skipped = _Skipped()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with progress(BarColumn()) as bar:
         task = bar.add_task("reading", total=_total_bytes(files))
         requests = read_trace(
             files,
@@ -258,14 +257,7 @@ def replay_all(
     tasks = plan_tasks(policies, sizes, disk_policy)
     num_processes = _num_processes(workload, len(tasks), jobs)
     results: list[ReplayResult] = []
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with progress(BarColumn(), MofNCompleteColumn()) as bar:
         bar_id = bar.add_task("replaying", total=sum(len(task.capacities) for task in tasks))
         with closing(run_tasks(workload, tasks, num_processes)) as finds:
             for found in finds:

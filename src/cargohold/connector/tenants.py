@@ -107,8 +107,8 @@ def check_keys(option: str, keys: Sequence[str], owner: str = "***") -> None:
 
 def _named(file: Path) -> Any:
     """What a file of tenants says, by name. Raises ``ConfigError`` unless it is JSON that only its owner may read."""
+    _check_owner_only(file)
     try:
-        _check_owner_only(file)
         return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, ValueError) as error:
         raise ConfigError("--tenants", str(file), f"it must be a file of JSON ({one_line(error)})") from error
@@ -124,7 +124,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_owner_only(file: Path) -> None:
-    if file.stat().st_mode & 0o077:
+    if file.is_file() and file.stat().st_mode & 0o077:
         raise ConfigError("--tenants", str(file), "others can read the keys or the secret in it: chmod 600")
 
 
