@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cargohold.integrations.vllm.connector import CargoholdConnector
-from cargohold.integrations.vllm.explanations import EXPLAIN
+from cargohold.integrations.vllm.records import EXPLAIN
 from cargohold.integrations.vllm.scheduler import SchedulerSide
 
 BLOCK_TOKENS = 32

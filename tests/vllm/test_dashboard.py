@@ -18,6 +18,8 @@ from unittest.mock import ANY
 from prometheus_client import REGISTRY, generate_latest
 
 from cargohold.integrations.vllm.metrics import FirstTokens
+from cargohold.integrations.vllm.records import RequestRecord
+from cargohold.integrations.vllm.request_view import SeenRequest
 from cargohold.protocol import Tally, metrics
 from cargohold.protocol.metrics import Bucket
 from cargohold.serve.dashboard import Engine
@@ -98,7 +100,9 @@ def test_a_request_is_counted_once_and_only_if_it_has_a_token() -> None:
     first_tokens = FirstTokens(lambda: now[0])
     arrived = time.time()
     served, aborted, quick = (
-        SimpleNamespace(request_id=name, arrival_time=arrived, num_prompt_tokens=100, num_tokens=100)
+        RequestRecord(
+            SeenRequest(SimpleNamespace(request_id=name, arrival_time=arrived, num_prompt_tokens=100, num_tokens=100))
+        )
         for name in ("served", "aborted", "quick")
     )
     first_tokens.note_admitted(served, 0, 50)
@@ -108,7 +112,7 @@ def test_a_request_is_counted_once_and_only_if_it_has_a_token() -> None:
     first_tokens.note_ended(aborted, stats)
     assert not stats
     now[0] += 3
-    served.num_tokens = quick.num_tokens = 101
+    served.own.num_tokens = quick.own.num_tokens = 101
     first_tokens.note_ended(quick, stats)
     for _ in range(2):
         first_tokens.look(stats)

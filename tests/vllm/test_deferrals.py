@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm.loads import Deferrals
+from cargohold.integrations.vllm.records import RequestRecord
+from cargohold.integrations.vllm.request_view import SeenRequest
 
 LIMIT_S = 10.0
 
@@ -18,15 +22,19 @@ class Clock:
         return self.now
 
 
+def record_of(name: str) -> RequestRecord:
+    return RequestRecord(SeenRequest(SimpleNamespace(request_id=name)))
+
+
 def accused(asks: str, seconds: float = 1.0) -> set[str | None]:
     """Who has waited too long: a letter is a step in which that request is told to ask again, a dot one without questions."""
     clock = Clock()
-    deferrals = Deferrals(clock)
+    deferrals, records = Deferrals(clock), {name: record_of(name) for name in asks}
     said = set()
     for name in asks:
         clock.now += seconds
         if name != ".":
-            deferrals.note(name)
+            deferrals.note(records[name])
         said.add(deferrals.note_step(LIMIT_S))
     return said - {None}
 
@@ -52,12 +60,12 @@ def test_those_that_are_asked_for_in_turns_have_waited_too() -> None:
 
 def test_an_answer_ends_the_wait() -> None:
     clock = Clock()
-    deferrals = Deferrals(clock)
-    assert deferrals.note("a")
-    assert not deferrals.note("a")
+    deferrals, record = Deferrals(clock), record_of("a")
+    assert deferrals.note(record)
+    assert not deferrals.note(record)
     deferrals.note_step(LIMIT_S)
-    assert not deferrals.note("a")
-    deferrals.forget("a")
-    assert len(deferrals) == 0
-    assert deferrals.note("a")
-    assert len(deferrals) == 1
+    assert not deferrals.note(record)
+    record.patience = None
+    assert deferrals.note(record)
+    clock.now += 2 * LIMIT_S
+    assert deferrals.note_step(LIMIT_S) is None, "it waits anew"

@@ -84,16 +84,17 @@ def test_a_reset_on_demand_drops_what_is_kept(vllm_model: Callable[[str], str], 
     assert [answer.device for answer in answers] == [0, 0]
 
 
-@pytest.mark.parametrize(("extra", "max_tokens"), [(EAGER, 150), (LAZY, 30)])
+@pytest.mark.parametrize(("extra", "max_tokens", "num_blocks"), [(EAGER, 150, 300), (LAZY, 30, 150)])
 def test_requests_that_never_cease_do_not_put_a_reset_off(
     vllm_model: Callable[[str], str],
     start: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     extra: dict[str, Any],
     max_tokens: int,
+    num_blocks: int,
 ) -> None:
     """Found by reading: where every step stored something, the reset waited for the last request, and nothing was found."""
-    engine = start(vllm_model("llama"), extra, num_blocks=300, max_num_seqs=32)
+    engine = start(vllm_model("llama"), extra, num_blocks=num_blocks, max_num_seqs=32)
     inner = engine.side.guard.inner
     for number, prompt in enumerate(make_prompts(96, 100)):
         engine.add(str(number), prompt[number % 70 :], max_tokens)

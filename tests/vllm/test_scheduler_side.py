@@ -134,8 +134,8 @@ def test_connectors_hear_how_a_turn_ended_as_far_as_vllm_knows(
 ) -> None:
     side = side_over(0, tool_tokens=ToolTokens({7: "<tool_call>"}))
     request = asked(side, 8)
-    assert side._requests["r"].turn_end is TurnEnd.UNKNOWN
-    seen = side._requests["r"]
+    assert side._requests["r"].seen.turn_end is TurnEnd.UNKNOWN
+    seen = side._requests["r"].seen
     request.all_token_ids += answer
     request.status, request.sampling_params = SimpleNamespace(name=status), SimpleNamespace(**sampling)
     side.request_finished(request, ([],))
@@ -145,7 +145,7 @@ def test_connectors_hear_how_a_turn_ended_as_far_as_vllm_knows(
 def test_a_model_without_tokens_for_calls_leaves_it_open() -> None:
     side = side_over(0)
     request = asked(side, 8)
-    seen = side._requests["r"]
+    seen = side._requests["r"].seen
     request.status = SimpleNamespace(name="FINISHED_STOPPED")
     side.request_finished(request, ([],))
     assert seen.turn_end is TurnEnd.UNKNOWN

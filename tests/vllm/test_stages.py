@@ -65,17 +65,13 @@ def test_each_stage_restores_its_layers(
         "device pool: 39 blocks of at most 32 KiB on each of 2 workers, 1.8 MiB in all",
         "group 0: 3 layers, full attention, 32 tokens per block, 1.5 KiB per token",
         (
-            "eager: 64 MiB of host memory, an equal share for every worker, for 1,024 chunks of 1 block, 48 KiB each; "
-            "prompts and answers, evicted by lru"
+            "exclusive: 64 MiB of host memory, an equal share for every worker, for 1,024 chunks of 1 block, 48 KiB each; "
+            "prompts and answers that the device pool has no room for, evicted by lru"
         ),
         "a GiB of host memory holds 524,288 tokens of long prompts",
         (
             "if a load fails, vLLM's policy is to recompute its request (load_failure_policy; inside MultiConnector, the outer "
             "kv_load_failure_policy holds)"
-        ),
-        (
-            "weights that a worker extension changes by itself, in none of the calls to it, are noticed at the next reset of "
-            "vLLM's prefix cache: reset it before requests are served with them"
         ),
     ]
     # The second stage has rows of half the size: more of them, of which as many are used as the first stage has.

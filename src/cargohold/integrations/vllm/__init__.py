@@ -23,7 +23,7 @@ entry point in ``plugin``.
     loads         loads of its requests: waiting for an answer, room, what became of them
     adapters      LoRA adapters by content: keys cover their weights
     resets        resets of vLLM's prefix cache: of which weights is what is kept?
-    explanations  what a request is told of its way through the cache
+    records       what is known of one request, in one place
     metrics       counters for vLLM's log and its Prometheus endpoint; KV events
     worker        worker side; what travels between scheduler and workers, and which part of the model each worker holds
     regions       the paged KV's tensors as plain bytes

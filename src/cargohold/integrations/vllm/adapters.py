@@ -3,15 +3,16 @@
 A client may give a picture a name (``uuid``), which then stands for it in vLLM's hashes. It is true for as long as this process
 runs, so keys of such blocks are this process's own, and chunks of them stay in host memory.
 
-vLLM's block hashes cover an adapter's name and path. Other weights may come under both, in place or after a restart, and then
-its prefix cache finds KV of the weights before. So keys are vLLM's hashes, changed by a fingerprint of the weights that the
-workers *hold*: what is in the files by now may be something else. ::
+vLLM's hashes also cover an adapter's name and path, under which other weights may come, in place or after a restart. So keys
+are vLLM's hashes, changed by a fingerprint of the weights that the workers *hold*: what is in the files by now may be something
+else. vLLM gives an adapter that is unloaded and loaded again another number, under which workers look again. A program that
+changes weights in place has vLLM reset its prefix cache: until then, KV of the old ones is found here as it is there. ::
 
     a request comes ── weights known? ── no ──> it waits while the workers load the adapter and look: one step
                              │ yes <───────────────────────────────┘
-    a load begins ────── every worker looks whether it holds these weights; if not, the load has failed
-    a step is over ───── every worker tells if it holds others: what this step stores is void, and the adapter is served
-                         without offloading until vLLM's prefix cache, which may have KV of both, is reset
+    a step is over ────── every worker reports if it holds others: what this step stores is void, and the adapter is served
+                          without offloading until the reset
+    a reset ───────────── no adapter's weights are known; nothing more is offloaded of requests that outlive it
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ import logging
 import os
 import re
 import sys
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
-from weakref import WeakSet, WeakValueDictionary, ref
+from itertools import islice
+from typing import Any, Final, TypeAlias
+from weakref import ref
 
 import torch
 
+from cargohold.integrations.vllm.records import RequestRecord
 from cargohold.integrations.vllm.request_view import SeenRequest
 from cargohold.integrations.vllm.weights import UnreadableWeightsError, contents_of, worker_of
 from cargohold.protocol import Prefix
@@ -42,6 +45,7 @@ _MASK_BYTES: Final = 16
 _LOCAL: Final = os.urandom(8)
 _OF_CONTENTS: Final = re.compile(r"([0-9a-f]{64}){1,2}")
 """What vLLM's hashes of contents look like. With options of processors, it hashes a client's name with them."""
+_RESET: Final = "vLLM's prefix cache was reset since it came, and its adapter's weights may have changed"
 _CHANGED: Final = (
     "the weights of its adapter have changed, and vLLM's prefix cache may have KV of both: reset it, or load changed weights "
     "from another path"
@@ -49,22 +53,8 @@ _CHANGED: Final = (
 _BLIND: Final = "which weights its adapter has cannot be told"
 _TOO_MANY: Final = f"more than {MAX_ADAPTERS} adapters were used since vLLM's prefix cache was reset"
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterLooks:
-    """The adapters that workers are to look at, as vLLM describes them.
-
-    Attributes:
-        adapters: those of which to tell the weights.
-        loads: by request whose load begins, its adapter, and by rank the fingerprint of the weights that it must have.
-    """
-
-    adapters: tuple[Any, ...] = ()
-    loads: Mapping[str, tuple[Any, Mapping[int, str]]] = field(default_factory=dict)
-
-
-NO_LOOKS: Final = AdapterLooks()
-
+Look: TypeAlias = tuple[int, int, str, str]
+"""What workers are to look at: an adapter by vLLM's number, its name and its path, behind the number of resets before."""
 
 LOCAL_HASHES: Final = _LOCAL[:4]
 """How those hashes begin that only this process knows, whatever their size."""
@@ -86,21 +76,32 @@ def named_from(request: Any, pool: Any) -> int:
 # --- scheduler side ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AdapterWeights:
-    """What is known of the weights that have one name and path.
+    """What is known of the weights that have one name and path, since the last reset.
 
     Attributes:
         mask: what changes vLLM's hashes; empty while it is not known.
         why_not: why nothing is offloaded that is computed with them, as a part of a sentence; empty if there is no reason.
-        fingerprints: of what each worker holds, by rank.
-        confirmed: the workers that hold these under a number of vLLM's. It gives an adapter that is loaded again another one.
+        answers: fingerprints of what workers hold under a number of vLLM's, by rank.
+        numbers: those under which all workers hold these weights.
     """
 
     mask: bytes = b""
     why_not: str = ""
-    fingerprints: dict[int, str] = field(default_factory=dict)
-    confirmed: dict[int, set[int]] = field(default_factory=dict)
+    answers: dict[int, dict[int, str]] = field(default_factory=dict)
+    numbers: set[int] = field(default_factory=set)
+
+    def settle(self, number: int) -> bool:
+        """All workers have said what they hold under a number. Returns whether it is known, and the same as under others."""
+        fingerprints = [fingerprint for _, fingerprint in sorted(self.answers[number].items())]
+        mask = hashlib.sha256("".join(fingerprints).encode()).digest()[:_MASK_BYTES]
+        if all(fingerprints) and self.mask in (b"", mask):
+            self.mask = mask
+            self.numbers.add(number)
+        else:
+            self.why_not = _CHANGED if all(fingerprints) else _BLIND
+        return not self.why_not
 
     def key_of(self, block_hash: bytes) -> bytes:
         """Return vLLM's hash changed by the weights, in its first half: KV events show the end of it."""
@@ -126,7 +127,7 @@ class RekeyedRequest(SeenRequest):
 
     Attributes:
         weights: those of its adapter.
-        is_sure: whether they are known. From then on, workers tell of every step with others.
+        is_sure: whether they are known, also under the request's number of its adapter.
         local_from: as given.
     """
 
@@ -135,7 +136,7 @@ class RekeyedRequest(SeenRequest):
     def __init__(self, own: Any, weights: AdapterWeights, local_from: int, blocks: AdapterBlocks) -> None:
         super().__init__(own)
         self.weights = weights
-        self.is_sure = weights is _OWN_WEIGHTS
+        self.is_sure = weights is _OWN_WEIGHTS or own.lora_request.lora_int_id in weights.numbers
         self.local_from = local_from
         self._blocks = blocks
         self._keys: list[bytes] = []
@@ -202,25 +203,21 @@ class Adapters:
         self._num_workers = num_workers
         self._max_looks = max_looks
         self._index = pool.cached_block_hash_to_block
+        self._num_resets = 0
         self._weights: dict[tuple[str, str], AdapterWeights] = {}
-        # By vLLM's number, weights that workers were asked for under it. Requests may outlive a reset.
-        self._by_number: defaultdict[int, WeakSet[AdapterWeights]] = defaultdict(WeakSet)
-        self._wanted: OrderedDict[int, RekeyedRequest] = OrderedDict()
-        # Adapters whose loads begin, by request, with the weights that they had when these chunks were stored.
-        self._loads: dict[str, tuple[Any, Mapping[int, str]]] = {}
-        self._given_up: set[str] = set()
+        self._wanted: dict[Look, Any] = {}
+        self._leaves_out = False  # there may be requests of which nothing is offloaded any more
         self.blocks = AdapterBlocks(4 * len(pool.blocks))
 
     def seen(self, request: Any) -> SeenRequest:
         """Return the view of a new request."""
+        self._notice_reset()
         adapter = getattr(request, "lora_request", None)
         local_from = named_from(request, self._pool)
-        if adapter is None:
-            is_plain = local_from == sys.maxsize
-            return SeenRequest(request) if is_plain else RekeyedRequest(request, _OWN_WEIGHTS, local_from, self.blocks)
-        seen = RekeyedRequest(request, self._of(adapter), local_from, self.blocks)
-        seen.is_sure = self._is_known(seen)
-        return seen
+        if adapter is None and local_from == sys.maxsize:
+            return SeenRequest(request)
+        weights = _OWN_WEIGHTS if adapter is None else self._of(adapter)
+        return RekeyedRequest(request, weights, local_from, self.blocks)
 
     def why_not(self, seen: SeenRequest) -> str:
         """Why nothing is offloaded of a request, as a part of a sentence; empty if there is no reason."""
@@ -234,86 +231,59 @@ class Adapters:
         """Whether a request must wait, because it is not known yet which weights its adapter has. Asks the workers then."""
         if not isinstance(seen, RekeyedRequest) or seen.is_sure or seen.weights.why_not:
             return False
-        seen.is_sure = self._is_known(seen)
+        adapter = seen.own.lora_request
+        seen.is_sure = adapter.lora_int_id in seen.weights.numbers
         if not seen.is_sure:
-            self._wanted[seen.own.lora_request.lora_int_id] = seen
+            self._wanted[self._num_resets, adapter.lora_int_id, adapter.lora_name, adapter.lora_path] = adapter
         return not seen.is_sure
 
-    def note_load(self, seen: SeenRequest) -> None:
-        """Note that a load begins for a request: the workers must still hold its adapter's weights."""
-        if isinstance(seen, RekeyedRequest) and seen.weights is not _OWN_WEIGHTS:
-            self._loads[seen.request_id] = seen.own.lora_request, dict(seen.weights.fingerprints)
+    def take_looks(self) -> Mapping[Look, Any]:
+        """Return the adapters that workers are to look at in this step, as vLLM describes them."""
+        looks = dict(islice(self._wanted.items(), self._max_looks))
+        self._wanted.clear()  # requests that still wait ask again
+        return looks
 
-    def take_looks(self) -> AdapterLooks:
-        """Return what workers are to look at in this step."""
-        if not self._wanted and not self._loads:
-            return NO_LOOKS
-        adapters: list[Any] = []
-        while self._wanted and len(adapters) < self._max_looks:
-            number, seen = self._wanted.popitem(last=False)
-            self._by_number[number].add(seen.weights)
-            adapters.append(seen.own.lora_request)
-        loads, self._loads = self._loads, {}
-        return AdapterLooks(tuple(adapters), loads)
+    def offloaded(self, requests: Mapping[str, RequestRecord]) -> Mapping[str, RequestRecord]:
+        """Return the requests of which something may be offloaded. Called once a step."""
+        self._notice_reset()
+        if not self._leaves_out:
+            return requests
+        left = {request_id: record for request_id, record in requests.items() if not self.why_not(record.seen)}
+        self._leaves_out = len(left) < len(requests)
+        return left
 
-    def give_up(self, requests: Iterable[SeenRequest]) -> None:
-        """Offload nothing more of those of the requests whose adapter has other weights than was thought."""
-        self._given_up = {seen.request_id for seen in requests if self.why_not(seen)}
-
-    def was_given_up(self, request_id: str) -> bool:
-        """Whether nothing more is offloaded of a request, which has ended now."""
-        was_given_up = request_id in self._given_up
-        self._given_up.discard(request_id)
-        return was_given_up
-
-    def without_given_up(self, requests: Mapping[str, SeenRequest]) -> Mapping[str, SeenRequest]:
-        """Return the requests of which something may be offloaded."""
-        given_up = self._given_up
-        return {one: seen for one, seen in requests.items() if one not in given_up} if given_up else requests
-
-    def note(self, rank: int, held: Mapping[int, str]) -> bool:
-        """Learn which weights a worker holds, by vLLM's number; returns whether others were thought to be there."""
+    def note(self, rank: int, held: Mapping[Look, str]) -> bool:
+        """Note which weights a worker holds: a fingerprint, empty if it cannot be taken. Returns whether they are others."""
         has_changed = False
-        for number, fingerprint in held.items():
-            for weights in list(self._by_number.get(number, ())):
-                if weights.why_not:
-                    continue
-                known = weights.fingerprints.setdefault(rank, fingerprint)
-                if not fingerprint or known != fingerprint:
-                    weights.why_not = _CHANGED if fingerprint else _BLIND
-                    logger.warning(
-                        "requests with adapter %d are served without offloading: %s", number, weights.why_not
-                    )
-                    has_changed = True
-                else:
-                    weights.confirmed.setdefault(number, set()).add(rank)
-                    if not weights.mask and len(weights.fingerprints) == self._num_workers:
-                        told = "".join(one for _, one in sorted(weights.fingerprints.items()))
-                        weights.mask = hashlib.sha256(told.encode()).digest()[:_MASK_BYTES]
+        for (num_resets, number, name, path), fingerprint in held.items():
+            weights = self._weights.get((name, path))
+            if weights is None or weights.why_not or num_resets != self._num_resets:
+                continue
+            answers = weights.answers.setdefault(number, {})
+            answers[rank] = fingerprint
+            if len(answers) == self._num_workers and not weights.settle(number):
+                self._leaves_out = has_changed = True
+                logger.warning("requests with adapter %s are served without offloading: %s", name, weights.why_not)
         return has_changed
 
-    def _is_known(self, seen: RekeyedRequest) -> bool:
-        confirmed = seen.weights.confirmed.get(seen.own.lora_request.lora_int_id, ())
-        return not seen.weights.why_not and len(confirmed) == self._num_workers
-
-    def _of(self, adapter: Any) -> AdapterWeights:
+    def _notice_reset(self) -> None:
+        """If vLLM's prefix cache was reset, forget what is known of adapters."""
         index = self._pool.cached_block_hash_to_block
         if index is not self._index:
             self._index = index
-            self._forget()
+            self._num_resets += 1
+            for weights in self._weights.values():
+                weights.why_not = weights.why_not or _RESET
+            self._leaves_out = True
+            self._weights.clear()
+            self._wanted.clear()
+            self.blocks.clear()
+
+    def _of(self, adapter: Any) -> AdapterWeights:
         named = adapter.lora_name, adapter.lora_path
         if named not in self._weights and len(self._weights) >= MAX_ADAPTERS:
             return AdapterWeights(why_not=_TOO_MANY)
         return self._weights.setdefault(named, AdapterWeights())
-
-    def _forget(self) -> None:
-        """Forget all but what requests still have, now that vLLM's prefix cache has nothing else."""
-        self.blocks.clear()
-        still_used: WeakValueDictionary[tuple[str, str], AdapterWeights] = WeakValueDictionary(self._weights)
-        self._weights.clear()
-        self._weights.update(still_used)
-        for number in [number for number, asked in self._by_number.items() if not asked]:
-            del self._by_number[number]
 
 
 # --- worker side ------------------------------------------------------------------------------------------------------
@@ -331,40 +301,29 @@ class HeldAdapters:
         self._worker: Any = None
         # By vLLM's number, the adapter whose fingerprint was taken last, and the fingerprint.
         self._known: dict[int, tuple[ref[Any], str]] = {}
-        self._news: dict[int, str] = {}
+        self._looks: dict[int, Look] = {}
+        self._news: dict[Look, str] = {}
 
     def find_worker(self) -> None:
         """Find vLLM's worker. To be called before vLLM starts to serve: it then hides all objects there are from searches."""
         self._worker = worker_of(self._vllm_config)
 
-    def look(self, looks: AdapterLooks, rank: int) -> set[str]:
-        """Note the weights of adapters, to be told; return the requests that must not be loaded, because theirs are others.
-
-        Adapters that are not loaded are, as vLLM does when it first computes with them.
-        """
-        for adapter in looks.adapters:
-            self._news[adapter.lora_int_id] = self._fingerprint_of(adapter)
-        return {request_id for request_id, load in looks.loads.items() if not self._has(*load, rank)}
+    def look(self, looks: Mapping[Look, Any]) -> None:
+        """Note the weights of adapters, to be told. Those that are not loaded are, as when vLLM first computes with them."""
+        self._news |= {look: self._fingerprint_of(adapter) for look, adapter in looks.items()}
+        self._looks |= {adapter.lora_int_id: look for look, adapter in looks.items()}
 
     def check(self) -> None:
-        """Tell of adapters that have been loaded again since, with other weights. To be called when a step is computed."""
-        if not self._known:
-            return
-        for number, model in self._held().items():
+        """Note adapters that were loaded again since, with other weights. To be called when a step is computed."""
+        for number, model in self._held().items() if self._known else ():
             known, fingerprint = self._known.get(number, (None, ""))
-            if known is not None and known() is not model and self._taken(number, model) != fingerprint:
-                self._news[number] = self._known[number][1]
+            if known is not None and known() is not model and (now := self._taken(number, model)) != fingerprint:
+                self._news[self._looks[number]] = now
 
-    def take(self) -> Mapping[int, str]:
-        """Return what is to be told: a fingerprint by vLLM's number, empty if it cannot be taken."""
+    def take(self) -> Mapping[Look, str]:
+        """Return what is to be told: a fingerprint of each adapter, empty if it cannot be taken."""
         news, self._news = self._news, {}
         return news
-
-    def _has(self, adapter: Any, expected: Mapping[int, str], rank: int) -> bool:
-        fingerprint = self._fingerprint_of(adapter)
-        if fingerprint != expected[rank]:
-            self._news[adapter.lora_int_id] = fingerprint
-        return fingerprint == expected[rank]
 
     def _fingerprint_of(self, adapter: Any) -> str:
         number = adapter.lora_int_id

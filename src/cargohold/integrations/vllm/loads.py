@@ -16,34 +16,21 @@ really hold are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cargohold.deadlines import Patience
 from cargohold.integrations.vllm.pool_view import BlockTables
-from cargohold.integrations.vllm.request_view import SeenRequest
+from cargohold.integrations.vllm.records import RequestRecord
 from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, BlockIds, Clock, KVCacheGroup, KVConnectorOutput
-
-
-@dataclass(slots=True)
-class _Wait:
-    """The wait of one request.
-
-    Attributes:
-        patience: decides when the wait is too long; each request has its own, for vLLM does not ask for all in the same steps.
-        seconds: how long the request has waited.
-    """
-
-    patience: Patience
-    seconds: float = 0.0
 
 
 class Deferrals:
     """Measures how long each request has waited for the connector's answer, and for nothing else.
 
     vLLM asks again only when it has a place for the request, which may be minutes later. So the time between two steps counts
-    only for requests about which vLLM asked again at its end.
+    only for requests about which vLLM asked again at its end; and each has a patience of its own.
 
     Args:
         clock: monotonic time in seconds.
@@ -51,43 +38,30 @@ class Deferrals:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waits: dict[str, _Wait] = {}
-        self._asked: set[str] = set()
+        self._asked: dict[RequestRecord, None] = {}
         self._last_step = clock()
 
-    def __len__(self) -> int:
-        return len(self._waits.keys() | self._asked)
-
-    def note(self, request_id: str) -> bool:
-        """Note that a request was told to ask again. Returns whether that was the first time."""
-        is_first = request_id not in self._waits and request_id not in self._asked
-        self._asked.add(request_id)
+    def note(self, record: RequestRecord) -> bool:
+        """Note that a request was answered "ask again". Returns whether that was the first time."""
+        is_first = record.patience is None
+        if is_first:
+            record.patience, record.deferred_s = Patience(self._clock), None
+        self._asked[record] = None
         return is_first
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that has its answer, or needs none any more."""
-        self._waits.pop(request_id, None)
-        self._asked.discard(request_id)
-
-    def clear(self) -> None:
-        """Forget all requests: the connector is asked no more."""
-        self._waits.clear()
-        self._asked.clear()
 
     def note_step(self, limit_s: float) -> str | None:
         """Count the time since the last step. Returns a request that has waited longer than ``limit_s``, if there is one."""
-        asked, self._asked = sorted(self._asked), set()
+        asked, self._asked = self._asked, {}
         before, self._last_step = self._last_step, self._clock()
         late = None
-        for request_id in asked:
-            wait = self._waits.get(request_id)
-            if wait is None:
-                self._waits[request_id] = _Wait(Patience(self._clock))
-                continue
-            wait.seconds += self._last_step - before
-            overdue = request_id if wait.seconds > limit_s else None
-            if wait.patience.has_run_out(overdue, limit_s):
-                late = late or request_id
+        for record in asked:
+            if record.patience is None:
+                continue  # it has its answer, or needs none any more
+            is_first = record.deferred_s is None
+            record.deferred_s = 0.0 if record.deferred_s is None else record.deferred_s + self._last_step - before
+            overdue = record.request_id if record.deferred_s > limit_s else None
+            if not is_first and record.patience.has_run_out(overdue, limit_s):
+                late = late or record.request_id
         return late
 
 
@@ -187,65 +161,50 @@ class LoadsInFlight:
     Args:
         groups: the KV-cache groups that are served.
         clock: monotonic time in seconds.
-
-    Attributes:
-        parked: requests that were given blocks for a load and have not run since, by id.
     """
 
     def __init__(self, groups: Sequence[KVCacheGroup], clock: Clock) -> None:
         self._groups = groups
         self._clock = clock
-        self.parked: dict[str, SeenRequest] = {}
-        # The oldest first.
+        # Requests that were given blocks for a load, and those of them that have run or ended in the last step.
+        self._parked: list[RequestRecord] = []
+        # The oldest first. A load ends by itself, also if its request has ended before.
         self._in_flight: dict[str, _Load] = {}
-        # Requests for which the connector has just promised a synchronous load.
-        self._synchronous: set[str] = set()
         self._news = LoadNews()
 
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    def note_promise(self, request_id: str, *, ends_in_step: bool) -> None:
-        """Note what the connector has promised of a request's next load; of an earlier promise, vLLM may have taken nothing."""
-        if ends_in_step:
-            self._synchronous.add(request_id)
-        else:
-            self._synchronous.discard(request_id)
-
-    def begin(self, seen: SeenRequest, tables: BlockIds, tokens: range, num_counted: int) -> None:
+    def begin(self, record: RequestRecord, tables: BlockIds, tokens: range, num_counted: int) -> None:
         """Note a load.
 
         Args:
-            seen: the request.
+            record: the request.
             tables: its block tables.
             tokens: the tokens that are loaded.
             num_counted: those of them that would have been counted as computed.
         """
-        request_id = seen.request_id
-        ends_in_step = request_id in self._synchronous
+        request_id = record.request_id
         filled = tuple(
             block_id
             for group, table in zip(self._groups, tables, strict=True)
             for block_id in table[tokens.start // group.block_tokens : -(-tokens.stop // group.block_tokens)]
             if block_id != NULL_BLOCK_ID
         )
-        self._in_flight[request_id] = _Load(self._clock(), num_counted, ends_in_step)
-        self.parked[request_id] = seen
+        self._in_flight[request_id] = _Load(self._clock(), num_counted, record.ends_in_step)
+        self._parked.append(record)
+        record.is_parked = True
         self._news.loads[request_id] = filled
-        if ends_in_step:
-            self._synchronous.discard(request_id)
+        if record.ends_in_step:
+            record.ends_in_step = False
             self._news.synchronous.append(request_id)
 
-    def note_running(self, request_ids: Iterable[str]) -> None:
+    def note_running(self, request_ids: Container[str]) -> None:
         """Note which requests run in a step."""
-        if self.parked:
-            for request_id in request_ids:
-                self.parked.pop(request_id, None)
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that has ended; a load of it that is in flight ends by itself."""
-        self.parked.pop(request_id, None)
-        self._synchronous.discard(request_id)
+        if self._parked:
+            for record in self._parked:
+                record.is_parked = record.is_parked and record.request_id not in request_ids
+            self._parked = [record for record in self._parked if record.is_parked]
 
     def end(self, output: KVConnectorOutput) -> KVConnectorOutput:
         """Note the loads that ended; return the output as the connector expects it, to which synchronous loads need no end."""

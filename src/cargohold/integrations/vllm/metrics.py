@@ -18,6 +18,7 @@ from prometheus_client import Gauge as PromGauge
 
 from cargohold.connector.metrics import cache_label
 from cargohold.integrations.vllm import compat
+from cargohold.integrations.vllm.records import RequestRecord
 from cargohold.protocol import (
     AllBlocksCleared,
     BlockRemoved,
@@ -215,25 +216,25 @@ class FirstTokens:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._epoch = time.time() - clock()  # vLLM notes arrivals in seconds since 1970
-        # Requests without a token, and what they count as.
-        self._awaited: dict[str, tuple[Any, str]] = {}
+        self._awaited: list[RequestRecord] = []
 
-    def note_admitted(self, request: Any, num_device_tokens: int, num_restored_tokens: int) -> None:
+    def note_admitted(self, record: RequestRecord, num_device_tokens: int, num_restored_tokens: int) -> None:
         """Note that a request is admitted for the first time, and how many tokens of its prompt were found where."""
-        if getattr(request, "arrival_time", None) is not None:
-            label = cache_label(num_restored_tokens, num_device_tokens, request.num_prompt_tokens)
-            self._awaited[request.request_id] = request, label
+        if getattr(record.own, "arrival_time", None) is not None:
+            record.first_token = cache_label(num_restored_tokens, num_device_tokens, record.own.num_prompt_tokens)
+            self._awaited.append(record)
 
     def look(self, stats: Tally) -> None:
         """Count in ``stats`` the requests that have their first token by now. Called once a step."""
         if self._awaited:
-            for request, _ in list(self._awaited.values()):
-                if request.num_tokens > request.num_prompt_tokens:
-                    self.note_ended(request, stats)
+            for record in self._awaited:
+                if record.own.num_tokens > record.own.num_prompt_tokens:
+                    self.note_ended(record, stats)
+            self._awaited = [record for record in self._awaited if record.first_token]
 
-    def note_ended(self, request: Any, stats: Tally) -> None:
-        """Forget a request. Counts it in ``stats`` if it has a token that was not counted."""
-        awaited = self._awaited.pop(request.request_id, None)
-        if awaited is not None and request.num_tokens > request.num_prompt_tokens:
-            waited_s = self._epoch + self._clock() - request.arrival_time
-            metrics.TTFT.of(awaited[1]).note(max(0.0, waited_s), stats)
+    def note_ended(self, record: RequestRecord, stats: Tally) -> None:
+        """Await no first token of a request. Counts it in ``stats`` if it has a token that was not counted."""
+        label, record.first_token = record.first_token, ""
+        if label and record.own.num_tokens > record.own.num_prompt_tokens:
+            waited_s = self._epoch + self._clock() - record.own.arrival_time
+            metrics.TTFT.of(label).note(max(0.0, waited_s), stats)

@@ -125,23 +125,20 @@ class NotedTables:
     """Tables noted when blocks are allocated, for versions of vLLM that do not hand their KV-cache manager to connectors.
 
     The manager changes these very lists as blocks come and go, so they are always current.
+
+    Attributes:
+        records: what is known of requests, by id; each has its tables.
     """
 
     def __init__(self, num_groups: int) -> None:
-        self._tables: dict[str, Sequence[Sequence[Any]]] = {}
+        self.records: Mapping[str, Any] = {}
         self._empty: Sequence[Sequence[Any]] = ((),) * num_groups
-
-    def note(self, request_id: str, blocks: Sequence[Sequence[Any]]) -> None:
-        """Note a request's tables. They hold until the request is noted again or forgotten."""
-        self._tables[request_id] = blocks
-
-    def forget(self, request_id: str) -> None:
-        """Forget the tables of a request that has ended."""
-        self._tables.pop(request_id, None)
 
     def blocks(self, request_id: str) -> Sequence[Sequence[Any]]:
         """See ``BlockTables``."""
-        return self._tables.get(request_id, self._empty)
+        record = self.records.get(request_id)
+        tables: Sequence[Sequence[Any]] = () if record is None else record.blocks
+        return tables or self._empty
 
 
 class PoolContext:

@@ -202,7 +202,7 @@ class _Shares(Sequence[StepShare]):
     def __init__(
         self,
         counts: Mapping[str, int],
-        requests: Mapping[str, SeenRequest],
+        requests: Mapping[str, Any],
         of: tuple[KVCacheLayout, BlockTables, Groups],
     ) -> None:
         self._counts = counts
@@ -235,7 +235,7 @@ class ScheduledStep:
 
     Args:
         output: vLLM's scheduler output.
-        requests: the requests that the connector knows, by id.
+        requests: the records of requests that the connector knows, by id.
         layout: the paged KV.
         tables: the requests' block tables, of all groups of vLLM's.
         groups: the KV-cache groups.
@@ -244,7 +244,7 @@ class ScheduledStep:
     def __init__(
         self,
         output: Any,
-        requests: Mapping[str, SeenRequest],
+        requests: Mapping[str, Any],
         layout: KVCacheLayout,
         tables: BlockTables,
         groups: Groups,

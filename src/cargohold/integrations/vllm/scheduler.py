@@ -15,11 +15,11 @@ from cargohold.deadlines import Patience
 from cargohold.errors import ContractError, RequestError, SparingLog
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.adapters import Adapters
-from cargohold.integrations.vllm.explanations import Explanations, why_all_computed
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.loads import Deferrals, LoadRoom, LoadsInFlight
 from cargohold.integrations.vllm.metrics import FirstTokens
 from cargohold.integrations.vllm.pool_view import BlockTables, NotedTables, PoolContext, block_ids
+from cargohold.integrations.vllm.records import RequestRecord, why_all_computed
 from cargohold.integrations.vllm.request_view import ScheduledStep, SeenRequest, turn_end_of
 from cargohold.integrations.vllm.resets import CacheResets
 from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
@@ -136,20 +136,15 @@ class SchedulerSide:
         self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
         self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.key_of)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
-        self._requests: dict[str, SeenRequest] = {}
-        self._told = Explanations()
-        # Answers to requests' hints, by request id.
-        self._outcomes: dict[str, list[HintOutcome]] = {}
+        # Requests that the connector knows, by id, and all others.
+        self._requests: dict[str, RequestRecord] = {}
+        self._others: dict[str, RequestRecord] = {}
+        if isinstance(tables, NotedTables):
+            tables.records = self._requests
         self._deferrals = Deferrals(clock)
         self._patience = Patience(clock)
         # Since when nothing was computed although there are requests and stuck copies hold blocks.
         self._starved_since: float | None = None
-        # Requests whose load failed: asking again might fail again, for ever.
-        self._failed: set[str] = set()
-        # By request id, tokens on the device when vLLM last asked.
-        self._num_computed: dict[str, int] = {}
-        # Requests whose prompt was counted: after a failed load or a preemption they are admitted again.
-        self._admitted: set[str] = set()
         self._first_tokens = FirstTokens(clock)
         # Requests that ended since the last step, and whose blocks the connector keeps.
         self._sends: list[str] = []
@@ -176,53 +171,57 @@ class SchedulerSide:
             missing = compat.missing_from_request(request)
             if missing:
                 self.guard.break_off("; ".join(missing))
-        request_id = request.request_id
-        if getattr(request, "resumable", False):
-            self._told.bypass(request_id, "a session that may change its own past is served without offloading")
-            return
-        if self.guard.broken is not None:
-            self._told.note(request_id, str(self.guard.broken))
-            return
-        wishes = request.kv_transfer_params
-        if wishes is not None and not isinstance(wishes, Mapping):
-            # vLLM passes on whatever a client has put into kv_transfer_params.
-            self._refusals.warning(
-                "request %s: kv_transfer_params=%s must be an object; it is served without offloading",
-                request_id,
-                shown(wishes),
-            )
-            self._told.bypass(request_id, "kv_transfer_params must be an object")
-            return
         seen = self._adapters.seen(request)
-        if why_not := self._adapters.why_not(seen):
-            self._told.bypass(request_id, why_not)
+        record = RequestRecord(seen)
+        wishes = getattr(request, "kv_transfer_params", None)
+        if getattr(request, "resumable", False):
+            record.bypass("a session that may change its own past is served without offloading")
+        elif self.guard.broken is not None:
+            record.note(str(self.guard.broken))
+        elif wishes is not None and not isinstance(wishes, Mapping):
+            # vLLM passes on whatever a client has put into kv_transfer_params.
+            record.bypass("kv_transfer_params must be an object")
+            line = "request %s: kv_transfer_params=%s must be an object; it is served without offloading"
+            self._refusals.warning(line, request.request_id, shown(wishes))
+        elif why_not := self._adapters.why_not(seen):
+            record.bypass(why_not)
+        elif self._is_taken(record):
+            self._requests[request.request_id] = record
+            self._take_wishes(record, wishes or {})
             return
-        if self._options.has_tiers and self._adapters.is_named(seen):
-            self._note_named(request_id)
+        self._others[request.request_id] = record
+
+    def _is_taken(self, record: RequestRecord) -> bool:
+        """Whether the connector takes a request, of which it is told."""
+        if self._options.has_tiers and self._adapters.is_named(record.seen):
+            record.note(_NAMED)
+            if not self._has_said_named:
+                self._has_said_named = True
+                logger.info("request %s: %s", record.request_id, _NAMED)
         try:
-            self.guard.on_new_request(seen)
+            self.guard.on_new_request(record.seen)
         except RequestError as error:
             self._refusals.warning("%s; it is served without offloading", error)
-            self._told.bypass(request_id, error.reason)
-        else:
-            self._requests[seen.request_id] = seen
-            self._hear(seen, wishes or {})
+            record.bypass(error.reason)
+            return False
+        return True
 
-    def _note_named(self, request_id: str) -> None:
-        self._told.note(request_id, _NAMED)
-        if not self._has_said_named:
-            self._has_said_named = True
-            logger.info("request %s: %s", request_id, _NAMED)
+    def _other(self, request: Any) -> RequestRecord:
+        """Return the record of a request that the connector does not know."""
+        record = self._others.get(request.request_id)
+        if record is None:
+            record = self._others[request.request_id] = RequestRecord(SeenRequest(request))
+        return record
 
-    def _hear(self, seen: SeenRequest, wishes: Mapping[str, Any]) -> None:
+    def _take_wishes(self, record: RequestRecord, wishes: Mapping[str, Any]) -> None:
         """Carry out the hints that a request brings: its client's, which the response answers, and a front's."""
-        given = getattr(seen.own, "kv_hints", None)  # from 0.32 on
+        given = getattr(record.own, "kv_hints", None)  # from 0.32 on
         given = hints_in(wishes) if given is None else given
         if given is not None:
-            self._outcomes[seen.request_id] = self._take_hints(seen, given)
+            record.outcomes = self._take_hints(record.seen, given)
         if FRONT_KEY in wishes:
-            for outcome in self._take_hints(seen, wishes[FRONT_KEY]):
-                self._told.note(seen.request_id, str(outcome))
+            for outcome in self._take_hints(record.seen, wishes[FRONT_KEY]):
+                record.note(str(outcome))
 
     def _take_hints(self, seen: SeenRequest, given: object) -> list[HintOutcome]:
         """Give a request's hints to the connector. Returns the outcomes."""
@@ -238,32 +237,26 @@ class SchedulerSide:
 
     def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Note that a request ended; see ``KVConnectorScheduler.request_finished``."""
-        request_id = request.request_id
-        if isinstance(self._tables, NotedTables):
-            self._tables.forget(request_id)
-        self._failed.discard(request_id)
-        self._loads.forget(request_id)
-        self._deferrals.forget(request_id)
-        self._num_computed.pop(request_id, None)
-        self._admitted.discard(request_id)
-        self._first_tokens.note_ended(request, self._stats)
-        seen = self._requests.pop(request_id, None)
-        if seen is None:
-            return False, dict(self._told.take(request, CacheReport(), ())) or None
-        seen.turn_end = turn_end_of(request, self._options.tool_tokens)
-        if self._adapters.was_given_up(request_id) or self._resets.is_due():
+        known = self._requests.pop(request.request_id, None)
+        record = known or self._others.pop(request.request_id, None)
+        if record is None:
+            return False, None
+        record.is_parked = False
+        self._first_tokens.note_ended(record, self._stats)
+        if known is None:
+            return False, dict(record.explanation(CacheReport())) or None
+        record.seen.turn_end = turn_end_of(request, self._options.tool_tokens)
+        if self._adapters.why_not(record.seen) or self._resets.is_due():
             # Nothing of it is stored any more, for nobody knows of which weights it is.
             tables = tuple([] for _ in tables)
-        keeps_blocks, params = self.guard.request_finished(seen, self._groups.select(tables))
-        report = self.guard.explain(request_id)
+        keeps_blocks, params = self.guard.request_finished(record.seen, self._groups.select(tables))
         if keeps_blocks:
-            self._sends.append(request_id)
+            self._sends.append(request.request_id)
         answer = dict(params or {})
         answer.pop(_REMOTE_PREFILL, None)
-        outcomes = self._outcomes.pop(request_id, ())
-        if outcomes:
-            answer[HINTS_KEY] = [asdict(outcome) for outcome in outcomes]
-        answer |= self._told.take(request, report, outcomes)
+        if record.outcomes:
+            answer[HINTS_KEY] = [asdict(outcome) for outcome in record.outcomes]
+        answer |= record.explanation(self.guard.explain(request.request_id))
         return keeps_blocks, answer or None
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -274,21 +267,23 @@ class SchedulerSide:
         vLLM can tell the requests whose asynchronous load failed in any model, those of a synchronous one only in some, and has
         no synchronous loads of whole prompts. So synchronous loads of a connector are asynchronous ones of one step.
         """
-        request_id = request.request_id
-        self._num_computed[request_id] = num_computed_tokens
-        self._loads.note_promise(request_id, ends_in_step=False)
-        if not self._may_ask_about(request):
-            self._deferrals.forget(request_id)
+        record = self._requests.get(request.request_id)
+        if record is None:
+            self._other(request).num_computed = num_computed_tokens
             return 0, False
-        seen = self._requests[request_id]
+        seen = record.seen
+        record.num_computed, record.ends_in_step = num_computed_tokens, False
+        if not self._may_ask_about(record):
+            record.patience = None
+            return 0, False
         if self._resets.is_unsure() or self._adapters.is_unsure(seen):
-            self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(request_id)
-            return None, False  # until the workers have looked which weights they hold, in the next step
-        num_tokens, is_async = self.guard.get_num_new_matched_tokens(seen, num_computed_tokens)
+            num_tokens, is_async = None, False  # until workers have looked which weights they hold, in the next step
+        else:
+            num_tokens, is_async = self.guard.get_num_new_matched_tokens(seen, num_computed_tokens)
         if num_tokens is None:
-            self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(request_id)
+            self._stats[metrics.DEFERRED_LOOKUPS.of()] += self._deferrals.note(record)
             return None, False
-        self._deferrals.forget(request_id)
+        record.patience = None
         if self._options.marks_shared_prefixes:
             # vLLM has set it anew, to where it would keep them for its own prefix cache.
             end = self.guard.get_shared_prefix_end(seen) - self._options.dropped_tokens
@@ -297,51 +292,51 @@ class SchedulerSide:
         # Of a full hit vLLM drops the last token, too, because it must be computed, and with it the block that ends with it.
         if num_tokens <= self._options.dropped_tokens * (1 + is_full_hit):
             if num_tokens:
-                self._told.note(
-                    request_id,
-                    f"{num_tokens} tokens more were found and not loaded: to draft, vLLM computes a hit's last block again",
+                record.note(
+                    f"{num_tokens} tokens more were found and not loaded: to draft, vLLM computes a hit's last block again"
                 )
             return 0, False
-        if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._holding_for_loads(request_id)):
-            self._told.note(request_id, "its load waited until requests loaded before it had the blocks that they need")
+        if num_tokens and not self._room.admits(num_computed_tokens + num_tokens, self._holding_for_loads(record)):
+            record.note("its load waited until requests loaded before it had the blocks that they need")
             return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
-        self._loads.note_promise(request_id, ends_in_step=num_tokens > 0 and not is_async)
+        record.ends_in_step = num_tokens > 0 and not is_async
         return num_tokens, num_tokens > 0
 
-    def _holding_for_loads(self, asking: str) -> Iterator[SeenRequest]:
+    def _holding_for_loads(self, asking: RequestRecord) -> Iterator[SeenRequest]:
         """Requests other than ``asking`` that hold blocks for a load, also those of whose blocks vLLM tells later."""
-        for request_id in self._loads.parked.keys() | (self._num_computed.keys() - self._admitted):
-            if request_id != asking and request_id in self._requests and any(self._tables.blocks(request_id)):
-                yield self._requests[request_id]
+        for request_id, record in self._requests.items():
+            is_holding = record.is_parked or (record.num_computed is not None and not record.is_admitted)
+            if is_holding and record is not asking and any(self._tables.blocks(request_id)):
+                yield record.seen
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks allocated for a request, those to be loaded included; count where its prompt comes from."""
-        request_id = request.request_id
-        if isinstance(self._tables, NotedTables):
-            self._tables.note(request_id, blocks.blocks)
-        num_computed = self._num_computed.get(request_id)
-        is_first = request_id not in self._admitted
-        if num_computed is not None and is_first:
-            self._admitted.add(request_id)
-            num_computed = _found_on_device(request, num_computed, num_external_tokens)
-            self._stats[metrics.PROMPT.of("device")] += num_computed
-            is_bypass = self._told.is_bypass(request_id)
-            num_left = request.num_tokens - num_computed - num_external_tokens
-            self._stats[metrics.PROMPT.of("bypassed" if is_bypass else "computed")] += num_left
-            if not is_bypass:
-                self._first_tokens.note_admitted(request, num_computed, num_external_tokens)
-        seen = self._requests.get(request_id)
-        if seen is None:
+        known = self._requests.get(request.request_id)
+        record = known or self._other(request)
+        record.blocks = blocks.blocks
+        is_first = not record.is_admitted
+        if is_first and record.num_computed is not None:
+            self._count_prompt(record, num_external_tokens)
+        if known is None:
             return
         tables = block_ids(self._groups.select(blocks.blocks))
         if num_external_tokens:
-            first = self._num_computed[request_id]
-            tokens = range(first, first + num_external_tokens)
-            self._loads.begin(seen, tables, tokens, num_external_tokens if is_first else 0)
-            self._adapters.note_load(seen)
-            if self._options.marks_shared_prefixes and not self.guard.get_shared_prefix_end(seen):
+            assert record.num_computed is not None  # vLLM loads what it has asked for
+            tokens = range(record.num_computed, record.num_computed + num_external_tokens)
+            self._loads.begin(record, tables, tokens, num_external_tokens if is_first else 0)
+            if self._options.marks_shared_prefixes and not self.guard.get_shared_prefix_end(record.seen):
                 setattr(request, compat.SHARED_PREFIX_END, tokens.stop)
-        self.guard.update_state_after_alloc(seen, tables, num_external_tokens)
+        self.guard.update_state_after_alloc(record.seen, tables, num_external_tokens)
+
+    def _count_prompt(self, record: RequestRecord, num_external_tokens: int) -> None:
+        """Count where a prompt comes from that is admitted for the first time."""
+        record.is_admitted = True
+        num_computed = _found_on_device(record, num_external_tokens)
+        num_left = record.own.num_tokens - num_computed - num_external_tokens
+        self._stats[metrics.PROMPT.of("device")] += num_computed
+        self._stats[metrics.PROMPT.of("bypassed" if record.is_bypass else "computed")] += num_left
+        if not record.is_bypass:
+            self._first_tokens.note_admitted(record, num_computed, num_external_tokens)
 
     def build_connector_meta(self, output: Any) -> StepMessage:
         """This step's message to the workers."""
@@ -353,7 +348,7 @@ class SchedulerSide:
         is_reset_due = self._resets.is_due()
         self._context.shows_free_blocks = not is_reset_due
         self._loads.note_running(output.num_scheduled_tokens)
-        requests = {} if is_reset_due else self._adapters.without_given_up(self._requests)
+        requests = {} if is_reset_due else self._adapters.offloaded(self._requests)
         inner = self.guard.build_connector_meta(
             ScheduledStep(output, requests, self.layout, self._tables, self._groups)
         )
@@ -382,9 +377,9 @@ class SchedulerSide:
             if report.stopped:
                 self._stopped_ranks.add(rank)
             self._resets.note_weights(rank, report.weights)
-            if self._adapters.note(rank, report.adapters):
-                step_failed = True  # its stores copy what was computed with other weights
-                self._adapters.give_up(self._requests.values())
+            step_failed |= self._adapters.note(
+                rank, report.adapters
+            )  # its stores copy what other weights have computed
         try:
             output = self._aggregator.aggregate([reports[rank].output if rank in reports else None for rank in ranks])
         except ContractError as error:
@@ -452,43 +447,39 @@ class SchedulerSide:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _may_ask_about(self, request: Any) -> bool:
+    def _may_ask_about(self, record: RequestRecord) -> bool:
         """Whether the connector is to be asked about a request; if not, the request is told why."""
-        request_id = request.request_id
-        if request_id not in self._requests:
-            return False  # it was told when it came
-        all_computed = why_all_computed(request)
-        if all_computed is not None:
-            self._told.bypass(request_id, all_computed)
+        if (why_not := why_all_computed(record.own)) is not None:
+            record.bypass(why_not)
             return False
-        why_not = None
         if not self._options.loads:
             why_not = "with kv_role=kv_producer and overlapping steps, nothing is loaded"
-        elif why := self._adapters.why_not(self._requests[request_id]):
+        elif why := self._adapters.why_not(record.seen):
             why_not = why
-        elif request_id in self._failed:
+        elif record.has_failed:
             why_not = "its load has failed, and is not tried again"
         elif self._resets.is_due() and not self._resets.is_unsure():
             why_not = "what is kept is being dropped or set aside, because the weights may have changed"
         if why_not is not None:
-            self._told.note(request_id, f"nothing was looked up: {why_not}")
+            record.note(f"nothing was looked up: {why_not}")
         return why_not is None
 
     def _waiting_requests(self) -> Iterable[SeenRequest]:
         """Waiting requests in the order of vLLM's queues, which it hides: those that hold blocks, as for a load, come first."""
-        waiting = [seen for seen in self._requests.values() if not seen.own.status.name.startswith("RUNNING")]
+        waiting = [one for one in self._requests.values() if not one.own.status.name.startswith("RUNNING")]
         if self._options.by_priority:
-            waiting.sort(key=lambda seen: seen.own)  # vLLM's requests compare by priority, then by arrival
+            waiting.sort(key=lambda record: record.own)  # vLLM's requests compare by priority, then by arrival
         else:
-            waiting.sort(key=lambda seen: seen.own.status.name != "PREEMPTED")
-        return sorted(
-            waiting, key=lambda seen: not (seen.request_id in self._loads.parked or seen.own.num_computed_tokens)
-        )
+            waiting.sort(key=lambda record: record.own.status.name != "PREEMPTED")
+        waiting.sort(key=lambda record: not (record.is_parked or record.own.num_computed_tokens))
+        return [record.seen for record in waiting]
 
     def _note_failed(self, request_ids: Collection[str]) -> None:
         """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
+        for request_id in request_ids:
+            if (record := self._requests.get(request_id)) is not None:
+                record.has_failed = True
         if request_ids:
-            self._failed.update(self._requests.keys() & request_ids)
             # Tokens that are not loaded after all.
             self._stats[metrics.PROMPT.of("computed")] += self._loads.count_failed(request_ids)
 
@@ -515,14 +506,14 @@ class SchedulerSide:
         unlocks = self.guard.release().block_ids_to_unlock
         self._context.free_ids(unlocks)
         self._loads.clear()
-        self._deferrals.clear()
 
 
-def _found_on_device(request: Any, num_computed_tokens: int, num_external_tokens: int) -> int:
+def _found_on_device(record: RequestRecord, num_external_tokens: int) -> int:
     """Return how many tokens of a request vLLM has found on the device.
 
     If nothing is loaded behind them, these may be more than it has asked with: where prefixes may end inside a block, it asks
     with whole blocks (``--prefix-match-unit``).
     """
-    found = getattr(getattr(request, "prefill_stats", None), "num_local_cached_tokens", 0)
-    return num_computed_tokens if num_external_tokens else max(num_computed_tokens, int(found))
+    asked_with = record.num_computed or 0
+    found = getattr(getattr(record.own, "prefill_stats", None), "num_local_cached_tokens", 0)
+    return asked_with if num_external_tokens else max(asked_with, int(found))

@@ -27,7 +27,7 @@ from cargohold.cache.rows import plan_rows
 from cargohold.connector.factory import Parts
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.adapters import NO_LOOKS, AdapterLooks, HeldAdapters
+from cargohold.integrations.vllm.adapters import HeldAdapters, Look
 from cargohold.integrations.vllm.identity import with_arrangement
 from cargohold.integrations.vllm.regions import regions_of
 from cargohold.protocol import (
@@ -54,7 +54,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
         synchronous: those of the new loads that end within this step.
         stop: the connector was turned off: let its transfers end and do without it.
         look: number of a look at what the model holds, to be told before anything is computed; 0 for none.
-        adapters: adapters at which to look, too.
+        adapters: adapters to look at, too, as vLLM describes them.
     """
 
     inner: KVConnectorMetadata = field(default_factory=EmptyMetadata)
@@ -63,7 +63,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
     synchronous: tuple[str, ...] = ()
     stop: bool = False
     look: int = 0
-    adapters: AdapterLooks = NO_LOOKS
+    adapters: Mapping[Look, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RankReport:
         error: the rule that the connector's worker side broke; it has stopped.
         stopped: whether it stopped in this step as it was told to.
         weights: fingerprints of what the model holds, by the number of the look; 0 is the one at the start.
-        adapters: fingerprints of adapters by vLLM's number: of those asked for, and of those that changed before this step.
+        adapters: fingerprints of adapters: of those to look at, and of those that changed before this step.
     """
 
     output: KVConnectorOutput = field(default_factory=KVConnectorOutput)
@@ -84,7 +84,7 @@ class RankReport:
     error: str | None = None
     stopped: bool = False
     weights: Mapping[int, str] = field(default_factory=dict)
-    adapters: Mapping[int, str] = field(default_factory=dict)
+    adapters: Mapping[Look, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,6 @@ class WorkerSide:
         self._loading: dict[str, tuple[int, ...]] = {}
         self._sending: set[str] = set()
         self._failed: set[str] = set()
-        # Loads of what was computed with other weights than its adapter has by now.
-        self._refused: set[str] = set()
         # What the scheduler side has not heard of yet.
         self._untold_error = None if obstacle is None else f"rank {rank} cannot take part: {obstacle}"
 
@@ -289,7 +287,7 @@ class WorkerSide:
         if message.look:
             self._look(message.look)
         if self._adapters is not None:
-            self._refused |= self._adapters.look(message.adapters, self._rank)
+            self._adapters.look(message.adapters)
         self._loading |= message.new_loads
         self._sending |= set(message.new_sends)
         if message.stop:
@@ -316,7 +314,7 @@ class WorkerSide:
         """The transfers that ended since the last call. Also prepares this step's report for ``build_meta``."""
         if self._adapters is not None:
             self._adapters.check()
-        output = self._without_refused(self._with_synchronous(self._guard.collect(finished_req_ids)))
+        output = self._with_synchronous(self._guard.collect(finished_req_ids))
         error = self._guard.take_error() or self._untold_error
         self._untold_error = None
         stopped = self._message is not None and self._message.stop
@@ -344,12 +342,6 @@ class WorkerSide:
             self._failed.update(synchronous)  # maybe before it had loaded them
         received = output.finished_recving.union(synchronous)
         return replace(output, finished_recving=received)
-
-    def _without_refused(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """Let loads that were refused fail, whatever has come of them."""
-        refused = self._refused & output.finished_recving
-        self._refused -= refused
-        return replace(output, failed_recving=output.failed_recving | refused) if refused else output
 
     def build_meta(self) -> WorkerMessage | None:
         """This rank's report; ``None`` if there is nothing to report."""

@@ -109,7 +109,8 @@ class AdapterEngine(VllmEngine):
     def is_shown(self, request_id: str, num_computed_tokens: int) -> bool:
         """Not if it waited while its adapter's files changed, or has started over since, because of a refused reset."""
         started_over = self.vllm.requests[request_id].num_computed_tokens < num_computed_tokens
-        return not started_over and request_id not in self.side._adapters._given_up
+        record = self.side._requests.get(request_id)
+        return not started_over and not (record is not None and self.side._adapters.why_not(record.seen))
 
     def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
         worker = super()._new_worker(config, caches, rank)
