@@ -1,14 +1,14 @@
 """Deadlines: every one of them in one table, the times that users choose, and the two clocks.
 
 Users choose three times: ``restore_timeout_s``, ``transfer_timeout_s`` and ``shutdown_timeout_s``. What else takes time follows
-from one of them, or is the same for everybody. A deadline is decided here, and kept where its constant is used.
+from one of them, or is the same for everyone. A deadline is decided here, and kept where its constant is used.
 
 There are two clocks. *System* is the process's monotonic time: workers, threads, starts and stops have nothing else. *Engine*
 is ``SteppedClock``, which stands still while the engine does not step: what ended meanwhile is reported only in the next steps.
 For the same reason, what the scheduler waits for is overdue only if it is found so in several steps (``Patience``), and what is
-held for somebody is held for some steps at least (``HoldTime``), however long they take.
+held for a request is held for some steps at least (``HoldTime``), however long they take.
 
-How often something is tried again, and how old a measurement may be, is no deadline; that stands beside what does it.
+How often something is tried again, and how old a measurement may be, is no deadline; that stands next to what does it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timer:
         what: what must not take longer.
         then: what happens if it does.
         clock: by which clock.
-        of: the time of the users from which it follows; empty if it is the same for everybody.
+        of: the time of the users from which it follows; empty if it is the same for everyone.
         part: which part of that time it is.
         plus_s: seconds beyond that.
         steps: number of the engine's steps that must have passed as well.
@@ -218,7 +218,7 @@ class Patience:
         return self._num_looks >= MIN_LOOKS and has_waited
 
 
-# --- holding something for somebody -----------------------------------------------------------------------------------
+# --- holding something for a request -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

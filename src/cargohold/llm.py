@@ -153,7 +153,7 @@ class LLM(BaseLLM):
         return self._ask(lambda engine: engine.hint(hints, **about))
 
     def take_hint_events(self) -> list[HintEvent]:
-        """How hints have ended since the last call: the oldest are forgotten if nobody asks."""
+        """How hints have ended since the last call: the oldest are forgotten if no one takes them."""
         return self._ask(LLMEngine.take_hint_events)
 
     def settle(self, timeout_s: float | None = None) -> bool:
@@ -400,7 +400,7 @@ class _Bell:
         self._due.append(event)
         if not self._is_rung:  # otherwise the loop has not looked at what is due: it looks after it has said so
             self._is_rung = True
-            with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+            with suppress(RuntimeError):  # the loop is closed: no caller waits for this any longer
                 loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
@@ -424,7 +424,7 @@ def _in_loop(call: Callable[..., object]) -> Callable[..., None]:
     loop = asyncio.get_running_loop()
 
     def call_in_loop(*args: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+        with suppress(RuntimeError):  # the loop is closed: no caller waits for this any longer
             loop.call_soon_threadsafe(call, *args)
 
     return call_in_loop

@@ -30,7 +30,7 @@ _SUCH_AS = "such as 2GiB, 512MiB, 1.5GB or 1000000"
 LEAST_BYTES = 4096
 """No model's chunk of KV is smaller: a smaller size was written without its unit."""
 SIZE_UNITS = "the units are B, KB, MB, GB, TB (1000 bytes and so on) and KiB, MiB, GiB, TiB (1024 bytes and so on)"
-"""What users are told about a size that is none."""
+"""The error for a size that is invalid."""
 
 
 def parse_bytes(key: str, value: int | str) -> int:
@@ -178,7 +178,7 @@ def made_by(key: str, name: str, kind: type, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def somebody_elses(key: str, name: str) -> Iterator[None]:
-    """Turn whatever somebody else's code raises inside the ``with`` into a ``ConfigError``."""
+    """Turn whatever third-party code raises inside the ``with`` into a ``ConfigError``."""
     try:
         yield
     except ConfigError:

@@ -132,7 +132,7 @@ def made(kind: type[T], given: Mapping[str, Any], path: str = "", *, beside: Col
         kind: their class, which may be any dataclass.
         given: the options by name.
         path: prefix of the names in errors, such as ``connectors[1].``.
-        beside: names of other options that may stand beside these, for suggestions in errors.
+        beside: names of other options that may stand next to these, for suggestions in errors.
 
     Raises:
         ConfigError: an option is unknown, missing, or its value impossible.
@@ -217,7 +217,7 @@ def _read(kind: type, given: Mapping[str, Any], beside: Collection[str] = ()) ->
 def _hints(kind: type) -> dict[str, Any]:
     try:
         return get_type_hints(kind, include_extras=True)
-    except NameError:  # somebody else's class may name types that only type checkers import
+    except NameError:  # a third-party class may name types that only type checkers import
         return {**_hints(kind.__mro__[1]), **dict.fromkeys(kind.__annotations__, Any)}
 
 
@@ -233,7 +233,7 @@ def _reader(hint: Any) -> Reader:
     alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = tuple(get_origin(alternative) or alternative for alternative in alternatives)
     if not _NAMES.keys() >= set(kinds):
-        return lambda _, value: value  # somebody else's type, which has to check that itself
+        return lambda _, value: value  # a third-party type, which has to check that itself
     names = " or ".join(dict.fromkeys(name for kind in kinds if (name := _NAMES[kind])))
     return must(lambda value: _is_one_of(value, kinds), names)
 

@@ -167,7 +167,7 @@ def interrupt_thread(thread: threading.Thread) -> None:
     instead, and its starter would wait for it for ever. So this waits until no thread is being started.
     """
     for _ in range(_MOST_LOOKS):
-        # Whoever wakes up has the interpreter for some milliseconds, in which nobody else starts a thread.
+        # The thread that wakes up has the interpreter for some milliseconds, in which nobody else starts a thread.
         time.sleep(_LOOK_S)
         if all(one.ident is not None for one in threading.enumerate()):
             break

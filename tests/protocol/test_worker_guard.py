@@ -140,10 +140,10 @@ def test_loads_whose_bad_blocks_it_could_not_name_have_failed() -> None:
         ("get_transfer_results", KVConnectorTransferResults(finished_sending=frozenset({1})), "finished_sending="),  # type: ignore[arg-type]  # wrong on purpose
         ("get_transfer_results", KVConnectorTransferResults(jobs={"s1": TransferOutcome.DONE}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
         ("get_transfer_results", KVConnectorTransferResults(jobs={1: True}), "jobs="),  # type: ignore[dict-item]  # wrong on purpose
-        ("get_block_ids_with_load_errors", {"7"}, "no block ids"),
-        ("get_kv_connector_stats", None, "no time series and numbers"),
-        ("get_kv_connector_stats", {metrics.STORED.of("host"): "many"}, "no time series and numbers"),
-        ("get_kv_connector_stats", {"copies": 1}, "no time series and numbers"),
+        ("get_block_ids_with_load_errors", {"7"}, "not block ids"),
+        ("get_kv_connector_stats", None, "not time series and numbers"),
+        ("get_kv_connector_stats", {metrics.STORED.of("host"): "many"}, "not time series and numbers"),
+        ("get_kv_connector_stats", {"copies": 1}, "not time series and numbers"),
     ],
 )
 def test_an_answer_that_no_executor_could_carry_stops_it(

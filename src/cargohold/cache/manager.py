@@ -5,7 +5,7 @@ be given back exactly once. The life of a chunk::
 
     absent --prepare_stores-> writing --commit--> ready <--> being read (n)     (prepare_load / release)
        ^                         |                  |
-       +------- forfeit ---------+                  +-- evicted or removed, only when nobody reads it --> absent
+       +------- forfeit ---------+                  +-- evicted or removed, only when no load reads it --> absent
 
 Any other move is a bug of ours: it raises ``LifecycleError`` and changes nothing. At all times
 free + ready + writing + leaving = capacity, and the number of pins is that of the chunks in live load handles. *Leaving* are
@@ -289,7 +289,7 @@ class OffloadManager(ABC):
         """
 
     def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:
-        """Evict chunks of one prefix that nobody wants any more, from the last on; return how many.
+        """Evict chunks of one prefix that are no longer wanted, from the last on; return how many.
 
         Stays what is in use, what another chunk continues that stays, and with quotas what is another tenant's.
         """

@@ -180,8 +180,8 @@ def _rows_of_block(rows: tuple[int, ...], at: int, blocks_per_chunk: int) -> tup
 class RowTable(ChunkTable):
     """A table of chunks that take rows, as many as each needs.
 
-    It counts in the largest chunks: what is free is said to be as many as there is room for in any case. So whoever makes room
-    for some chunks may have to do it again, because those that were evicted were smaller.
+    It counts in the largest chunks: what is free is said to be as many as there is room for in any case. So a caller that makes
+    room for some chunks may have to do it again, because those that were evicted were smaller.
 
     Args:
         capacity: maximum number of rows.

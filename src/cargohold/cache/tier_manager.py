@@ -412,7 +412,7 @@ class TierManager(OffloadManager):
         table, num_allowed = self._pooled, num_chunks
         assert table is not None
         if worth <= 0:
-            return min(num_chunks, table.num_places)  # nothing must go for what nobody asks for again
+            return min(num_chunks, table.num_places)  # nothing must go for what no request asks for again
         if table.num_places < num_chunks:
             self._take_copies(num_chunks)
         num_missing = max(0, num_chunks - table.num_places)

@@ -348,7 +348,7 @@ def _visit_all(
     url: str, log: Path, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
 ) -> list[Visit]:
     """Make the visits on a server. Raises ``TurnedOffError`` once its log says that offloading was turned off."""
-    from openai import OpenAI  # noqa: PLC0415  # there only beside vLLM
+    from openai import OpenAI  # noqa: PLC0415  # installed only with vLLM
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
     _ask(client, [{"role": "user", "content": "warm up"}], 2)

@@ -249,7 +249,7 @@ def _input() -> str:
 
 
 def _is_in_terminal() -> bool:
-    """Whether somebody types the questions and reads the answers."""
+    """Whether a person types the questions and reads the answers."""
     return sys.stdin is not None and sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 

@@ -28,7 +28,7 @@ _MAX_AT_ONCE: Final = 32
 _COLOURS: Final = ("green", "blue", "magenta", "cyan", "yellow")
 """Colours of the tiers, in their order; what was computed has none."""
 _MAX_OWN: Final = 16
-"""Time series of somebody else that are shown."""
+"""Time series of other exporters that are shown."""
 _NOT_SHOWN: Final = ("_bucket", "_sum", "_created")
 _OURS: Final = {f"{family.sample}{end}" for family in (*metrics.FAMILIES, *OWN_FAMILIES) for end in ("", "_count")}
 
@@ -118,7 +118,7 @@ def _table(*headings: str) -> Table:
 
 
 def _speeds(grown: Scrape) -> Text:
-    """How long restoring took, beside how long computing the same would have."""
+    """How long restoring took, next to how long computing the same would have."""
     restore_s = grown.seconds(metrics.LOAD) + grown.seconds(metrics.WAIT)
     restored, computed = grown.total(metrics.LOAD_TOKENS), grown.total(metrics.PREFILL_TOKENS)
     text = Text(f"restored: {_known(grown.known(metrics.LOAD_TOKENS))} tokens in {_time(restore_s)}")
@@ -169,7 +169,7 @@ def _troubles(now: Scrape) -> Iterator[Text]:
 
 
 def _own(now: Scrape, grown: Scrape) -> Iterator[Text]:
-    """What connectors and guests of somebody else count, by its own name."""
+    """What third-party connectors and guests count, by its own name."""
     told = []
     for name in sorted(now.samples):
         if name.startswith("cargohold_") and name not in _OURS and not name.endswith(_NOT_SHOWN):

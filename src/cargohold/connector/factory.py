@@ -55,7 +55,7 @@ def own_configs(offload: Offload | Sequence[Offload] | None, path: str = "") -> 
 
 
 def row_plan(offload: Offload | Sequence[Offload] | None, layout: KVCacheLayout) -> RowPlan:
-    """Return how blocks lie in host memory, for what is told of it; as the layout says, if connectors of ours do not agree."""
+    """Return how blocks lie in host memory, for reports; as the layout says, if connectors of ours do not agree."""
     plans = {config.plan_rows(layout) for _, config in own_configs(offload)}
     return plans.pop() if len(plans) == 1 else plan_rows(layout)
 

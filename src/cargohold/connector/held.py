@@ -1,4 +1,4 @@
-"""How many tokens of long prompts a tier holds per GiB, beside how many it could if nothing of it were lost."""
+"""How many tokens of long prompts a tier holds per GiB, next to how many it could if nothing of it were lost."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MOVED: Final = (
 def cache_label(num_restored_tokens: int, num_device_tokens: int, num_prompt_tokens: int) -> str:
     """What a prompt counts as in ``TTFT``. Every chat finds its template's start: less than half is a miss.
 
-    What the device still had is told apart from what was restored: the engine finds that without any connector.
+    What the device still had is kept apart from what was restored: the engine finds that without any connector.
     """
     if 2 * num_restored_tokens >= num_prompt_tokens:
         return "hit"

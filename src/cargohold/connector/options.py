@@ -7,8 +7,8 @@
     {"host_bytes": "8GiB", "tiers": [{"kind": "disk", "directory": "/var/kv", "max_bytes": "200GiB"}]}
                                                                     with tiers: the fields of DiskTierConfig, SharedTierConfig
     {"mode": "multi", "connectors": [{...}, {"mode": "lazy", ...}]}  several, most preferred first
-    {"connector": "MODULE:FACTORY", ...}                            somebody else's connector, with options of its own
-    {"host_bytes": "8GiB", "tiers": [{"kind": "MODULE:CLASS", ...}]}  somebody else's tier: the fields of its TierConfig
+    {"connector": "MODULE:FACTORY", ...}                            a third-party connector, with options of its own
+    {"host_bytes": "8GiB", "tiers": [{"kind": "MODULE:CLASS", ...}]}  a third-party tier: the fields of its TierConfig
 
 An option that is unknown or has a value of the wrong type is refused by name. One that vLLM, LMCache or KVBM has is refused
 with its name here. Modules are imported because the operator's configuration names them: never pass on what a client sent.
@@ -41,10 +41,10 @@ def parse_offload(
     Args:
         options: the untyped options.
         path: prefix of the option names in errors, such as ``connectors[1].``.
-        beside: names of the caller's own options that may stand beside these, for suggestions in errors.
+        beside: names of the caller's own options that may stand next to these, for suggestions in errors.
 
     Raises:
-        ConfigError: a key is unknown or missing, or its value is invalid, or somebody else's class cannot be imported.
+        ConfigError: a key is unknown or missing, or its value is invalid, or a third-party class cannot be imported.
     """
     if CONNECTOR in options:
         return named_factory(options[CONNECTOR], {key: options[key] for key in options if key != CONNECTOR}, path)
@@ -57,7 +57,7 @@ def parse_offload(
 def named_factory(
     name: object, options: Mapping[str, Any] = MappingProxyType({}), path: str = ""
 ) -> KVConnectorFactory:
-    """Return the factory of somebody else's connector, ``MODULE:FACTORY``.
+    """Return the factory of a third-party connector, ``MODULE:FACTORY``.
 
     ``FACTORY`` is a ``KVConnectorFactory``, which takes no options, or a callable that takes the options as keyword arguments
     and returns one. Of a dataclass, the types of the options are checked, too.
@@ -117,7 +117,7 @@ def _is_factory(value: object) -> bool:
 
 
 def _made(kind: Any, options: Mapping[str, Any], path: str) -> object:
-    """Call somebody else's class or function with the options that it takes."""
+    """Call a third-party class or function with the options that it takes."""
     if is_dataclass(kind) and isinstance(kind, type):
         return made(kind, options, path, beside=[CONNECTOR])
     signature(kind).bind(**options)  # raises TypeError; a TypeError of the call itself could be a bug anywhere

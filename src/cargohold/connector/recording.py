@@ -37,7 +37,7 @@ _KEY_BYTES: Final = 16
 class TraceFile:
     """A file with one JSON line per request, readable only by its owner. A failure ends the trace, but not the engine.
 
-    Block hashes are digests of tokens, so whoever guesses a prompt could verify the guess with them. So the file has digests of
+    Block hashes are digests of tokens, so anyone who guesses a prompt could verify the guess with them. The file has digests of
     the hashes under a random key that is not kept: within the file equal blocks have equal ids, and outside it the ids mean
     nothing.
 

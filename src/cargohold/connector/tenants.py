@@ -1,7 +1,7 @@
 """Tenants: who may use an engine, with which key, and how much of host memory; and the salts that keep their caches apart.
 
 A front in front of an engine and the connector inside it read the same file, each in its own process. A salt is an HMAC of the
-tenant's name under a secret that is stored beside that file: it tells nothing of a key, and nobody outside can make one. Under
+tenant's name under a secret that is stored next to that file: it tells nothing of a key, and nobody outside can make one. Under
 it, chunks on disk are found again after a restart, or with another key. All engines behind a front, and all that share a store,
 need the same secret: under another one, no tenant is known, and requests have the least rights that there are.
 """
@@ -29,7 +29,7 @@ from cargohold.errors import ConfigError, one_line, option_path
 FILE_VARIABLE: Final = "CARGOHOLD_TENANTS"
 """Environment variable that names the file of tenants."""
 FINGERPRINT: Final = "secret"
-"""Beside the tenants, the file may say the fingerprint of the secret: then a start with another secret is refused."""
+"""Besides the tenants, the file may say the fingerprint of the secret: then a start with another secret is refused."""
 _SECRET_BYTES: Final = 32
 _MARK: Final = "ch1."
 """What salts of ours begin with. vLLM allows 128 characters, and none of ``@/\\``."""
@@ -142,7 +142,7 @@ class Tenants:
 
     @classmethod
     def read(cls, file: str | Path) -> Self:
-        """Read the file, and the secret beside it, which is made if there is none. Raises ``ConfigError``."""
+        """Read the file, and the secret next to it, which is made if there is none. Raises ``ConfigError``."""
         known, fingerprint = Tenant.read(file), _named(Path(file)).get(FINGERPRINT)
         if not known:
             raise ConfigError(FILE_VARIABLE, str(file), "it names no tenant: leave the variable out")

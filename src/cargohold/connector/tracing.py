@@ -10,7 +10,7 @@
         cargohold.load           host memory to device
         cargohold.store          device to host memory: its copies that have ended, added up, and each that ends later
 
-The connector only notes what took how long (``Episode``), and only if somebody observes it. Spans are made here, afterwards, in
+The connector only notes what took how long (``Episode``), and only with an observer. Spans are made here, afterwards, in
 one place; whatever goes wrong with them ends the traces and nothing else. Stores are added up, because while many requests
 generate, one ends in almost every step.
 """

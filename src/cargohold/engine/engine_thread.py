@@ -95,7 +95,7 @@ class Mailbox:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """End the call: whoever takes outputs gets this error when the others are taken."""
+        """End the call: the caller that takes outputs gets this error when the others are taken."""
         self._error = error
         self.notify()
 
@@ -273,7 +273,7 @@ class EngineThread:
         try:
             self._begin()
             self._engine = build()
-        except BaseException as error:  # noqa: BLE001  # goes to whoever waits for the start
+        except BaseException as error:  # noqa: BLE001  # goes to the caller that waits for the start
             self._end = EngineDeadError("the engine has not started")
             started.put(Reply(error=error))
             return
@@ -283,7 +283,7 @@ class EngineThread:
             self._serve()
         except EngineDeadError as error:
             end = error
-        except BaseException as error:  # noqa: BLE001  # goes to everybody who waits for the engine
+        except BaseException as error:  # noqa: BLE001  # goes to everyone who waits for the engine
             end = EngineDeadError(f"the engine has stopped: {one_line(error)}")
             end.__cause__ = error
         self._end = end
@@ -371,7 +371,7 @@ class EngineThread:
             return
         try:
             answer = Reply(question.ask(self._engine))
-        except Exception as error:  # noqa: BLE001  # goes to whoever asks
+        except Exception as error:  # noqa: BLE001  # goes to the caller
             answer = Reply(error=error)
         question.reply(answer)
 
@@ -390,7 +390,7 @@ class EngineThread:
         self._is_closing = True
 
     def _fail_waiting(self) -> None:
-        """Tell everybody who waits that the engine has ended. What is posted from now on raises at once."""
+        """Tell everyone who waits that the engine has ended. What is posted from now on raises at once."""
         mailboxes = {id(mailbox): mailbox for mailbox, _ in self._receivers.values()}
         self._receivers.clear()
         for mailbox in mailboxes.values():

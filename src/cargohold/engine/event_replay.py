@@ -3,7 +3,7 @@
 A follower asks with a DEALER socket; the request is an empty frame and the first sequence number that it wants, in eight bytes.
 It gets each message that is still kept, as an empty frame, topic, number and payload, and then an end mark: empty topic and
 payload, and minus one for the number. This is vLLM's protocol. If messages before these are kept no more, an
-``AllBlocksCleared`` comes first: whoever has missed removals must not rely on what it knows.
+``AllBlocksCleared`` comes first: a follower that missed removals must not rely on what it knows.
 
 Followers take turns, some messages each, and none is waited for: one that reads slowly gets its messages as it takes them, and
 one that takes none for a while is given up. So its answer costs others nothing, and no more memory than a few messages.
@@ -25,7 +25,7 @@ from cargohold.protocol import Clock
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVED_BYTES: Final = 4096
-"""Largest message accepted. Followers send only topics and numbers; without a limit, anybody could fill our memory."""
+"""Largest message accepted. Followers send only topics and numbers; without a limit, anyone could fill our memory."""
 MAX_REPLAYED_MESSAGES: Final = 10_000
 MAX_REPLAYED_BYTES: Final = 64 * 1024**2
 """Most messages kept for followers that have missed some, and most bytes of them."""
@@ -204,8 +204,8 @@ class _Answers:
             follower, *request = self._socket.recv_multipart()
             if len(request) == 2 and not request[0] and len(request[1]) == SEQUENCE_BYTES:
                 first, end = int.from_bytes(request[1], "big"), self._buffer.next_sequence
-                self._answers[follower] = _Answer(first, end, self._clock())  # asked again, it begins anew
-            # Anything else is nothing that a follower asks; whoever sends it may be anybody.
+                self._answers[follower] = _Answer(first, end, self._clock())  # asked again, it starts over
+            # Anything else is nothing that a follower asks; whoever sends it may be anyone.
 
     def _take_turns(self) -> bool:
         """Send each follower what it has room for. Returns whether any had."""

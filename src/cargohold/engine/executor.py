@@ -38,7 +38,7 @@ class ModelRunner(Protocol):
 
         Args:
             step: the batch; not empty.
-            hooks: to be called around every layer's attention; ``None`` if nobody listens.
+            hooks: to be called around every layer's attention; ``None`` without a listener.
         """
         ...
 

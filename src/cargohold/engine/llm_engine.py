@@ -63,7 +63,7 @@ class LLMEngine:
         publisher: where KV events go after each step; closed when the engine ends. Without one, ``take_events`` has them.
 
     Attributes:
-        made_progress: whether the last step computed something, ended something, or heard of the end of a transfer. If not,
+        made_progress: whether the last step computed something, ended something, or received the end of a transfer. If not,
             there is no hurry to make the next one: transfers run meanwhile.
     """
 
@@ -157,7 +157,7 @@ class LLMEngine:
         )
         if self._is_taken(request.request_id):
             raise RequestError("a request with this id is being served already", request.request_id)
-        # Whatever can be refused has been before the scheduler hears of the request.
+        # Whatever can be refused has been before the scheduler knows the request.
         about_others = [(self._prefix(hint.token_ids, salt, tenant), hint) for hint in asked if hint.token_ids]
         decoder = None if self.tokenizer is None else self.tokenizer.piece_decoder(token_ids)
         live = _Live(request, text, tuple(token_ids), TextStream(decoder, tuple(sampling.stop)))
@@ -171,7 +171,7 @@ class LLMEngine:
 
     @contextmanager
     def _taken_out_on_error(self, request: Request) -> Iterator[None]:
-        """Take a request out of the queue if something raises: nobody would hear of it, or end it."""
+        """Take a request out of the queue if something raises: otherwise no one would see it end."""
         try:
             yield
         except BaseException:
@@ -380,7 +380,7 @@ class LLMEngine:
                 return request_id
 
     def _is_taken(self, request_id: str) -> bool:
-        """Whether somebody goes by this id: its request is alive, or has a last output that was not returned yet."""
+        """Whether this id is in use: its request is alive, or has a last output that was not returned yet."""
         is_undelivered = any(output.request_id == request_id for output in self._undelivered)
         return request_id in self._live or is_undelivered
 

@@ -136,7 +136,7 @@ class KVConnectorScheduler(ABC):
     def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         """Return the message to the workers for this step, with its jobs. Called once in every step.
 
-        The connector starts anew to collect jobs for the next step. ``step`` is read-only. A store planned here may read
+        The connector starts over to collect jobs for the next step. ``step`` is read-only. A store planned here may read
         blocks that this very step writes, so workers start it after the forward pass.
         """
 
@@ -216,7 +216,7 @@ class KVConnectorScheduler(ABC):
     def get_contents(self) -> Sequence[TierContents]:
         """Return what it keeps, tier by tier: for people, who ask a few times a minute.
 
-        Called between two steps, so it must be cheap: it walks over no tier, and the number of prefixes that it tells of is
+        Called between two steps, so it must be cheap: it walks over no tier, and the number of prefixes that it reports is
         limited. It changes nothing, and has no prompt in it.
         """
         return ()
@@ -344,7 +344,7 @@ class SchedulerEnvironment:
             when a later one is given the same weights.
         local_hashes: how those block hashes begin that only this process knows, such as of pictures that clients have named
             instead of hashed: chunks of such blocks stay in host memory. Empty if there are none.
-        observe: called with what the connector did for a request, once that is over; ``None`` if nobody observes. It must not
+        observe: called with what the connector did for a request, once that is over; ``None`` without an observer. It must not
             raise.
     """
 

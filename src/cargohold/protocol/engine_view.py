@@ -115,7 +115,7 @@ class ServedModel:
         revision: branch, tag or commit on the hub; ``None`` for the default one.
         runs_code: whether the engine runs Python code that comes with the model.
         code_revision: branch, tag or commit of that code; ``None`` for ``revision`` if the code is in the model's own files.
-        config_path: directory or hub id whose configuration is used instead of the one beside the weights.
+        config_path: directory or hub id whose configuration is used instead of the one next to the weights.
         download_dir: directory to which the engine downloads the weights of a hub id, in the form of the hub's cache; ``None``
             for the default cache. Configuration and code are in the default cache in any case.
         parts: further directories, files and hub ids of which the engine reads weights and configuration.

@@ -314,7 +314,7 @@ class ConnectorGuard(HookDispatcher):
         return {**count, **{series: -level for series, level in levels.items() if level}}
 
     def _keep_announced(self, events: Iterable[KVEvent]) -> Sequence[KVEvent]:
-        """Note what it announces, to take that back when it is off: nobody can load it then."""
+        """Note what it announces, to take that back when it is off: it cannot be loaded then."""
         checked = checked_events(events, self._num_groups)
         if checked:
             self._announced.follow(checked)

@@ -157,7 +157,7 @@ class Hint:
         to: for ``prefetch`` and ``share``: ``host``; for ``demote``: ``lower`` tiers, or ``nowhere``.
         deadline_s: for ``prefetch`` and ``share``: seconds after which nobody needs the chunks any more.
         token_ids: of a request's hint, the prompt that it is about instead of the request's; ``None`` for the request's own.
-        part: what there is of the prompt before ``end``, from 0 to 1, for whoever does not know how many tokens it has.
+        part: what there is of the prompt before ``end``, from 0 to 1, for clients that do not know how many tokens it has.
     """
 
     kind: HintKind
@@ -268,7 +268,7 @@ def _is_seconds(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    # Half a character, which JSON can write, has no bytes: what is told of it could not be sent.
+    # Half a character, which JSON can write, has no bytes: an error about it could not be sent.
     return isinstance(value, str) and 0 < len(value) <= _MAX_NAME and value == value.encode(errors="replace").decode()
 
 

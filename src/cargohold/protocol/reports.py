@@ -1,4 +1,4 @@
-"""What connectors tell of themselves beside numbers: what took how long for whom, what is out of use, and what they keep."""
+"""What connectors report besides numbers: what took how long for which request, what is out of use, and what they keep."""
 
 from __future__ import annotations
 

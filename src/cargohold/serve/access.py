@@ -20,7 +20,7 @@ PINS: Final = "/cache/pins"
 _KEY_HEADERS: Final = (b"authorization", b"x-api-key")
 _READS: Final = ("GET", "HEAD")
 _OPEN: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
-"""What whoever reaches the server may read, as without a front."""
+"""What anyone who reaches the server may read, as without a front."""
 _HARMLESS: Final = frozenset({"/v1/models", "/v1/messages/count_tokens", "/tokenize", "/detokenize", PINS})
 _HARMLESS_BELOW: Final = ("/v1/models/", "/v1/responses/", f"{PINS}/")
 """What tenants may ask besides prompts: nothing of it is cached. All else in vLLM is its operator's."""
@@ -57,7 +57,7 @@ class Client:
         return self.is_admin or self.is_scraper
 
     def sees(self, tenant: str | None) -> bool:
-        """Whether it may see what is a tenant's: its own, or as the admin everybody's."""
+        """Whether it may see what is a tenant's: its own, or as the admin everyone's."""
         return self.is_admin or self.tenant == tenant
 
     def salt(self, cache_salt: str | None) -> str | None:

@@ -85,7 +85,7 @@ class Job:
 
 
 _AHEAD: Final = 16
-"""Answers that the engine has beside those that it can run: it looks their prompts up, and fetches what lower tiers have."""
+"""Answers that the engine has besides those that it can run: it looks their prompts up, and fetches what lower tiers have."""
 _LONG_TEXT_BYTES: Final = 64 * 1024
 _NUM_SHORT_TEXTS: Final = 2
 """Short texts that are tokenized at the same time. Of long ones it is one: it takes seconds, and 200 bytes per token."""
@@ -99,7 +99,7 @@ class RequestAdmission:
 
     Args:
         records: where requests are remembered.
-        max_queue: answers that may wait beside those that run.
+        max_queue: answers that may wait besides those that run.
         num_tenants: how many share the places.
     """
 
@@ -211,14 +211,14 @@ class RequestAdmission:
         def leave(task: asyncio.Future[T]) -> None:
             turns.leave(turn)
             if not task.cancelled():
-                task.exception()  # is raised below, unless nobody waits for it any more
+                task.exception()  # is raised below, unless no caller waits for it any longer
 
         task.add_done_callback(leave)
         return await asyncio.shield(task)
 
     @contextmanager
     def _admitted(self, client: Client, num_answers: int) -> Iterator[None]:
-        """Take places for answers. Never waits: who comes when all are taken, and has its share of them, is told so."""
+        """Take places for answers. Never waits: who comes when all are taken, and has its share of them, gets an error."""
         places = self._places
         if num_answers > places.limit:
             raise invalid(f"{num_answers} answers at once are more than the {places.limit} that this server takes", "n")
@@ -294,7 +294,7 @@ class EngineWatch:
         stats: what connectors have counted; empty before there is any.
         now: what Prometheus reads.
         history: what has happened.
-        contents: what is kept below the device, tier by tier; empty before somebody has asked.
+        contents: what is kept below the device, tier by tier; empty before the first question.
         log: the last warnings.
     """
 

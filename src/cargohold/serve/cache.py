@@ -74,7 +74,7 @@ async def explain(request: Request, request_id: str) -> Response:
 
 
 def _shown(context: ServerContext, client: Client, record: Record) -> dict[str, Any]:
-    """A request as a client may see it. Whoever sees those of all tenants is told whose it was."""
+    """A request as a client may see it. Clients that see all tenants also see whose it was."""
     whose = {"tenant": context.config.label_of(record.client.tenant)} if client.is_admin else {}
     return record.as_json() | whose
 

@@ -54,7 +54,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told about an error of the engine."""
+    """What a client receives for an error of the engine."""
     match error:
         case ApiError():
             return error

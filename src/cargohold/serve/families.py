@@ -1,4 +1,4 @@
-"""What servers count beside connectors; told by ``/metrics`` alone."""
+"""What servers count besides connectors; told by ``/metrics`` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front: what clients know of the future of their prompts is said to the cache, without anybody's cooperation.
+"""The front: what clients know of the future of their prompts is said to the cache, without anyone's cooperation.
 
 ::
 
@@ -232,7 +232,7 @@ class Front:
     # --- without a request --------------------------------------------------------------------------------------------
 
     async def _pin(self, scope: Scope, receive: Receive, send: Send, client: Client) -> None:
-        """Pin a prompt, or release a pin, by a request of one token: a connector hears of nothing else.
+        """Pin a prompt, or release a pin, by a request of one token: connectors see nothing else.
 
         The prompt is computed for it, unless it is cached.
         """

@@ -19,14 +19,14 @@ from cargohold.serve.settings import ServeConfig, tenant_of
 from cargohold.serve.turns import Room
 
 HEALTH: Final = "/health"
-"""Answered however many requests there are: whoever asks may restart a server that does not answer."""
+"""Answered however many requests there are: the caller may restart a server that does not answer."""
 ANY_HOST: Final = "*"
 _NUM_LARGEST_BODIES: Final = 32
 """As much as so many bodies of the largest size may be in memory, of all requests together."""
 _SMALL_BODY_BYTES: Final = 64 * 1024
 """Bodies up to this size do not count: so many connections cannot hold much."""
 _SPARE_CONNECTIONS: Final = 16
-"""Connections beside those of requests, for whoever asks how the server is."""
+"""Connections besides those of requests, for the caller how the server is."""
 
 
 class UnheardError(Exception):

@@ -21,7 +21,7 @@ from cargohold.serve.records import Record
 
 
 class ServerMeters(Collector):
-    """Counts requests, and tells of the engine, in a registry of its own: several servers may live in one process."""
+    """Counts requests, and reports about the engine, in a registry of its own: several servers may live in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -89,7 +89,7 @@ _NOT_MEDIA: Final = frozenset({"arguments", "input"})
 def with_own_media(messages: Any, salt: str | None) -> Any:
     """Put a digest of a tenant's salt in front of each name that its client gives a picture or a sound (``uuid``).
 
-    vLLM takes such a name for the contents, whoever has given it. Mutates the messages, and returns them.
+    vLLM takes such a name for the contents, no matter which client gave it. Mutates the messages, and returns them.
     """
     if salt is None:
         return messages
@@ -327,6 +327,6 @@ class TurnEndReader:
 
     @property
     def ids(self) -> list[str]:
-        """What has an id in an answer with calls: the calls, and a few things more that nobody asks for again."""
+        """What has an id in an answer with calls: the calls, and a few things more that no request asks for again."""
         self._look()
         return [found.decode("utf-8", "replace") for found in self._ids]

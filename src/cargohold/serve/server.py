@@ -137,7 +137,7 @@ _START_S = 30.0
 _BACKLOG = 1024
 _LOOK_S = 0.05
 _OTHER_FILES = 512
-"""Files beside those of connections: of tiers, of workers, of libraries."""
+"""Files besides those of connections: of tiers, of workers, of libraries."""
 _SILENT_S = 1.0
 """How long the end may take before people are told what it waits for."""
 
@@ -161,7 +161,7 @@ class Server:
     """
 
     def __init__(self, config: ServeConfig, say: Callable[[str], object] = lambda _: None) -> None:
-        # Without files left, nobody is let in, not even whoever asks how the server is.
+        # Without files left, nobody is let in, not even the caller how the server is.
         num_connections = allow_open_files(config.max_connections + _OTHER_FILES) - _OTHER_FILES
         config = replace(config, max_connections=max(1, num_connections))
         meters = ServerMeters()
@@ -184,7 +184,7 @@ class Server:
             timeout_graceful_shutdown=_FAREWELL_S,
         )
         self._uvicorn = uvicorn.Server(options)
-        # A thread that is not the main one leaves signals alone: Ctrl-C is for whoever has started the server.
+        # A thread that is not the main one leaves signals alone: Ctrl-C is for the program that started the server.
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([self._socket],), name="cargohold-serve", daemon=True
         )
@@ -229,7 +229,7 @@ class Server:
             self.admission.has_changed.clear()
 
     def close(self) -> None:
-        """End the engine, whose last requests are told so, and then the server."""
+        """End the engine, whose last requests get an error, and then the server."""
         self.admission.start_draining()
         what = f"waiting for copies and writes to lower tiers, for some {self._patience_s:g} s; Ctrl-C does not wait"
         telling = threading.Timer(_SILENT_S, self._say, [what])

@@ -17,7 +17,7 @@ DEFAULT_BODY_BYTES = 8 * 1024**2
 """Largest body of a request by default: the text of some two million tokens."""
 _SALT_BYTES = 16
 _NUM_SCRYPT_BLOCKS = 2**14
-"""What a guess of a key costs whoever has a salt: 16 MiB, and tens of milliseconds."""
+"""What a guess of a key costs anyone who has a salt: 16 MiB, and tens of milliseconds."""
 
 _PORT: Final = must(lambda value: is_int(value) and 0 <= value <= 65535, "a number from 0 (any free port) to 65535")
 
@@ -28,14 +28,14 @@ class ServeConfig(Options):
 
     Attributes:
         host, port: where it listens; port 0 takes any free one.
-        api_keys: each is a tenant, whose requests share cached KV with nobody else's. None lets everybody in.
+        api_keys: each is a tenant, whose requests share cached KV with nobody else's. None lets everyone in.
         tenants: the same, with names and shares of host memory.
-        admin_key: may see everybody's requests, and reset the cache. Without one, nobody may reset it.
-        metrics_key: may read metrics, and nothing else. Without one, everybody may read those that name no tenant.
+        admin_key: may see everyone's requests, and reset the cache. Without one, nobody may reset it.
+        metrics_key: may read metrics, and nothing else. Without one, everyone may read those that name no tenant.
         allowed_hosts: names that clients may call the server by where it listens for its own machine alone, besides
             ``localhost`` and its address; ``*`` for any.
         served_names: names that clients may ask for the model by, the first of which is shown.
-        max_queue: requests that wait beside those that the engine runs at the same time; more are refused.
+        max_queue: requests that wait besides those that the engine runs at the same time; more are refused.
         max_body_bytes: largest body of a request.
         max_connections: requests that are open; more are refused. There may be a few more connections: then the one that has
             been idle longest is closed.
@@ -76,7 +76,7 @@ class ServeConfig(Options):
 
     @property
     def num_tenants(self) -> int:
-        """How many clients are told apart, the admin included. All that need no key are one."""
+        """How many clients are kept apart, the admin included. All that need no key are one."""
         num_keys = len(self.api_keys) + len(self.tenants)
         return num_keys + (self.admin_key is not None) if num_keys else 1
 
@@ -100,9 +100,9 @@ def with_shares(offload: OffloadConfig | None, config: ServeConfig) -> OffloadCo
 
 @functools.lru_cache(maxsize=1024)
 def tenant_of(key: str) -> str:
-    """The identity of whoever has a key. It is part of salts, so of KV events, and chunks on disk are found under it again.
+    """The identity of the owner of a key. It is part of salts, so of KV events, and chunks on disk are found under it again.
 
-    Nothing random is in it, so whoever reads it can try keys: each guess is made to cost what ``scrypt`` costs (RFC 7914).
+    Nothing random is in it, so anyone who reads it can try keys: each guess is made to cost what ``scrypt`` costs (RFC 7914).
     """
     made = hashlib.scrypt(key.encode(), salt=b"cargohold-tenant", n=_NUM_SCRYPT_BLOCKS, r=8, p=1, dklen=_SALT_BYTES)
     return made.hex()

@@ -80,7 +80,7 @@ class AnswerReader:
     """Reads one answer, piece by piece, and tells text from calls.
 
     Text is passed on as soon as it can be no call. A call is passed on when it is whole, as nobody knows before whether it is
-    one. White space beside calls is dropped.
+    one. White space around calls is dropped.
 
     Args:
         tools: names that may be called; with none, all is text.

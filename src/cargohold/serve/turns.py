@@ -112,7 +112,7 @@ class Turns:
             self.leave(turn)
 
     def _call(self) -> None:
-        """Let in whoever is next, as long as there is room."""
+        """Let in the next client, as long as there is room."""
         while self._lines:
             tenant = min(self._lines, key=lambda one: (self._num_in_of[one], self._last_called[one]))
             line = self._lines[tenant]

@@ -1,6 +1,6 @@
 """Encryption of stored chunks: AES-256-GCM, with a key from a file or from the environment.
 
-KV can be turned back into the prompt it was computed from, so whoever can read a stored chunk can read what users wrote.
+KV can be turned back into the prompt it was computed from, so anyone who can read a stored chunk can read what users wrote.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Cipher:
     """AES-256-GCM under one key. Thread-safe.
 
     Nonces are random, 96 bits long, from the system: no process, restart or fork repeats them. After four billion chunks of a
-    namespace (2**32, by all engines that share it) the chance that two were equal is 2**-33; another master key begins anew.
+    namespace (2**32, by all engines that share it) the chance that two were equal is 2**-33; another master key starts over.
     """
 
     def __init__(self, key: bytes) -> None:

@@ -72,7 +72,7 @@ def open_inventory(place: str) -> Inventory:
 
 
 def _named(key: str, name: str) -> type[TierConfig]:
-    """Import somebody else's kind. Raises ``ConfigError`` if it is none."""
+    """Import a third-party kind. Raises ``ConfigError`` if it is none."""
     found = import_named(key, name)
     if not isinstance(found, type) or not issubclass(found, TierConfig):
         raise ConfigError(key, name, "it must be a dataclass derived from cargohold.tiers.TierConfig")

@@ -41,7 +41,7 @@ class TierMessage:
 
     Attributes:
         commands: jobs to start at once.
-        cancelled: ids of jobs that nobody needs any more.
+        cancelled: ids of jobs that are no longer needed.
     """
 
     commands: tuple[TierCommand, ...] = ()

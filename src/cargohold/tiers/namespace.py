@@ -5,7 +5,7 @@ before are not found any more, instead of being wrong.
 
 Digests of the contents of a model's files, because the same name may be given to other weights tomorrow.
 
-Besides the weights, a model's own code and some configuration beside ``config.json`` determine its KV. Other files do not
+Besides the weights, a model's own code and some configuration next to ``config.json`` determine its KV. Other files do not
 change the KV of given tokens: tokenizers and chat templates determine which tokens a prompt has, and keys stand for tokens;
 ``generation_config.json`` determines sampling; ``model_index.json`` and the like belong to other models.
 """
@@ -109,7 +109,7 @@ def parse_description(data: bytes) -> dict[str, Any]:
     """Parse the JSON description of a namespace; return an empty dict if it is malformed."""
     try:
         found = json.loads(data.decode())
-    except (ValueError, RecursionError):  # anybody may have written it, nested however deep
+    except (ValueError, RecursionError):  # anyone may have written it, nested however deep
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -303,7 +303,7 @@ def find_files(path: str, revision: str | None, what: str, cache: str | None = N
 
 
 def side_files(model: ServedModel, place: Path, weights_place: Path) -> dict[str, Path]:
-    """Return the configuration files beside ``config.json`` and the weights, and the one used instead of it, by name.
+    """Return the configuration files next to ``config.json`` and the weights, and the one used instead of it, by name.
 
     Args:
         model: the model.
@@ -335,7 +335,7 @@ def side_files(model: ServedModel, place: Path, weights_place: Path) -> dict[str
 
 
 def _configurations(place: Path) -> dict[str, Path]:
-    """Return the configuration files beside ``config.json``, and all in directories below: a model's parts may have some."""
+    """Return the configuration files next to ``config.json``, and all in directories below: a model's parts may have some."""
     own, names = place / CONFIG_FILE, {CONFIG_FILE, *_SIDE_FILES}
     files = (file for file in place.rglob("*") if file.name in names and file.is_file())
     return {file.relative_to(place).as_posix(): file for file in files if file != own}
@@ -344,7 +344,7 @@ def _configurations(place: Path) -> dict[str, Path]:
 def index_files(place: Path, weights: Sequence[Path]) -> dict[str, Path]:
     """Return the index files that select among the weight files, by name.
 
-    An index that names exactly the weight files beside it is left out: it says only which tensor is in which file.
+    An index that names exactly the weight files next to it is left out: it says only which tensor is in which file.
     """
     found = {}
     for suffix in _INDEXED:

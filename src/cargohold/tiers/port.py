@@ -275,7 +275,7 @@ ACCESS_OF: Final[Mapping[JobKind, Access]] = {
     JobKind.REMOVE: Access.WRITE,
 }
 URGENT: Final = frozenset(kind for kind in JobKind if ACCESS_OF[kind] is not Access.WRITE)
-"""Kinds of jobs that go before others, because somebody waits for them or they take hardly any time."""
+"""Kinds of jobs that go before others, because a request waits for them or they take hardly any time."""
 LISTED_AT_ONCE: Final[Mapping[JobKind, int]] = {JobKind.LIST: 4096, JobKind.DESCRIBE: 64}
 """Kinds of jobs that list, and the number of chunks that one looks at."""
 SHOW_NOTHING: Final = frozenset({JobKind.TOUCH, JobKind.CHECK, JobKind.RANK, *LISTED_AT_ONCE})
@@ -423,7 +423,7 @@ class JobLedger:
     def take(self) -> tuple[TierJob, int] | None:
         """Return the next job to work on, and the index of its chunk if it is ``ONE_BY_ONE``; ``None`` if there is nothing.
 
-        Look-ups and loads take turns: whoever asks what is there does not wait for all of what others load, nor are loads kept
+        Look-ups and loads take turns: the caller what is there does not wait for all of what others load, nor are loads kept
         back by look-ups without end. Writes come after both.
         """
         turns = (Access.LOOK_UP, Access.LOAD, Access.WRITE)

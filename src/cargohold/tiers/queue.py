@@ -1,6 +1,6 @@
 """The asynchronous front of a tier: bounded, with deadlines, and without waits for its caller.
 
-A tier blocks as long as its medium does: a network file system may hang for minutes. So that nobody waits for it:
+A tier blocks as long as its medium does: a network file system may hang for minutes. So that no request waits for it:
 
 * Threads work on *staging* memory of their own. They read or write a job's buffers only for one short copy, and only while the
   job is live. So a thread that hangs does no harm: its job ends in time, and the job's buffers are free.
@@ -227,7 +227,7 @@ class TierQueue:
         return True
 
     def cancel(self, job_id: int) -> None:
-        """Cancel a job that has not ended yet, because nobody waits for it any more."""
+        """Cancel a job that has not ended yet, because no caller waits for it any longer."""
         with self._changed:
             job = self._ledger.find(job_id)
             if job is not None:
@@ -242,7 +242,7 @@ class TierQueue:
         """Return how full the tier is, as far as is known here; empty if it cannot say."""
         try:
             return self.tier.usage()
-        except Exception as error:  # noqa: BLE001  # a tier of somebody's own; it is counted, and nothing depends on it
+        except Exception as error:  # noqa: BLE001  # a third-party tier; it is counted, and nothing depends on it
             logger.info("tier %s does not report how full it is: %s", self.tier.name, one_line(error))
             return EMPTY
 
@@ -251,7 +251,7 @@ class TierQueue:
         return self.tier.take_losses()
 
     def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the chunks that the tier does not have. One that tells of losses has an index, so this is quick."""
+        """Return those of the chunks that the tier does not have. One that reports losses has an index, so this is quick."""
         return [key for key, is_there in zip(keys, self.tier.probe(keys), strict=True) if not is_there]
 
     def drain(self, timeout_s: float) -> bool:
@@ -275,7 +275,7 @@ class TierQueue:
             self._stop(patience_ends)
 
     def _finish_writes(self, timeout_s: float) -> None:
-        """Cancel probes, touches and loads, which nobody needs any more, and wait for the other jobs.
+        """Cancel probes, touches and loads, which are no longer needed, and wait for the other jobs.
 
         Chunks that only host memory has would be lost with it.
         """

@@ -229,7 +229,7 @@ class TierWorker:
             self._refused.append(command)
 
     def cancel(self, job_id: int) -> None:
-        """Make a job end soon, because nobody needs it any more. ``poll`` reports it like any other."""
+        """Make a job end soon, because it is no longer needed. ``poll`` reports it like any other."""
         queue = self._queue_of.get(job_id)
         if queue is not None:
             queue.cancel(job_id)

@@ -6,7 +6,7 @@
     store stream     |            waits for it --->| copies of step n's stores
     load stream      | copies of loads (into blocks that nobody reads or writes before they have arrived)
 
-Requests wait for loads, but nobody waits for stores, so the load stream has the higher priority. The thread that enqueues
+Requests wait for loads, but no request waits for stores, so the load stream has the higher priority. The thread that enqueues
 copies waits neither for them nor for the model.
 
 That takes one contiguous piece of page-locked memory on the host's side. Any other copy is made by the thread that asked for

@@ -226,8 +226,9 @@ class SharedStores(ForwardingTransfers):
                                                                            |  shared  |
         worker 1   the same bytes         --chunks in slots 1, 3, 5 ..-->  |          |  --all chunks-->  worker 1
 
-    A load may read any row, whoever wrote it: a chunk can be found only when all workers have reported its store, and its slot
-    is written anew only when all workers have reported the loads that read it. See ``docs/design-decisions.md``.
+    A load may read any row, no matter which worker wrote it: a chunk can be found only when all workers have reported its
+    store, and its slot is written again only when all workers have reported the loads that read it. See
+    ``docs/design-decisions.md``.
 
     Results are of what was copied, so that over all workers each block of a store is counted once.
 

@@ -6,7 +6,7 @@ sequence of calls, so the same calls always lead to the same choice.
 A chunk is worth nothing when the chunk before it is gone, because a prefix is only usable up to its first hole. So only ends of
 prefixes are evicted: chunks that no other chunk in the tier follows.
 
-The two simplest, LRU and FIFO, stand beside it.
+The two simplest, LRU and FIFO, stand next to it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReplacementPolicy(ABC):
         """
 
     def renew(self, slot: int) -> None:  # noqa: B027  # an order without times has nothing to renew
-        """Let the prefix that ends in ``slot`` count as used now, although it is not: somebody waits for it, or goes on."""
+        """Let the prefix that ends in ``slot`` count as used now, although it is not: a request waits for it, or goes on."""
 
     def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: B027  # most do not learn
         """Learn that a request has ended.

@@ -12,7 +12,7 @@ old entry is void, and skipped when its turn comes. A run whose entries are most
 A run whose last chunk has children in other runs cannot give one up: it is *parked*, out of the order, until the last child is
 gone. So eviction never walks over chunks again and again that it may not take.
 
-Chunks can be set *aside*: from then on they are in an order of somebody else's, whatever their policy does with them, and keep
+Chunks can be set *aside*: from then on they are in another owner's order, whatever their policy does with them, and keep
 their times and kinds. So a policy never meets them among its victims, but goes on to learn of their use.
 """
 
@@ -210,7 +210,7 @@ class Runs:
     def renew(self, slot: int, time: int, home: Callable[[Run[int]], Order[int]]) -> None:
         """Let the prefix that ends in ``slot`` be used again at ``time``; what is behind it stays as old as it is.
 
-        Its runs are linked anew, each as it is, so a chunk of an answer costs no more behind a long prompt. Only a run in whose
+        Its runs are linked again unchanged, so a chunk of an answer costs no more behind a long prompt. Only a run in whose
         middle the prefix ends is divided first, once.
 
         Args:
@@ -248,7 +248,7 @@ class Runs:
             run.entries = self._live(run)
         entries, order = run.entries, run.order
         end = len(entries) if entries[-1] == slot else entries.index(slot) + 1
-        if 2 * end <= len(entries):  # the shorter part becomes a new run, because each of its chunks is told so
+        if 2 * end <= len(entries):  # the shorter part becomes a new run, because each of its chunks is assigned to it
             front = self._run_with(entries[:end], run.time, run.kind)
             front.order, run.entries, run.num_live = order, entries[end:], run.num_live - end
             return front
@@ -281,7 +281,7 @@ class Runs:
         self._put_back(run)
 
     def clear(self) -> None:
-        """Forget all chunks. Orders must be made anew."""
+        """Forget all chunks. Orders must be made again."""
         self.run_of = [None] * len(self.run_of)
         self.aside.clear()
 

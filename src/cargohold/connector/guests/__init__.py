@@ -1,1 +1,1 @@
-"""Features that hear of what the connector does: meters, KV events, hints. None of them imports another."""
+"""Features that are notified of what the connector does: meters, KV events, hints. None of them imports another."""

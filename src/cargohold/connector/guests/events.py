@@ -2,7 +2,7 @@
 
 A manager, and what is known of a tier, have only keys. A request has the tokens: so a chunk's *contents* are noted when a
 request brings them, just before the chunk is stored, asked for or fetched, and they are kept as long as a tier has the chunk
-or somebody asks for it::
+or a caller asks for it::
 
     request --note--> contents --chunk is ready--> BlockStored: tokens, parent, one hash per engine block
                          |                             |
@@ -168,7 +168,7 @@ class Medium:
         name: name of the medium in events.
         locality: whether it is local or shared; ``None`` if its name implies it.
         max_announced: maximum number of chunks announced at the same time. A tier that evicts by itself and does not report it
-            has no more than it can hold: those heard of least lately are taken back.
+            has no more than it can hold: those reported least recently are taken back.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Medium:
         self.name = name
         self.locality = locality
         self.max_announced = max_announced
-        # Those heard of last are last. Hidden are those whose namespace is not the one in use.
+        # The latest reports are last. Hidden are those whose namespace is not the one in use.
         self.announced: OrderedDict[OffloadKey, None] = OrderedDict()
         self.hidden: OrderedDict[OffloadKey, None] = OrderedDict()
         # By group and hash, in how many of them a block is that is not the last of its chunk: prefixes that part within a
@@ -390,7 +390,7 @@ class TierEvents(Guest):
 def tier_events(
     environment: SchedulerEnvironment, host: EventSource, lower: LowerTiers | None, shared: Shared
 ) -> TierEvents | None:
-    """Return the events of a connector's tiers; ``None`` if nobody listens.
+    """Return the events of a connector's tiers; ``None`` without a listener.
 
     Args:
         environment: facts about the engine.

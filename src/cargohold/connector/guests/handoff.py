@@ -11,7 +11,7 @@
         |                                                                |    until all have come
         |<---------------------------------------------------- tokens ---|--- loads, and computes the rest
 
-The announcement goes through ``kv_transfer_params``, under a key of its own: other connectors' answers can stand beside it.
+The announcement goes through ``kv_transfer_params``, under a key of its own: other connectors' answers can stand next to it.
 Chunks are promised to the other engine when they are offered to host memory (see ``cargohold.tiers.scheduler_side.promises``).
 """
 

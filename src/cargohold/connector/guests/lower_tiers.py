@@ -39,7 +39,7 @@ class LowerTierGuest(Below):
 
     Attributes:
         num_announced: tells how many leading tokens of a request will come to the tiers if they are not there yet.
-        on_ask: told of a request's chunks before tiers are asked for them; ``None`` if nobody listens.
+        on_ask: told of a request's chunks before tiers are asked for them; ``None`` without a listener.
     """
 
     name = "lower tiers"

@@ -1,4 +1,4 @@
-"""What is measured beside the decisions: how long loads, stores and waits take, how fast prompts are computed, and for how long
+"""Measurements: how long loads, stores and waits take, how fast prompts are computed, and for how long
 chunks are kept and wanted, and which prefixes requests have left in the tier. It changes no decision.
 
 Ages of chunks are sampled, because their number may be in the millions, and all that they cost is a few dictionary entries per

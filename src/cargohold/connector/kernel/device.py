@@ -61,7 +61,7 @@ class DeviceChunks:
         return block_id is not None and self._content(self._context.get_block(block_id)) == split_key(key)
 
     def watch(self, num_blocks: int, *, is_more: bool = False) -> None:
-        """Note what so many blocks hold that are evicted next; with ``is_more``, beside those that have been noted."""
+        """Note what so many blocks hold that are evicted next; with ``is_more``, besides those that have been noted."""
         if is_more or num_blocks > self._num_watched:
             self._num_watched = 0 if is_more else num_blocks
             for block in islice(self._context.iter_free_blocks(), num_blocks):

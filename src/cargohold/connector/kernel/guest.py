@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GuestView:
-    """What a guest of somebody else's may see.
+    """What a third-party guest may see.
 
     Attributes:
         layout: the engine's paged KV.
@@ -259,7 +259,7 @@ def _all_worth(answers: Sequence[Worth]) -> Worth:
 
 
 def _is_worth(answer: object) -> bool:
-    """Whether this says what chunks are worth, with a level that the guest of somebody else may give."""
+    """Whether this says what chunks are worth, with a level that a third-party guest may give."""
     return isinstance(answer, Worth) and type(answer.level) is int and 0 <= answer.level < HELD
 
 

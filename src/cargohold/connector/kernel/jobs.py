@@ -51,7 +51,7 @@ class OffloadingMetadata:
         finish_stores: whether all stores must have read their sources before this step overwrites blocks, because these
             sources are not held.
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
-        given_up_loads: ids of loads that nobody waits for any more. Workers whose copy has not ended report their requests'
+        given_up_loads: ids of loads that no request waits for. Workers whose copy has not ended report their requests'
             loads as failed now, and the job when its copy has ended.
         worker_message: what a guest sends its part on the workers; ``None`` if nothing.
     """
@@ -179,7 +179,7 @@ class JobTable:
 
     @property
     def num_stuck(self) -> int:
-        """Number of jobs in flight that nobody waits for any more, because they did not end in time."""
+        """Number of jobs in flight that no request waits for any longer, because they did not end in time."""
         return len(self) - len(self._since)
 
     @property
@@ -250,11 +250,11 @@ class JobTable:
         return job
 
     def give_up_loads(self) -> list[Load]:
-        """Let nobody wait for the loads in flight any more; return those that somebody waited for. They hold their blocks."""
+        """Let no request wait for the loads in flight; return those that a request waited for. They hold their blocks."""
         return [load for load in self._loads.values() if self._give_up(load)]
 
     def _give_up(self, load: Load) -> bool:
-        """Let nobody wait for a load; return whether somebody did."""
+        """Let no request wait for a load; return whether a request did."""
         was_awaited = load.job_id not in self._given_up
         if was_awaited:
             self._given_up.add(load.job_id)

@@ -61,7 +61,7 @@ class Offering:
     """Offers chunks to the manager, and starts the stores of those that it takes.
 
     Chunks that were not computed, because the device had them, are stored again if the tier has lost them: as many as it holds,
-    and then no more than are computed. Otherwise a tier smaller than what is hot on the device would be written anew by every
+    and then no more than are computed. Otherwise a tier smaller than what is hot on the device would be written again by every
     request.
 
     Args:

@@ -97,7 +97,7 @@ class PendingStore:
         return found
 
     def forget_latest(self, offered: Sequence[Offer], deferred: AbstractSet[OffloadKey]) -> None:
-        """Forget the latest windows and states that were offered, but for deferred ones, so that each is offered once.
+        """Forget the latest windows and states that were offered, except deferred ones, so that each is offered once.
 
         A tier with room for few of them would evict some for others, and lack those from then on.
         """

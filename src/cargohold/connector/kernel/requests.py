@@ -98,7 +98,7 @@ class RequestState:
             thrown away.
         lookup: the last look-up's answer.
         loads_in_step: whether the step that computes the rest of it is to wait for its load, as the last look-up's answer said.
-        is_awaited: whether somebody waits for all of its chunks, as a guest has said when it was new: they are stored at once,
+        is_awaited: whether a request waits for all of its chunks, as a guest has said when it was new: they are stored at once,
             those that the device had among them, and none may be lost.
         is_marked: whether its chunks were marked as used while it waits for room on the device.
         has_ended: whether the request has ended.

@@ -182,7 +182,7 @@ class EagerStores(StorePlanner):
                 for group, keys in enumerate(state.keys):
                     first, end = state.next_chunk[group], min(num_tokens // keys.chunk_tokens, len(keys.keys))
                     if first < end:
-                        # What somebody waits for may end with this step.
+                        # What a request waits for may end with this step.
                         unstored.append(Offer(state, group, tables[group], first, end, is_urgent=state.is_awaited))
         if unstored:
             yield from self._store(unstored)

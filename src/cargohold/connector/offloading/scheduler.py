@@ -78,7 +78,7 @@ class OffloadingScheduler(KernelScheduler):
     This is the one place that knows both the kernel and its guests. They are told in this order, which matters: each finds done
     what those before it do.
 
-    * KV events: they note what chunks are before anybody else hears of these.
+    * KV events: they note what chunks are before other guests see them.
     * kept answers: before anything of this step can take their place.
     * meters
     * hand-off

@@ -70,8 +70,8 @@ class ConnectorReports:
         is_quiet = now - self._last_progress > limit
         num_kept = len(self._queues.waiting) + len(self._queues.running) if is_quiet else 0
         if is_quiet and late is None and not num_kept and self._queues.transfers.num_loads:
-            return  # all are loading, and loads have a limit of their own: no progress, but nobody is kept waiting right now
-        # A lack of progress is identified by the time of the last progress, so that any progress makes patience start anew.
+            return  # all are loading, and loads have a limit of their own: no progress, but no request waits now
+        # A lack of progress is identified by the time of the last progress, so that any progress makes patience start over.
         overdue = late if late is not None or not num_kept else self._last_progress
         if not self._patience.has_run_out(overdue, limit):
             return

@@ -24,7 +24,7 @@ class BlockTable:
     Attributes:
         group: the group.
         blocks: one per ``group.block_tokens`` tokens from the start of the request, null where the KV is not kept.
-        ids: their ids; kept beside them because workers and connectors need the ids alone, every step.
+        ids: their ids; kept next to them because workers and connectors need the ids alone, every step.
         num_skipped: leading blocks that are null.
         num_cached: leading blocks that need not be offered to the prefix cache again.
     """

@@ -352,7 +352,7 @@ class Verdict(Enum):
     LOADS = auto()
     """The request has its blocks and waits for a connector to fill them."""
     DEFERRED = auto()
-    """A connector does not know yet what it has, or has broken while it was told of the blocks; try again in the next step.
+    """A connector does not know yet what it has, or has broken while it was notified of the blocks; try again in the next step.
 
     Requests behind this one may go first.
     """

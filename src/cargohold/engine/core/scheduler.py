@@ -325,7 +325,7 @@ class Scheduler:
         """If nothing runs and no transfer will free blocks although requests wait, preempt one that holds loaded blocks.
 
         The first request in the queue needs them. The connector may have other work, such as writing chunks to a slow disk:
-        that frees no blocks, so nobody waits for it.
+        that frees no blocks, so no request waits for it.
         """
         queues = self._queues
         if queues.running or self._expects_blocks():

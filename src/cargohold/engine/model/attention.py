@@ -3,7 +3,7 @@
 It is registered once under ``PAGED_ATTENTION``. A model set to it hands every layer's queries, keys and values to
 ``paged_attention``, which writes the new keys and values into their blocks, gathers those that each query may see, and lets
 PyTorch's ``scaled_dot_product_attention`` do the rest. So any decoder that uses the interface is served without code of ours
-per model. Attention is the only place where requests of a step are told apart.
+per model. Attention is the only place where requests of a step are kept apart.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def register_paged_attention() -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask for the whole row: requests are told apart in ``paged_attention``."""
+    """No mask for the whole row: requests are kept apart in ``paged_attention``."""
 
 
 def _layer_index(module: torch.nn.Module) -> int:

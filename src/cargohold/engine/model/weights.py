@@ -1,4 +1,4 @@
-"""A model's weights, loaded and set up for paged attention; or written anew with more heads.
+"""A model's weights, loaded and set up for paged attention; or written again with more heads.
 
 Tensor parallelism: every rank has its part of each layer's heads and weights, split by transformers' own plans.
 
@@ -50,7 +50,7 @@ def join_ranks(place: RankPlace, device: str) -> str:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.world_size))
         backend, own_device = "gloo", device
         if place.rendezvous.startswith("file:") and _LOOPBACK in (name for _, name in socket.if_nameindex()):
-            # Otherwise gloo listens on the address of the machine's name, mostly on the network, and lets anybody connect.
+            # Otherwise gloo listens on the address of the machine's name, mostly on the network, and lets anyone connect.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     else:
         own_index = _device_index(place)

@@ -159,7 +159,7 @@ def _connect(address: str | None) -> tuple[Any, bool]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ``ConfigError`` unless somebody takes connections there: Ray would try again for a quarter of an hour."""
+    """Raise ``ConfigError`` unless something accepts connections there: Ray would try again for a quarter of an hour."""
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if not separator or not port.isdecimal():
         return  # "auto" and the like

@@ -1,7 +1,7 @@
 """Steps and outputs as bytes, for ranks in other processes.
 
 They are msgpack, decoded into declared types by msgspec, so that bytes can become data and nothing else. Connectors' messages
-are carried beside them, and decoded into the types that the connector's two sides declare. A message that cannot be carried is
+are carried next to them, and decoded into the types that the connector's two sides declare. A message that cannot be carried is
 the connector's error; the step itself is carried all the same.
 """
 

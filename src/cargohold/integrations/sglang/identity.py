@@ -156,7 +156,7 @@ def _options() -> Iterator[str]:
 
 
 def _obstacles() -> Iterator[str]:
-    """Reasons, as sentences, why the KV may be another one after a restart without anybody noticing."""
+    """Reasons, as sentences, why the KV may be another one after a restart without anyone noticing."""
     args = _args()
     if watch.began_s is None:
         yield "SGLANG_PLUGINS omits cargohold, which detects weights that change in place"

@@ -33,7 +33,7 @@ _MEDIA: Final = (
     "video_pruning_rate",
 )
 _SCALES: Final = "mm_encoder_fp8_scale_path"
-# Options that choose among the files beside each other: the digest covers all of them, whichever are read.
+# Options that choose among the files next to each other: the digest covers all of them, whichever are read.
 _FILES: Final = ("ignore_patterns", "load_format", "model_loader_extra_config")
 _TEMPERATURE: Final = "attn_temperature_tuning"
 _ENVIRONMENT: Final = (
@@ -115,7 +115,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any) -> ServedModel:
 
 
 def _further_changes(vllm_config: Any) -> Iterator[tuple[str, object]]:
-    """Names and values of options that change the KV, but only if somebody has set them."""
+    """Names and values of options that change the KV, but only if they are set."""
     model = vllm_config.model_config
     media = getattr(model, "multimodal_config", None)
     cache, files = vllm_config.cache_config, vllm_config.load_config
@@ -149,7 +149,7 @@ def _parts(model_config: Any) -> Iterator[str]:
 
 
 def _obstacles(vllm_config: Any) -> Iterator[str]:
-    """Reasons, as sentences, why the KV may be another one after a restart without anybody noticing."""
+    """Reasons, as sentences, why the KV may be another one after a restart without anyone noticing."""
     model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         # Whoever sends them before the first request sees no reason to reset the prefix cache.

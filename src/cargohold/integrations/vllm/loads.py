@@ -149,7 +149,7 @@ class _Load:
 
 @dataclass(slots=True)
 class LoadNews:
-    """What the workers are to be told of loads with the next step; see ``StepMessage``."""
+    """What to send to the workers about loads with the next step; see ``StepMessage``."""
 
     loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     synchronous: list[str] = field(default_factory=list)

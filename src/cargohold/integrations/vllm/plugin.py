@@ -92,5 +92,5 @@ def _check_command() -> None:
         command_line.check(command)
     except ConfigError as error:
         raise SystemExit(f"cargohold: {error}") from None
-    except Exception as error:  # noqa: BLE001  # a connector or tier of somebody else may raise anything; the engine says so
+    except Exception as error:  # noqa: BLE001  # a third-party connector or tier may raise anything; the engine says so
         logger.debug("options were not checked: %r", error)

@@ -285,7 +285,7 @@ class SchedulerSide:
             return None, False
         record.patience = None
         if self._options.marks_shared_prefixes:
-            # vLLM has set it anew, to where it would keep them for its own prefix cache.
+            # vLLM has set it again, to where it would keep them for its own prefix cache.
             end = self.guard.get_shared_prefix_end(seen) - self._options.dropped_tokens
             setattr(request, compat.SHARED_PREFIX_END, max(end, getattr(request, compat.SHARED_PREFIX_END)))
         is_full_hit = num_computed_tokens + num_tokens == request.num_tokens
@@ -492,7 +492,7 @@ class SchedulerSide:
             self.guard.break_off(f"did not decide on request {undecided} within {self._timeout_s:g} s")
 
     def _check_room(self, *, is_idle: bool) -> None:
-        """Turn the connector off if no request fits beside the blocks of its stuck copies."""
+        """Turn the connector off if no request fits next to the blocks of its stuck copies."""
         if not (is_idle and self._requests and self.guard.num_stuck_references()):
             self._starved_since = None
         elif self._starved_since is None:

@@ -103,7 +103,7 @@ class VllmSettings:
 
     @property
     def has_own_parts(self) -> bool:
-        """Whether somebody's own connector, manager or transfers are used."""
+        """Whether a custom connector, manager or transfers are used."""
         return any(not _is_ours(child) or child.manager or child.transfer for child in self._children)
 
     def require_packages(self) -> None:

@@ -204,7 +204,7 @@ class WorkerSide:
 
     Args:
         rank: which worker this is, from 0.
-        obstacle: why this rank cannot take part, as a sentence; ``None`` if it can. The scheduler side hears of it in the first
+        obstacle: why this rank cannot take part, as a sentence; ``None`` if it can. The scheduler side receives it in the first
             report, if it has not turned the connector off by itself.
         look_at_weights: returns a fingerprint of what the model holds; empty if that cannot be told.
         adapters: the adapters that vLLM's worker holds; ``None`` if there cannot be any.
@@ -321,7 +321,7 @@ class WorkerSide:
         for request_id, block_ids in self._loading.items():
             if not output.invalid_block_ids.isdisjoint(block_ids):
                 self._failed.add(request_id)
-        # vLLM ends itself if it hears of a request that it does not know.
+        # vLLM ends itself if it gets a request that it does not know.
         received = frozenset(self._loading if stopped else output.finished_recving & self._loading.keys())
         sent = frozenset(self._sending if stopped else output.finished_sending & self._sending)
         failed = received if stopped else received & (output.failed_recving | self._failed)

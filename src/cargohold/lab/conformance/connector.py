@@ -34,7 +34,7 @@ from cargohold.lab.simulation.world import Scenario, World, draw_scenario
 from cargohold.protocol import Hint, HintKind, HintStatus, Kind, KVConnectorFactory, Stats, add_stats
 
 _EVERYBODYS = (type, ModuleType, logging.Logger)
-"""Types of objects that are not followed: they are shared by everybody, and everything can be reached from them."""
+"""Types of objects that are not followed: they are shared by everyone, and everything can be reached from them."""
 
 
 def num_reachable(roots: Iterable[object]) -> int:
@@ -207,7 +207,7 @@ class ConnectorConformance(ABC):
             self._settle(engine)
 
     def test_it_tells_what_it_keeps(self) -> None:
-        """``get_contents`` tells of each lease that was accepted until it is released, and of nothing after a reset.
+        """``get_contents`` reports each lease that was accepted until it is released, and nothing after a reset.
 
         No lease covers more than there may be, and no prefix is longer than one that was served. A connector may tell nothing.
         """
@@ -223,7 +223,7 @@ class ConnectorConformance(ABC):
             assert not contents or is_pinned == (f"lease {number}" in told)
             longest = PROMPT_TOKENS + OUTPUT_TOKENS
             for of_tier in contents:
-                assert len({pin.lease for pin in of_tier.pins}) == len(of_tier.pins), "a lease is told of twice"
+                assert len({pin.lease for pin in of_tier.pins}) == len(of_tier.pins), "a lease is reported twice"
                 assert sum(pin.num_chunks for pin in of_tier.pins) <= of_tier.max_pinned_chunks
                 assert all(0 <= pin.num_tokens <= longest and pin.left_s > 0 for pin in of_tier.pins)
                 assert all(0 < prefix.num_tokens <= longest for prefix in of_tier.prefixes)

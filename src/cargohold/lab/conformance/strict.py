@@ -1,4 +1,4 @@
-"""Wrappers around a connector under test that demand more of it than engines do, and a faulty one to run beside it."""
+"""Wrappers around a connector under test that demand more of it than engines do, and a faulty one to run next to it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class TierConformance(ABC):
         outlives_process: whether chunks stay when the tier is closed and opened again.
         is_shared: whether others may use the same store, so that ``usage`` counts what this tier stored, not what is there.
         max_chunks: chunks that fit in, if the tier has a limit that a test can reach.
-        is_listed: whether engines rely on its list, and on what it tells of losses; see ``TierConfig.is_listed``.
+        is_listed: whether engines rely on its list, and on what it reports of losses; see ``TierConfig.is_listed``.
         cannot_be_damaged: for a tier whose medium is the memory of its own process, the reason why no stored byte can change.
             Any other tier must implement ``damage``.
         cannot_fail: the reason why its medium cannot fail, if so. Any other tier must implement ``break_medium``.

@@ -35,9 +35,9 @@ _NORMAL_UP_TO_S: Final = 30.0
 _LEVELS_PER_DOUBLING: Final = 2.0
 """What promises a hit per ``_NORMAL_UP_TO_S`` seconds stays normal; half as many per second, so much less."""
 _LOOKS_S: Final = (0.0, *(4.0 * 1.3**number for number in range(26)))
-"""A pause is judged anew when it has lasted so long; the last time after 47 minutes."""
+"""A pause is judged again when it has lasted so long; the last time after 47 minutes."""
 _REFIT_PART: Final = 8
-"""Densities are computed anew when there are an eighth more pauses."""
+"""Densities are computed again when there are an eighth more pauses."""
 
 
 class OrchestratorHints:

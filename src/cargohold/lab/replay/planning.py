@@ -398,7 +398,7 @@ class Planner:
         return max(1, recommendation.num_bytes // self.chunk_bytes)
 
     def _disk_use(self, alone: ReplayResult, both: ReplayResult) -> DiskUse:
-        """What the disk does beside what host memory does alone, both counted from the same request on."""
+        """What the disk does besides what host memory does alone, both counted from the same request on."""
         assert self._disk is not None
         first = len(self.workload.ends) - both.num_requests
         seconds = self.workload.seconds_from(first) if self.has_rates else 0.0
@@ -436,7 +436,7 @@ def _middle(workload: Workload) -> int:
 
 
 def _falling(gains: Sequence[Gain]) -> list[Gain]:
-    """The gains, where a larger one behind a smaller one is evened out: whoever buys the one must buy the other before.
+    """The gains, where a larger one behind a smaller one is evened out: who buys the one must buy the other before.
 
     That leaves the slopes of the upper convex hull of what is saved against size ("pool adjacent violators").
     """

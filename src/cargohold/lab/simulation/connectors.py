@@ -87,7 +87,7 @@ class SimulatedOffloading(HostMemoryShards):
         self.transfers: list[Any] = []
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> OffloadingScheduler:
-        """A scheduler side over the shared manager, which is made anew if chunks turn out to differ in size."""
+        """A scheduler side over the shared manager, which is made again if chunks turn out to differ in size."""
         plan = plan_rows(environment.layout)
         if self._plan is None and not plan.is_even:
             self.manager = self._make_manager([count * self.config.blocks_per_chunk for count in plan.per_block])
@@ -196,7 +196,7 @@ class ConnectorPlan:
 
 
 MAX_TIGHT: Final = 4
-"""Most spare blocks of a device that has no room for the blocks of one request beside those of another."""
+"""Most spare blocks of a device that has no room for the blocks of one request besides those of another."""
 NO_CONNECTOR: Final = ConnectorPlan("none", ())
 
 

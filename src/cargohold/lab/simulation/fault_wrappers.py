@@ -243,7 +243,7 @@ class FaultyTransfers(ForwardingTransfers):
         return result
 
     def _delivered(self, result: CopyResult) -> list[CopyResult]:
-        """What is told of a result now."""
+        """What is reported of a result now."""
         source = self._source
         if source.strikes(Fault.LOST):
             self._lost.append(result)

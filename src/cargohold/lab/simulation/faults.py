@@ -73,7 +73,7 @@ RATES: Mapping[Fault, tuple[float, float]] = {
 """Range of each fault's rate, its probability at every occasion: per copy, per look-up, per stretch of time, per reading of the
 clock.
 
-The rate is drawn anew for every seed.
+The rate is drawn again for every seed.
 """
 
 
@@ -131,7 +131,7 @@ class FaultSource:
 
 
 class Spells:
-    """A fault that comes and goes: for each stretch of virtual time it is drawn anew whether the fault is on.
+    """A fault that comes and goes: for each stretch of virtual time it is drawn again whether the fault is on.
 
     Args:
         source: decides whether it is.

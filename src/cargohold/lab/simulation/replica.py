@@ -284,7 +284,7 @@ class SimulatedEngine(Replica):
         factory: the connector.
         clock: time in seconds; a virtual clock advances by ``STEP_S`` per step.
         with_context: whether the connector gets a scheduler context.
-        applies_locks: whether the connector is told that its locks are applied.
+        applies_locks: whether the connector is notified that its locks are applied.
         copies: per rank, the copies in flight, which the connector's transfers note; by default, none are noted.
         as_tensors: whether connectors get the paged KV as PyTorch tensors.
         loads_in_step: whether connectors may load within the step that computes with it; see ``SchedulerEnvironment``.
@@ -367,7 +367,9 @@ class SimulatedEngine(Replica):
         step = self.scheduler.schedule()
         self.last_step = (step, NO_OUTPUT)
         output = self.executor.execute(step)
-        self._pass_time(STEP_S)  # before the connector hears that the step has ended: it measures how long steps take
+        self._pass_time(
+            STEP_S
+        )  # before the connector is notified of the end of the step: it measures how long steps take
         self.last_step = (step, output)
         updates = self.scheduler.update_from_output(output)
         self._check_tokens(step)

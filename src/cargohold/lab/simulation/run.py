@@ -357,7 +357,7 @@ class ScenarioRun:
         return any(struck[fault] for fault in BREAKING) or (struck[Fault.LOST] > 0 and self._may_turn_off_for_stuck())
 
     def _may_turn_off_for_stuck(self) -> bool:
-        """Whether stuck copies may turn a connector off: it cannot hold their blocks, or no request fits beside these."""
+        """Whether stuck copies may turn a connector off: it cannot hold their blocks, or no request fits next to these."""
         broken = self._engine.scheduler.connector.broken
         return not self._scenario.connector.holds_copies or (broken is not None and broken.rule.startswith("kept "))
 

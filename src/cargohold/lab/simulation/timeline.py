@@ -12,7 +12,7 @@ from cargohold.protocol import KVConnectorOutput
 
 
 class Timeline:
-    """A timeline that records nothing, for runs that nobody looks at."""
+    """A timeline that records nothing, for runs that no one looks at."""
 
     def note(self, now: float, what: str) -> None:
         """Record what happened between steps, at virtual time ``now``."""

@@ -173,7 +173,7 @@ def mixed_groups(load: DrawnWorkload) -> None:
 
 
 def recurrent(load: DrawnWorkload) -> None:
-    """Recurrent state beside attention, as hybrid models have it."""
+    """Recurrent state next to attention, as hybrid models have it."""
     random = load.random
     block_tokens = random.choice((2, 4, 8))
     state = GroupPlan(AttentionKind.RECURRENT, block_tokens)
@@ -436,7 +436,7 @@ def adapters(load: DrawnWorkload) -> None:
         "tier_slots": random.randint(20, 60),
         "world_size": random.choice((1, 2, 2)),
         "prefix_caching": True,
-        "emit_events": False,  # routers are told of other hashes, which cover the weights
+        "emit_events": False,  # routers get other hashes, which cover the weights
     }
     for _ in range(random.randint(12, 30)):
         writer.pause(1.0)

@@ -50,7 +50,7 @@ from cargohold.protocol import AttentionKind, KVConnectorFactory, WorkerEnvironm
 from cargohold.transfer import TransferWorker
 
 ANY = "any"
-"""The name of a workload, or a connector, that is drawn anew for every seed."""
+"""The name of a workload, or a connector, that is drawn again for every seed."""
 
 
 @dataclass(frozen=True, slots=True)

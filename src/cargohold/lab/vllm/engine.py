@@ -178,7 +178,7 @@ class VllmEngine(Replica):
             if self._random.random() < 0.5:
                 self._run_workers(len(self._in_flight))
         self._run_workers(1)
-        # Before the connector hears that the step has ended: it measures how long steps take.
+        # Before the connector is notified of the end of the step: it measures how long steps take.
         self._pass_time(STEP_S)
         self.last_step = self._account(self._in_flight.popleft())
         return self.last_step

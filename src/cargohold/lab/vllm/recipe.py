@@ -179,7 +179,7 @@ def _with_salt(action: Action) -> Action:
 
 
 def _match_unit(groups: tuple[GroupPlan, ...], random: Random) -> int | None:
-    """Draw tokens per block hash where users may set it: with recurrent state beside attention. States are left there, too."""
+    """Draw tokens per block hash where users may set it: with recurrent state next to attention. States are left there, too."""
     if len(groups) == 1 or not any(plan.kind is AttentionKind.RECURRENT for plan in groups):
         return None
     return random.choice((None, random.choice((1, 2, min(plan.block_tokens for plan in groups)))))

@@ -1,4 +1,4 @@
-"""Requests as vLLM has them, and beside each the request as its client knows it."""
+"""Requests as vLLM has them, and next to each the request as its client knows it."""
 
 from __future__ import annotations
 

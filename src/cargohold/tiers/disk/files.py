@@ -1,4 +1,4 @@
-"""The files of one shard: segments of equal slots, preallocated, and beside each a table of the slots' headers.
+"""The files of one shard: segments of equal slots, preallocated, and next to each a table of the slots' headers.
 
 ::
 

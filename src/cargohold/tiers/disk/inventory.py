@@ -82,7 +82,7 @@ class DiskInventory(Inventory):
     def holdings(self) -> list[Holding]:
         """Return one holding per shard, from its description and the number of its headers that are not empty."""
         with _errors():
-            # A directory without shards may be somebody else's: no lock file is left in it.
+            # A directory without shards may belong to others: no lock file is left in it.
             found = [self._describe(shard) for shard in (*shards_in(self._root), *self._shards_of_replicas())]
         return sorted(found, key=lambda holding: holding.last_used_s or 0.0)
 

@@ -97,7 +97,7 @@ def folders_in(root: Path) -> Iterator[tuple[Path, Owner]]:
 
 
 def strange_folders(root: Path) -> dict[Path, Owner]:
-    """Return the folders in a directory that are named like namespaces, and are somebody else's. Raises ``OSError``."""
+    """Return the folders in a directory that are named like namespaces, and belong to others. Raises ``OSError``."""
     return {path: owner for path, owner in sorted(folders_in(root)) if owner in (Owner.SHARED, Owner.OTHERS)}
 
 

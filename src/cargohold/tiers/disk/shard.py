@@ -244,7 +244,7 @@ class Shard:
         raise _used(self._root)
 
     def _find_plan(self, namespace: Namespace) -> tuple[SlotPlan, Geometry]:
-        """Return how chunks lie in the existing files; if there are none, or they do not fit, delete them and choose anew.
+        """Return how chunks lie in the existing files; if there are none, or they do not fit, delete them and choose again.
 
         Raises:
             ConfigError: the budget is below one chunk.

@@ -53,7 +53,7 @@ class SlotIndex:
         self._several = SlotTable(capacity, plan) if plan.most > 1 else None
         self._table = self._several or ChunkTable(capacity, num_slots=0)
         self._policy = policy(self._table)
-        # Made when a hint asks for it first; a policy of somebody's own keeps its own order.
+        # Made when a hint asks for it first; a third-party policy keeps its own order.
         self._levels: Levels | None = None
 
     @property

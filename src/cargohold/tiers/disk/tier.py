@@ -328,7 +328,7 @@ class DiskTier(Tier):
         return self._codec.decode(header, key, body, into)
 
     def _quarantine(self, number: int, key: OffloadKey) -> None:
-        """Remove a pinned chunk that is damaged, so that nobody finds it again, here or after a restart."""
+        """Remove a pinned chunk that is damaged, so that it is never found again, here or after a restart."""
         slot = self._index.slots_of(number)[0]
         self._damage.warning("disk tier: chunk %s in slot %d is damaged; it is dropped", key.hex(), slot)
         if self._forget(number, key):

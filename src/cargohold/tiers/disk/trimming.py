@@ -161,7 +161,7 @@ def _headers(segments: Sequence[Segment]) -> Iterator[tuple[int, bytes, int]]:
 def least_worth_first(headers: Mapping[int, Header], used_ns: Mapping[int, int]) -> Iterator[int]:
     """Yield chunks in the order in which they go: those used longest ago first.
 
-    A chunk goes after those behind it in its prefix, which nobody finds without it.
+    A chunk goes after those behind it in its prefix, which cannot be found without it.
 
     Args:
         headers: by the place of the first slot.

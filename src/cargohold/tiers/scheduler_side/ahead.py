@@ -1,7 +1,7 @@
 """Prefetches that hints ask for: chunks of lower tiers come up before a request asks for them.
 
 A hint's prefetch waits for its chunks as a request does (see ``Prefetcher``), but behind all requests, and whether computing
-would be faster does not matter: nobody is kept waiting. What has come is retained for a while, so that it is still there.
+would be faster does not matter: no request is kept waiting. What has come is retained for a while, so that it is still there.
 """
 
 from __future__ import annotations

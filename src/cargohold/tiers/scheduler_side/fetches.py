@@ -162,7 +162,7 @@ class Fetches:
         if has_to_wait and is_shared and (fits_as_whole or not parts):
             for _, handle in parts:
                 handle.forfeit()
-            pins.release()  # nobody was kept waiting by them
+            pins.release()  # no request was kept waiting by them
             return None
         now = self._clock()
         fetch = Fetch(now, now + FETCHED.seconds(self._timeout_s), self._forget, pins=[pins])

@@ -1,7 +1,7 @@
 """Finds again what an earlier engine has left in a tier: a few chunks at a time, and behind everything else.
 
 First which chunks the tier has: from then on it need not be asked, because it tells what it loses (``TierState.knows_all``).
-Then, if anybody wants events, what these say of each chunk, which was stored with it and takes longer to read::
+Then, if events are on, what these say of each chunk, which was stored with it and takes longer to read::
 
     due --> LIST, then DESCRIBE: from one worker --> CHECK: does every worker have its shard? --> known, then announced
              ^                    | failed                  | failed                           |
@@ -9,7 +9,7 @@ Then, if anybody wants events, what these say of each chunk, which was stored wi
              +------------------------------- until the end of the list -----------------------+
 
 A part that keeps failing ends the list: then the tier is asked which chunks it has, or these are announced when they are found.
-After a ``rename``, nothing is listed: chunks have names then that tell nobody which chunks they are.
+After a ``rename``, nothing is listed: chunks have names then that do not reveal which chunks they are.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class InventoryScan:
         return self._is_running or ((self._is_due or self._next is not None) and may_begin)
 
     def begin_again(self) -> None:
-        """List anew what is there, because the tier has lost everything, or its list of losses."""
+        """List again what is there, because the tier has lost everything, or its list of losses."""
         self._is_due = self._tier.options.is_listed
 
     def step(self) -> None:

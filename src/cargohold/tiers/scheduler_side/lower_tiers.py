@@ -284,7 +284,7 @@ class LowerTiers:
     def reset(self) -> None:
         """Forget all chunks, and give chunks other names in the tiers from now on. Only while nothing is being fetched.
 
-        Writes in flight are cancelled. Chunks that they have written already keep their old names, and nobody finds them.
+        Writes in flight are cancelled. Chunks that they have written already keep their old names, and are not found again.
         """
         assert not self.is_fetching, "chunks on their way would be remembered under the wrong name"
         self._tasks.cancel(lambda _: True)
@@ -304,7 +304,7 @@ class LowerTiers:
             self._tasks.use_namespace(namespace, weights)
         if namespace and weights and not self.has_renamed:
             for tier in self.tiers:
-                tier.ask_always()  # what earlier engines have left there has names that tell nobody which chunks they are
+                tier.ask_always()  # what earlier engines have left there has names that do not reveal which chunks they are
         self.promises.are_names_private = self._tasks.is_renamed or namespace > 0
 
     # --- for workers --------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class LowerTiers:
         return bool(self._tasks)
 
     def retire(self) -> None:
-        """Use the tiers no more, and release all that is held but for what jobs in flight read and write; ``end`` does that."""
+        """Use the tiers no more, and release all that is held except what jobs in flight read and write; ``end`` does that."""
         for tier, writes in zip(self.tiers, self.writes, strict=True):
             tier.retire()
             writes.clear()

@@ -24,7 +24,7 @@ _UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))
 
 
 class Wanted(NamedTuple):
-    """A prefix that somebody wants to have in host memory: a request, or whoever else knows its keys.
+    """A prefix that a caller wants in host memory: a request, or another caller that knows its keys.
 
     Attributes:
         keys: the prompt's chunks, per group.
@@ -191,7 +191,7 @@ class FetchPlanner:
         """Return what is worth fetching for a hit: all of it, a part, or nothing.
 
         Args:
-            wanted: what somebody wants.
+            wanted: what a caller wants.
             num_hit_tokens: number of leading tokens that all tiers together have.
             limit_s: seconds that are left for loading.
             skipped: indices of tiers that are not to be asked.

@@ -1,4 +1,4 @@
-"""Prefetching: chunks are fetched from lower tiers before whoever wants them is looked up in host memory.
+"""Prefetching: chunks are fetched from lower tiers before the request that wants them is looked up in host memory.
 
 Who wants chunks has a ``Waiting``, and asks in every step whether to wait still (``Prefetcher.must_wait``), which only notes
 that it was asked. All else happens twice per step, in ``Prefetcher._advance``, for those that asked, in their order: when the
@@ -100,7 +100,7 @@ class Prefetcher:
 
         Args:
             wanted: what is wanted.
-            notes: takes lines for whoever waits.
+            notes: takes lines for the request that waits.
             num_found_tokens: number of leading tokens that device and host memory have.
             num_announced: number of leading tokens whose chunks will come if they are not there yet.
             on_ask: called before tiers are asked for its chunks, or chunks are fetched.

@@ -63,7 +63,7 @@ class TierTask:
         listing: what the first worker has listed, for a task that lists.
         lost: chunks that a worker has lost after it had answered, and before the task has ended.
         has_ended: whether it has ended and its consequences were drawn.
-        is_cancelled: whether nobody needs it any more.
+        is_cancelled: whether it is no longer needed.
     """
 
     kind: JobKind
@@ -120,7 +120,7 @@ class TaskTable:
         self._clock = clock
         self._new_epoch = new_epoch
         # Part of the names of chunks that no other engine is to find: of all, or of all but those in namespace 0. By namespace,
-        # in its place, what later engines with the same weights know, too; those heard of last are last.
+        # in its place, what later engines with the same weights know, too; the latest reports are last.
         self._epoch = b""
         self._lasting: OrderedDict[int, bytes] = OrderedDict()
         self.is_renamed = False
@@ -130,7 +130,7 @@ class TaskTable:
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
         self._cancelled: list[int] = []
-        # Per tier and access, the number of jobs in flight but for those that show nothing, and the number of chunks of all.
+        # Per tier and access, the number of jobs in flight except those that show nothing, and the number of chunks of all.
         self._num_jobs: Counter[tuple[int, Access]] = Counter()
         self._num_chunks: Counter[tuple[int, Access]] = Counter()
 
@@ -203,7 +203,7 @@ class TaskTable:
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
 
     def rename(self) -> None:
-        """Give chunks other names in the tiers from now on, so that nobody finds what is there under the old names."""
+        """Give chunks other names in the tiers from now on, so that no request finds what is there under the old names."""
         self._epoch, self.is_renamed = self._new_epoch(), True
         self._lasting.clear()
         self._key_of.clear()

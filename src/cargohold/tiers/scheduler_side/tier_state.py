@@ -36,7 +36,7 @@ class TierOptions:
         max_daily_chunks: maximum number of the largest chunks written per day; ``None`` for no limit.
         chunk_parts: which part of the largest chunk one of each group is; empty if all are as large.
         has_index: whether the tier keeps an index of its chunks. Then it answers probes without asking its medium, and its
-            policy must be told of the use of chunks that host memory gives back, or it would evict them.
+            policy must be notified of the use of chunks that host memory gives back, or it would evict them.
         locality: whether it is local or shared; see ``TierConfig``.
         is_listed: whether it can list its chunks; see ``TierConfig``.
         is_read_only: whether nothing is written to it.
@@ -87,7 +87,7 @@ class AllChunksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class ChunksFound:
-    """An event: the tier has chunks that nobody has asked for yet."""
+    """An event: the tier has chunks that no request has asked for yet."""
 
     found: tuple[Found, ...]
 
@@ -349,7 +349,7 @@ class TierState:
 
     @property
     def records_events(self) -> bool:
-        """Whether anybody listens to its events."""
+        """Whether its events have a listener."""
         return self._events is not None
 
     def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
@@ -410,11 +410,11 @@ class TierState:
         return list(map(self._held.__contains__, keys)) if self.knows_all else self.lookup_cache.get(keys)
 
     def last_known(self, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
-        """Return whether each chunk was there when it was heard of last, however old that is; ``None`` if it never was."""
+        """Return whether each chunk was there when it was last reported, however old that is; ``None`` if it never was."""
         return list(map(self._held.__contains__, keys)) if self.knows_all else self.lookup_cache.last(keys)
 
     def had_none_of(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether the tier had none of these chunks when they were heard of last: so it is with all that is new."""
+        """Whether the tier had none of these chunks when they were last reported: so it is with all that is new."""
         return self._held.isdisjoint(keys) if self.knows_all else True not in self.lookup_cache.last(keys)
 
     def hold(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
@@ -472,7 +472,7 @@ class TierState:
     def announce(self, keys: Sequence[OffloadKey], are_there: Sequence[bool]) -> None:
         """Note, and record for events, which chunks the tier was found to have, and which not to have."""
         self.hold(keys, are_there)
-        # While loads are suspended, chunks may still be written, but nobody could load them. They are announced when found.
+        # While loads are suspended, chunks may still be written, but could not be loaded. They are announced when found.
         if self._events is None or not self.can_be_relied_on:
             return
         there = tuple(compress(keys, are_there))

@@ -69,7 +69,7 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = MappingProxyType(
 
 
 def tell_nobody() -> None:
-    """Do nothing: nobody listens."""
+    """Do nothing: there is no listener."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class Waiting:
 
     Attributes:
         wanted: what is wanted, as of the last look-up.
-        notes: takes lines for whoever waits.
+        notes: takes lines for the request that waits.
         planner: decides what is worth fetching.
         begun_at: time at which it began.
         limit_s: seconds that it may take.

@@ -22,7 +22,7 @@ from cargohold.tiers.scheduler_side.tier_state import ANSWERS_PER_SLOT, MAX_ANSW
 LOOK_AFTER_S: Final = 600.0
 """A tier that has said nothing of a chunk in use for so many seconds is asked for it; it is written again if it is gone."""
 TOUCH_S: Final = 10.0
-"""Tiers with an index are told of the use of each chunk once in this many seconds."""
+"""Tiers with an index are notified of the use of each chunk once in this many seconds."""
 MAX_PROMISED_RETRY_S: Final = 0.5
 """Maximum number of these seconds; the latter for chunks for which another engine waits."""
 
@@ -61,7 +61,7 @@ class Writes:
         self.promised = Backlog(host.capacity, MAX_PROMISED_RETRY_S)
         self.untaken = RetryQueue(host.capacity, clock)
         self._clock = clock
-        # While a tier puts everything off, it is asked seldom; but for chunks that other engines wait for.
+        # While a tier puts everything off, it is asked seldom; except chunks that other engines wait for.
         self._pause_s, self._paused_until, self._puts_off_since = 0.0, 0.0, float("inf")
         self._has_taken_any = False
         self.num_writing = 0
@@ -188,7 +188,7 @@ class Writes:
         return [key for key, state in zip(wanted, states, strict=True) if state == READY]
 
     def _promised(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the promised chunks that host memory has, but for those that are being written.
+        """Return the promised chunks that host memory has, except those that are being written.
 
         One that is there already is written again, because what was known of it is old.
         """
@@ -279,7 +279,7 @@ class Writes:
     def _touch(self, ready: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         """Tell the tier of the use of chunks that host memory gives back, and ask whether it has them still.
 
-        A tier sees nothing of their use otherwise, and would evict them. It is told of all that it is thought to have: if
+        A tier sees nothing of their use otherwise, and would evict them. It is notified of all that it is thought to have: if
         only of some, the start of a prefix might count as used before its end, and be evicted first. For the same reason, of
         several jobs the end of a prefix goes first. Where each chunk has its price, a few are asked for with each use: nobody
         waits for the answers, and requests that wait for others should not stand behind thousands of these.

@@ -10,7 +10,7 @@ chunks. So ``DirectoryPlace`` remembers the file system.
 
 Lists, reads and deletes the objects of a store that are ours.
 
-In a directory, whoever may write there can put something else in the place of one of our files, such as a link, or a pipe. To
+In a directory, anyone who may write there can replace one of our files by something else, such as a link, or a pipe. To
 open a pipe is to wait until somebody writes to it. So only regular files are opened, and everything else counts as absent; the
 next store of the chunk takes its place. The package ``obstore`` opens whatever is there, even to say its size. So it is not
 used to look for files of a directory or to read them.
@@ -59,7 +59,7 @@ class DirectoryPlace:
 
     Args:
         directory: the directory, which exists.
-        mark: path in it of a file that we wrote at the start. A file system that was mounted anew may have another number, and
+        mark: path in it of a file that we wrote at the start. A file system that was mounted again may have another number, and
             is known by this file.
 
     Raises:
@@ -105,7 +105,7 @@ def is_full(error: Exception) -> bool:
 
 
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Yield path and status of all files where ours can be, whoever wrote them.
+    """Yield path and status of all files where ours can be, no matter who wrote them.
 
     Does not follow links: what they lead to is not ours to delete. What we may not read in the directory is passed over, and
     logged once per namespace. Raises ``OSError`` for other failures, or if we may not read the directory itself.
@@ -236,7 +236,7 @@ def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
 def _listed(store: ObjectStore, prefix: str) -> Iterator[tuple[str, int, float]]:
     """Yield path, size and time of writing of the objects in a store that is not a directory.
 
-    Raises ``ValueError`` if the listing begins anew: a server that does not understand where to go on would list for ever.
+    Raises ``ValueError`` if the listing starts over: a server that does not understand where to go on would list for ever.
     """
     first = None
     for page in obstore.list(store, prefix or None):

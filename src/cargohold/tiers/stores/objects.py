@@ -10,7 +10,7 @@ listings, and leaves room for a share of every other worker::
     | what the listing shows | what this worker has written since | a share of each other worker |   <= the limit
 
 Take the worker whose listing is the latest. What the others have written since then, they have also written since their own
-last listings, so it is a share of each at most. So the limit is kept whoever lists, and when.
+last listings, so it is a share of each at most. So the limit is kept no matter which engine lists, and when.
 """
 
 from __future__ import annotations
@@ -399,7 +399,7 @@ class ObjectTier(SharedTier):
                 raise
 
     def _require_place(self) -> None:
-        """Create the directory, if it was deleted, for its owner only: the package would let everybody read it.
+        """Create the directory, if it was deleted, for its owner only: the package would let everyone read it.
 
         Raises ``OSError``, also if another file system is in the directory's place. Does nothing for other stores.
         """

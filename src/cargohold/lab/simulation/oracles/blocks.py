@@ -117,7 +117,7 @@ class CopyOracle(Oracle):
                 copies.check_free(free, "there is in the free queue")
 
     def at_end(self) -> None:
-        """No block is being copied any more, but for those that stuck copies keep out of service."""
+        """No block is being copied any more, except those that stuck copies keep out of service."""
         held = set(self._connector.held_references())
         for copies in self._copies:
             left = sorted(copies.block_ids() - held)

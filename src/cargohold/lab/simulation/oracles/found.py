@@ -99,7 +99,7 @@ class FoundOracle(Oracle):
         if is_held and not is_explained:
             self._missed = f"{state.request.request_id} found {num_found} tokens, and chunk {at} is held"
         elif is_held and state.notes and "nothing of it is kept" in state.notes[-1]:
-            self._missed = f"{state.request.request_id} is told that nothing is kept, and chunk {at} is held"
+            self._missed = f"{state.request.request_id} gets the note that nothing is kept, and chunk {at} is held"
 
 
 class ReuseOracle(Oracle):

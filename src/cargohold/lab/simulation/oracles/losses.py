@@ -72,6 +72,6 @@ def _held_and_room(shared: Shared) -> tuple[set[OffloadKey], bool]:
     table = manager.table
     listed = table.keys_at(table.slots_in(ON_DEVICE))
     held = {key for key, is_held in zip(listed, shared.device.holds(listed), strict=True) if is_held}
-    # What a policy thinks nobody asks for again takes free slots alone.
+    # What a policy thinks no request asks for again takes free slots alone.
     copies = table.slots_in(READY) if manager.policy.name in ("lru", "fifo") else []
     return held, manager.num_free > 0 or any(manager.may_be_taken(copies))

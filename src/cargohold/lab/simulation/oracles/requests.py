@@ -244,7 +244,7 @@ class PatienceOracle(Oracle):
         self._waits.append(_RequestWait(request.request_id, times.load_wait_s, vain_s, excess_s, compute_s))
 
     def at_end(self) -> None:
-        """Add up what requests waited in vain, but for those that are forgiven."""
+        """Add up what requests waited in vain, except those that are forgiven."""
         if self._is_excused():
             return
         if _HARMLESS.issuperset(self._struck):

@@ -98,7 +98,7 @@ class TierOracle(Oracle):
                 side.lower.check()
 
     def at_end(self) -> None:
-        """No job, no pin, no reserved slot, no request is left, but for jobs that are stuck and what they hold."""
+        """No job, no pin, no reserved slot, no request is left, except jobs that are stuck and what they hold."""
         self.inspect()
         for side in self._live_sides():
             manager, jobs = side.manager, side.jobs
@@ -166,7 +166,7 @@ class TierOracle(Oracle):
                 key for load in loads for key in set(load.handle.keys) - self._own_keys(load, lengths[load.job_id])
             )
         elif self._engine.shares_load_ends:
-            # The prefix cache gives back a block less than all tokens of a request, and no end beside a later shared prefix.
+            # The prefix cache gives back a block less than all tokens of a request, and no end next to a later shared prefix.
             parts = [load for load in loads if load.is_end_shared and load.num_tokens < lengths[load.job_id]]
             loading = Counter(key for load in parts for key in _last_keys(load))
         else:
@@ -227,7 +227,7 @@ _APART = (SteppedClock, VirtualClock, FunctionType, MethodType, BuiltinFunctionT
 class LookUpOracle(Oracle):
     """Compares the whole state of managers, tiers and other requests before and after look-ups.
 
-    Everything counts that can be reached from them, whatever it is called, but for clocks and the engine's view of requests.
+    Everything counts that can be reached from them, whatever it is called, except clocks and the engine's view of requests.
 
     Args:
         engine: the replica.
@@ -293,7 +293,7 @@ class _Writer(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         """Write down who an object is, if no more is to be said of it, and of a manager with faults only the one inside.
 
-        Faults are drawn anew whenever such a manager is asked. Most of a state is numbers, texts and containers, of which
+        Faults are drawn again whenever such a manager is asked. Most of a state is numbers, texts and containers, of which
         this is not asked.
         """
         if isinstance(obj, _APART) or id(obj) in self._apart:

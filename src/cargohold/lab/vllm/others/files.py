@@ -100,7 +100,7 @@ class SimulatedPool:
 
 
 class _Thread:
-    """In the place of the thread that looks for files: it works when somebody waits for it."""
+    """In the place of the thread that looks for files: it works when a request waits for it."""
 
     def __init__(self, target: Callable[[], None], **_: Any) -> None:
         self._target = target

@@ -119,7 +119,7 @@ def transfer_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawn_config(name: str, random: Random, shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a connector of vLLM's, beside those given. Host memory mostly holds less than what is asked for."""
+    """Options of a connector of vLLM's, besides those given. Host memory mostly holds less than what is asked for."""
     block_bytes = max(plan.block_tokens for plan in shape.groups) * FINGERPRINT_BYTES * shape.world_size
     num_chunks, policy = random.choice((4, 16, 64, 256)), random.choice(("lru", "arc"))
     threshold, blocks_per_chunk = random.choice((0, 0, 0, 2)), random.choice((1, 1, 1, 2, 3))
@@ -130,7 +130,7 @@ def drawn_config(name: str, random: Random, shape: Shape, given: Mapping[str, An
         return {
             "cpu_bytes_to_use": num_chunks * chunk_bytes,
             "eviction_policy": policy,
-            "store_threshold": 0 if TIERS in given else threshold,  # vLLM refuses it beside lower tiers
+            "store_threshold": 0 if TIERS in given else threshold,  # vLLM refuses it next to lower tiers
             "blocks_per_chunk": blocks_per_chunk,
             "offload_prompt_only": flag,
             # Not drawn, so that known seeds keep their options. VLLM warns that it does not describe chunks of lower tiers.

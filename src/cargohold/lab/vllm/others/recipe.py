@@ -194,7 +194,7 @@ class StrangerRecipe(VllmRecipe):
         return self.connector.removeprefix(PREFIX).split("+")
 
     def _asked_for(self) -> frozenset[Fault]:
-        """Faults that are played only if somebody names them."""
+        """Faults that are played only if they are named."""
         return frozenset() if self.faults == frozenset(Fault) else self.faults & {Fault.FAILED}
 
 

@@ -1,4 +1,4 @@
-"""What surrounds somebody else's connector: its engine, and what is simulated in the place of devices and threads."""
+"""What surrounds a third-party connector: its engine, and what is simulated in the place of devices and threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cargohold.lab.vllm.recipe import VllmWorld
 
 
 class StrangerWorld(VllmWorld):
-    """Makes engines around somebody else's connector, and surrounds what is simulated of it.
+    """Makes engines around a third-party connector, and surrounds what is simulated of it.
 
     Attributes:
         scratch: a folder for the connector's files.
