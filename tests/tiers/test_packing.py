@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import (
     DiskTierConfig,
     LoadOutcome,
@@ -357,10 +357,9 @@ def test_a_shared_directory_has_packed_and_plain_chunks_beside_each_other(tmp_pa
 
 @pytest.mark.parametrize(("pack", "expected"), [("auto", "packed"), ("none", "plain"), ("exponent", "packed")])
 @pytest.mark.parametrize("has_old", [False, True])
-def test_by_default_a_new_shared_directory_is_packed_and_one_from_before_is_not(
+def test_by_default_chunks_are_packed_in_a_shared_directory_whatever_is_there(
     tmp_path: Path, pack: str, expected: str, has_old: bool
 ) -> None:
-    """An engine that does not know packed chunks would delete them as damaged."""
     pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
 
     def opened(how: str) -> Tier:
@@ -372,7 +371,7 @@ def test_by_default_a_new_shared_directory_is_packed_and_one_from_before_is_not(
     store(opened(pack), 1)
     store(opened(pack), 2)
     sizes = {file.stat().st_size for file in tmp_path.rglob(f"*{key(2).hex()}")}
-    is_packed = expected == "packed" and not (has_old and pack == "auto")
+    is_packed = expected == "packed"
     assert (min(sizes) < SIZE) is is_packed
     (holding,) = open_inventory(f"file://{tmp_path}").holdings()
     assert (holding.plain_bytes > holding.num_bytes) is is_packed
@@ -383,3 +382,21 @@ def test_packing_without_its_package_is_refused_and_not_done_by_default(monkeypa
     assert not SharedTierConfig(url="s3://bucket").packs
     with pytest.raises(ConfigError, match=r"packing needs the extra: pip install 'cargohold\[packing\]'"):
         require_packages(DiskTierConfig(directory="x", max_bytes="1GiB", pack="exponent"))
+
+
+@pytest.mark.parametrize("kind", ["disk", "shared"])
+def test_an_engine_without_the_package_says_so_and_leaves_packed_chunks_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")
+    opened = disk if kind == "disk" else directory
+    tier = opened(tmp_path, codec())
+    store(tier, 1)
+    tier.close()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        tier = opened(tmp_path, codec(packs=False))
+        with pytest.raises(TierError, match=r"pip install 'cargohold\[packing\]'"):
+            load(tier, 1)
+        tier.close()
+    assert load(opened(tmp_path, codec()), 1) == numbers(1)

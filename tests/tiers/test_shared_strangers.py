@@ -202,7 +202,7 @@ def test_an_answer_may_be_longer_than_a_chunk_if_it_answers_many_questions() -> 
 
 def test_a_look_at_values_takes_memory_for_a_piece_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     redis = pytest.importorskip("redis", reason="needs the extra cargohold[redis]")
-    monkeypatch.setattr("cargohold.tiers.stores.redis_inventory.PIECE_BYTES", 4096)
+    monkeypatch.setattr("cargohold.tiers.stores.redis.PIECE_BYTES", 4096)
     with served() as (url, server), redis.Redis(port=server.port) as client, closing(filled(url, 3)) as tier:
         inventory = open_inventory(url)
         assert list(inventory.verify(NAMESPACE.id, delete=True)) == [Verification.GOOD] * 3

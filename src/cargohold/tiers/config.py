@@ -110,7 +110,6 @@ class Opening:
         share: part of these limits that the tier gets, if others with the same options get the rest.
         request_s: maximum time of one request to a server, to the last byte of its answer.
         number_types: of each group, the type of the numbers in its chunks. The codec has them if it is to pack chunks.
-        packs_new_only: whether chunks are packed only where engines that do not know packed ones have kept none.
     """
 
     codec: ChunkCodec
@@ -119,7 +118,6 @@ class Opening:
     share: float = 1.0
     request_s: float = REQUEST_S
     number_types: Sequence[str] = ()
-    packs_new_only: bool = False
 
     @property
     def chunk_bytes(self) -> int:
@@ -147,8 +145,8 @@ class TierConfig(Options):
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
         num_threads: requests to the medium at the same time, per worker; at most 256.
         pack: ``exponent`` to keep chunks in fewer bytes, losslessly: 0.7 of bfloat16; ``none`` to keep them as they are;
-            ``auto`` to pack in shared stores where the package for it is installed and no chunks are from before. Disks then
-            keep them as they are, because most read faster than a processor unpacks.
+            ``auto`` to pack in shared stores, where the package for it is installed. Disks then keep them as they are, because
+            most read faster than a processor unpacks.
     """
 
     kind: ClassVar[str]
@@ -218,7 +216,7 @@ class TierConfig(Options):
 
     @property
     def packs(self) -> bool:
-        """Whether chunks are to be packed; see ``Opening.packs_new_only``."""
+        """Whether chunks are to be packed."""
         return self.pack == "exponent"
 
     def bytes_taken(

@@ -90,7 +90,6 @@ def open_tier(
         share=share,
         request_s=request_s,
         number_types=number_types,
-        packs_new_only=config.pack == "auto",
     )
     return at_medium(config, lambda: config.open(opening), undo=lambda tier: tier.close())
 

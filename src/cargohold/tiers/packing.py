@@ -18,11 +18,12 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
 
-from cargohold.errors import ConfigError
+from cargohold.errors import ConfigError, TierError
 from cargohold.tiers.memory import bounce_buffer
 
 
@@ -52,6 +53,7 @@ NUMBER_TYPES: Final[Mapping[str, NumberType]] = {
 MAX_WIDTH: Final = 8
 _WINDOW_LOG: Final = 14
 """A code of its own for each 16 KiB of exponents, as layers differ: that leaves 1 % less."""
+_NEEDED: Final = "packing needs the extra: pip install 'cargohold[packing]'"
 _threads: Final = threading.local()
 _at_work: Final = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // 2))
 """Threads that pack or unpack at the same time: half of the processors are left to the engine."""
@@ -68,21 +70,15 @@ def least_part(num_bytes: int) -> int:
     return -(-num_bytes // 2)
 
 
-def require_package() -> None:
-    """Raise ``ConfigError`` if the package for packing is not installed."""
-    try:
-        import zstandard  # noqa: F401, PLC0415  # an optional package
-    except ImportError as error:
-        raise ConfigError("pack", "exponent", "packing needs the extra: pip install 'cargohold[packing]'") from error
-
-
 def is_possible() -> bool:
     """Whether the package for packing is installed."""
-    try:
-        require_package()
-    except ConfigError:
-        return False
-    return True
+    return find_spec("zstandard") is not None
+
+
+def require_package() -> None:
+    """Raise ``ConfigError`` if the package for packing is not installed."""
+    if not is_possible():
+        raise ConfigError("pack", "exponent", _NEEDED)
 
 
 def pack(plain: memoryview, width: int) -> memoryview | None:
@@ -93,7 +89,7 @@ def pack(plain: memoryview, width: int) -> memoryview | None:
     data, count = np.frombuffer(plain, np.uint8), len(plain) // width
     table, num_others = data[: count * width].reshape(count, width), len(plain) - count
     with _at_work:
-        exponents = _compressor().compress(np.ascontiguousarray(table[:, -1]).data)
+        exponents = _zstandard()[0].compress(np.ascontiguousarray(table[:, -1]).data)
         num_bytes = max(num_others + len(exponents), least_part(len(plain)))
         if num_bytes >= len(plain):
             return None
@@ -111,8 +107,10 @@ def unpack(packed: memoryview, width: int, into: memoryview) -> bool:
     """Unpack what ``pack`` has returned, whose checksum the caller has verified. The two may lie over each other.
 
     Returns ``False`` if it cannot be that of a chunk as long as ``into``. However much it claims to be, no more memory is used
-    than for the exponents of ``into``.
+    than for the exponents of ``into``. Raises ``TierError`` if the package is not installed: the chunk may be good.
     """
+    if not is_possible():
+        raise TierError("packed", _NEEDED)
     count = len(into) // width if 0 < width <= MAX_WIDTH else 0
     num_others = len(into) - count
     if not count or num_others > len(packed):
@@ -139,18 +137,18 @@ def _decompressed(frame: memoryview, num_bytes: int) -> bytes | None:
         # The package makes room for as much as a frame says that it holds.
         if zstandard.frame_content_size(frame) != num_bytes:
             return None
-        if not hasattr(_threads, "decompressor"):
-            _threads.decompressor = zstandard.ZstdDecompressor()
-        data: bytes = _threads.decompressor.decompress(frame)
+        data: bytes = _zstandard()[1].decompress(frame)
     except zstandard.ZstdError:
         return None
     return data if len(data) == num_bytes else None
 
 
-def _compressor() -> Any:
+def _zstandard() -> tuple[Any, Any]:
+    """Return what compresses and what decompresses in this thread."""
     import zstandard  # noqa: PLC0415  # an optional package
 
-    if not hasattr(_threads, "compressor"):
+    if not hasattr(_threads, "both"):
         level = zstandard.ZstdCompressionParameters.from_level(1, window_log=_WINDOW_LOG)
-        _threads.compressor = zstandard.ZstdCompressor(compression_params=level)
-    return _threads.compressor
+        _threads.both = zstandard.ZstdCompressor(compression_params=level), zstandard.ZstdDecompressor()
+    both: tuple[Any, Any] = _threads.both
+    return both

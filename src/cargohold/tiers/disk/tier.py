@@ -67,13 +67,10 @@ class DiskTier(Tier):
         self._lost: list[OffloadKey] = []
         self._is_all_lost = self._is_gone = False
         self._shard = shard = Shard(budget, opening, direct_io=direct_io)
-        if not shard.plan.packs:
-            if self._codec.number_types:
-                message = (
-                    "disk tier in %s: its files are for chunks that are not packed; to pack, delete this directory"
-                )
-                logger.warning(message, shard.path)
+        if self._codec.number_types and not shard.plan.packs:
             self._codec.number_types = ()
+            message = "disk tier in %s: its files are for chunks that are not packed; to pack, delete this directory"
+            logger.warning(message, shard.path)
         self._index = SlotIndex(shard.capacity, find_policy(policy), shard.plan)
         self._uses = LastUses(shard)
         self._restore()

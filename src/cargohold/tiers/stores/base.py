@@ -6,13 +6,12 @@ import json
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, ChunkCodec, Note, details_are_sound
 from cargohold.tiers.memory import Staging, address_of, copy_bytes
-from cargohold.tiers.namespace import parse_description
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
 from cargohold.tiers.stores.inventory import PACKED
 
@@ -40,19 +39,8 @@ class SharedTier(Tier):
         self._num_stored = 0
         self._stored_bytes = self._plain_bytes = 0
 
-    def _settle_packing(self, is_for_new_alone: bool, read: Callable[[], bytes]) -> bytes:
-        """Pack nothing where engines that do not know packed chunks may look for theirs; return the namespace's description.
-
-        Args:
-            is_for_new_alone: whether to look for such engines, which would take packed chunks for damaged ones.
-            read: reads the description that is there; empty if there is none. May raise what the store raises.
-        """
-        types = self._codec.number_types
-        if types and is_for_new_alone:
-            self._codec.number_types = ()  # until it is known
-            found = read()
-            if not found or PACKED in parse_description(found):
-                self._codec.number_types = types
+    def _description(self) -> bytes:
+        """Return what the store is to say of the namespace, for ``cargohold cache``."""
         packed = {PACKED: "exponent"} if self._codec.number_types else {}
         return json.dumps({**self._codec.namespace.describe(), **packed}, indent=2).encode()
 

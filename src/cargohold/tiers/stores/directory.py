@@ -33,9 +33,11 @@ import obstore
 from obstore import exceptions as store_errors
 from obstore.store import LocalStore, ObjectStore
 
+from cargohold.errors import TierError, one_line
 from cargohold.tiers.disk.files import FULL, Descriptor
+from cargohold.tiers.inventory import PIECE_BYTES, Holding
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES
-from cargohold.tiers.stores.inventory import StoredObject
+from cargohold.tiers.stores.inventory import NAME, StoredObject, StoreInventory
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +214,14 @@ _NO_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EIS
 _ACCESS_ERRORS: Final = (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError, PermissionError)
 _ACCESS_ANSWER: Final = re.compile(r"AccessDenied|status code: 40[13]\b")
 """What a server says that refuses access. The package does not tell such errors of listing and deleting from others by type."""
+_NO_CREDENTIALS: Final = (
+    "169.254.169.254",
+    "/latest/api/token",
+    "metadata.google.internal",
+    "/computeMetadata/",
+    "/metadata/identity/",
+)
+"""Where machines in a cloud look for credentials if none were given. An error names one of these only in that case."""
 
 
 def list_ours(store: ObjectStore, prefix: str = "") -> Iterator[StoredObject]:
@@ -296,14 +306,6 @@ def read_object(store: ObjectStore, path: str, max_bytes: int) -> memoryview:
         return memoryview(file.read(num_bytes) if num_bytes <= max_bytes else b"")
 
 
-def read_description(store: ObjectStore, namespace_id: str) -> bytes:
-    """Return the description of a namespace; empty if there is none. Raises the store's other errors."""
-    try:
-        return bytes(read_object(store, f"{namespace_id}/{DESCRIPTION}", MAX_DESCRIPTION_BYTES))
-    except FileNotFoundError:
-        return b""
-
-
 def read_pieces(store: ObjectStore, path: str, piece_bytes: int) -> Iterator[memoryview]:
     """Yield an object's bytes in pieces of ``piece_bytes``. Raises as ``read_object``, when the first one is asked for."""
     directory = directory_of(store)
@@ -343,3 +345,84 @@ def _require_absent(error: OSError) -> None:
     """Raise an error again unless it says that there is no object."""
     if not isinstance(error, FileNotFoundError) and error.errno not in _NO_FILE:
         raise error
+
+
+def lacks_credentials(error: Exception) -> bool:
+    """Whether a store could not be asked because no credentials were given."""
+    return any(place in str(error) for place in _NO_CREDENTIALS)
+
+
+def first_line(error: Exception) -> str:
+    """Return the text of an error without the debug text that the package appends."""
+    text = str(error).partition("\n")[0]
+    return text or one_line(error)
+
+
+# --- the inventory ----------------------------------------------------------------------------------------------------
+
+
+class ObjectInventory(StoreInventory):
+    """The namespaces in an object store.
+
+    Args:
+        store: the bucket and prefix.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def remove(self, namespace_id: str) -> None:
+        """Delete every object of a namespace."""
+        super().remove(namespace_id)
+        with self._session():
+            delete_unfinished(self._store, f"{namespace_id}/", older_than_s=0.0)
+
+    def tidy(self) -> int:
+        """Delete files that killed writers have left."""
+        with self._session():
+            return delete_unfinished(self._store)
+
+    def trim(self, namespace_id: str, num_bytes: int) -> int:
+        """Delete the oldest chunks; engines that want them compute instead."""
+        gone = 0
+        with self._session():
+            for chunk in self._oldest(namespace_id, num_bytes):
+                self._delete(chunk.path)
+                gone += chunk.num_bytes
+        return gone
+
+    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
+        """See ``Inventory``."""
+        with self._session():
+            return sum(chunk.num_bytes for chunk in self._oldest(holding.id, num_bytes))
+
+    def _oldest(self, namespace_id: str, num_bytes: int) -> Iterator[StoredObject]:
+        """Yield the chunks of a namespace stored longest ago, until they have ``num_bytes``."""
+        for chunk in sorted(self._chunks(namespace_id), key=lambda found: found.written_s):
+            if num_bytes <= 0:
+                return
+            yield chunk
+            num_bytes -= chunk.num_bytes
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        try:
+            yield
+        except (store_errors.BaseError, OSError, ValueError) as error:
+            reason = "no credentials were found in the environment" if lacks_credentials(error) else first_line(error)
+            raise TierError(NAME, reason) from error
+
+    def _listed(self, namespace_id: str) -> Iterator[StoredObject]:
+        yield from list_ours(self._store, namespace_id and f"{namespace_id}/")
+
+    def _pieces(self, chunk: StoredObject) -> Iterator[memoryview]:
+        return read_pieces(self._store, chunk.path, PIECE_BYTES)
+
+    def _description(self, namespace_id: str) -> bytes:
+        try:
+            return bytes(read_object(self._store, f"{namespace_id}/{DESCRIPTION}", MAX_DESCRIPTION_BYTES))
+        except FileNotFoundError:
+            return b""
+
+    def _delete(self, path: str) -> None:
+        delete_if_there(self._store, path)

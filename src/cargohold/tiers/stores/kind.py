@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -137,31 +136,25 @@ class SharedTierConfig(TierConfig):
 
     def open(self, opening: Opening) -> Tier:
         """See ``TierConfig``. Refuses missing or wrong credentials, a bucket that is not there, and a missing package."""
-        with _needs_extra(self.url):
-            match _module(self.url):
-                case "redis":
-                    from cargohold.tiers.stores.redis import RedisTier  # noqa: PLC0415  # an optional package
-
-                    return RedisTier(self.url, self.ttl_s, opening)
-                case "mooncake":
-                    from cargohold.tiers.stores.mooncake import MooncakeTier  # noqa: PLC0415  # the same
-
-                    network = {"protocol": self.protocol, "devices": self.devices}
-                    return MooncakeTier(self.url, network, opening, self.num_threads, self.num_lent_bytes)
-                case _:
-                    from cargohold.tiers.stores.objects import ObjectTier  # noqa: PLC0415  # the same
-
-                    return ObjectTier(self.url, self.num_max_bytes, opening)
+        tier: Tier
+        match _module(self.url):
+            case "redis":
+                tier = _store(self.url).RedisTier(self.url, self.ttl_s, opening)
+            case "mooncake":
+                network = {"protocol": self.protocol, "devices": self.devices}
+                tier = _store(self.url).MooncakeTier(self.url, network, opening, self.num_threads, self.num_lent_bytes)
+            case _:
+                tier = _store(self.url).ObjectTier(self.url, self.num_max_bytes, opening)
+        return tier
 
     def require_packages(self) -> None:
         """See ``TierConfig``. Each kind of store needs a package."""
-        with _needs_extra(self.url):
-            import_module(f"cargohold.tiers.stores.{_module(self.url)}")
+        _store(self.url)
 
     def require_place(self) -> None:
         """Refuse a directory that cannot be made or written to, and a machine that lacks a library of Mooncake's."""
         if _module(self.url) == MOONCAKE:
-            _client(self.url)
+            _inventory(self.url)
         if self.directory is not None:
             try:
                 place_of(self.directory)
@@ -171,7 +164,7 @@ class SharedTierConfig(TierConfig):
     def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:
         """Refuse what can be refused without asking a server: a missing package, an incomplete URL, a directory."""
         self.require_place()
-        _client(self.url)
+        _inventory(self.url)
 
     @classmethod
     def inventory_of(cls, place: str) -> Inventory | None:
@@ -180,21 +173,11 @@ class SharedTierConfig(TierConfig):
             return None
         try:
             places.require_place(place)
+            _require_there(place)
             return _inventory(place)
         except ConfigError as error:
             # The user gave a PLACE, not the option url.
             raise ConfigError("PLACE", error.value, error.expected) from error
-
-
-@contextmanager
-def _needs_extra(url: str) -> Iterator[None]:
-    """Turn an ``ImportError`` inside the ``with`` into a ``ConfigError`` that says how to install the store's package."""
-    try:
-        yield
-    except ImportError as error:
-        scheme = places.scheme_of(url)
-        reason = f"{scheme} needs an extra: pip install 'cargohold[{_module(url)}]'"
-        raise ConfigError("url", places.without_secrets(url), reason) from error
 
 
 def _module(url: str) -> str:
@@ -203,39 +186,23 @@ def _module(url: str) -> str:
     return "redis" if scheme in REDIS_SCHEMES else MOONCAKE if scheme == MOONCAKE else "objects"
 
 
-def _client(url: str) -> Any:
-    """Make a client of a store, which asks it nothing; of Mooncake, only see if that is possible. Raises ``ConfigError``."""
-    with _needs_extra(url):
-        match _module(url):
-            case "redis":
-                from cargohold.tiers.stores.redis import open_client  # noqa: PLC0415  # an optional package
-
-                return open_client(url)
-            case "mooncake":
-                from cargohold.tiers.stores.mooncake import require_libraries  # noqa: PLC0415  # the same
-
-                return require_libraries(url)
-            case _:
-                from cargohold.tiers.stores.objects import open_store  # noqa: PLC0415  # the same
-
-                return open_store(url)
+def _store(url: str) -> Any:
+    """Import the module for a store. Raises ``ConfigError``, which says how to install the package that it needs."""
+    try:
+        return import_module(f"cargohold.tiers.stores.{_module(url)}")
+    except ImportError as error:
+        reason = f"{places.scheme_of(url)} needs an extra: pip install 'cargohold[{_module(url)}]'"
+        raise ConfigError("url", places.without_secrets(url), reason) from error
 
 
 def _inventory(url: str) -> Inventory:
+    """Make the inventory of a store, with a client, which asks the store nothing. Raises ``ConfigError`` if that fails."""
+    inventory: Inventory = _store(url).open_inventory(url)
+    return inventory
+
+
+def _require_there(url: str) -> None:
+    """Raise ``ConfigError`` for a directory that does not exist, which a client would create."""
     directory = places.directory_of(url)
     if directory is not None and not directory.is_dir():
-        raise ConfigError("url", url, "there is no such directory")  # a tier would create it
-    client = _client(url)
-    match _module(url):
-        case "redis":
-            from cargohold.tiers.stores.redis_inventory import RedisInventory  # noqa: PLC0415  # an optional package
-
-            return RedisInventory(client)
-        case "mooncake":
-            from cargohold.tiers.stores.mooncake_inventory import MooncakeInventory  # noqa: PLC0415  # the same
-
-            return MooncakeInventory(url)
-        case _:
-            from cargohold.tiers.stores.object_inventory import ObjectInventory  # noqa: PLC0415  # the same
-
-            return ObjectInventory(client)
+        raise ConfigError("url", url, "there is no such directory")

@@ -22,25 +22,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from cargohold.cache.manager import OffloadKey
 from cargohold.deadlines import ANSWER
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers import places
 from cargohold.tiers.config import REQUEST_S, Opening
+from cargohold.tiers.inventory import PIECE_BYTES
 from cargohold.tiers.memory import Staging, address_of, copy_bytes, padded
+from cargohold.tiers.namespace import MAX_DESCRIPTION_BYTES
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
-from cargohold.tiers.stores.inventory import NAME
+from cargohold.tiers.stores.inventory import NAME, StoredObject, StoreInventory
 from cargohold.tiers.stores.mooncake_process import READY
 
 if find_spec("mooncake") is None:
@@ -252,9 +255,8 @@ class MooncakeTier(SharedTier):
     ) -> None:
         require_libraries(url)
         super().__init__(opening.codec, opening.chunk_bytes)
-        # No engine that does not know packed chunks knows this store.
-        description = self._settle_packing(is_for_new_alone=False, read=bytes)
-        slot_bytes = padded(max(self._max_value_bytes, len(description)))
+        self._to_introduce = self._description()
+        slot_bytes = padded(max(self._max_value_bytes, len(self._to_introduce)))
         num_bytes = slot_bytes * (num_threads + 1)
         self._client = ClientProcess(url, network, opening.request_s, num_bytes=num_bytes, num_lines=num_threads)
         self._lent_bytes = lend_bytes // opening.num_shards
@@ -264,7 +266,6 @@ class MooncakeTier(SharedTier):
         self._spare_lock = threading.Lock()  # of the slot for what is not in a slot
         self._first = address_of(memory)
         self._prefix = f"{PREFIX}{opening.codec.namespace.id}"
-        self._description = description
         self._introduce()
 
     def begin(self) -> None:
@@ -295,7 +296,7 @@ class MooncakeTier(SharedTier):
     def _put(self, key: OffloadKey, value: memoryview) -> StoreOutcome:
         self.begin()
         outcome = self._write(self._name(key), value)
-        if outcome is StoreOutcome.STORED and self._description:
+        if outcome is StoreOutcome.STORED and self._to_introduce:
             self._introduce()
         return outcome
 
@@ -346,7 +347,82 @@ class MooncakeTier(SharedTier):
     def _introduce(self) -> None:
         """Store the description of the namespace, for ``cargohold cache``, once: the first lender may come later."""
         try:
-            if self._write(self._prefix, memoryview(self._description), is_kept=True) is StoreOutcome.STORED:
-                self._description = b""
+            if self._write(self._prefix, memoryview(self._to_introduce), is_kept=True) is StoreOutcome.STORED:
+                self._to_introduce = b""
         except TierError as error:
             logger.warning("shared tier: the store does not answer yet as it should: %s", error.reason)
+
+
+# --- the inventory: clients cannot list values, but the master's own web server can -----------------------------------
+
+_OURS: Final = re.compile(re.escape(PREFIX) + "([0-9a-f]{32})(?::((?:[0-9a-f]{2})+))?")
+_METRICS_PORT: Final = "9003"
+"""Port of the master's web server, unless the URL has another one: ``?metrics_port=``."""
+_NAMES_AT_ONCE: Final = 50
+
+
+class MooncakeInventory(StoreInventory):
+    """The namespaces in a store.
+
+    Args:
+        url: names the master.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        (port, *_) = parse_qs(parts.query).get("metrics_port", [_METRICS_PORT])
+        self._web = f"http://{parts.netloc.rpartition(':')[0]}:{port}"
+        self._url = url
+        self._client: ClientProcess
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        self._client = ClientProcess(self._url, {})
+        try:
+            yield
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            reason = f"the list at {self._web} (?metrics_port=) cannot be read: {one_line(error)}"
+            raise TierError(NAME, reason) from error
+        finally:
+            self._client.close()
+
+    def _listed(self, namespace_id: str) -> Iterator[StoredObject]:
+        start = f"{PREFIX}{namespace_id}"
+        names = [name for name in self._ask("get_all_keys").decode().split() if name.startswith(start)]
+        for at in range(0, len(names), _NAMES_AT_ONCE):
+            found = json.loads(self._ask(f"batch_query_keys?keys={','.join(names[at : at + _NAMES_AT_ONCE])}"))["data"]
+            for name, about in found.items():
+                match = _OURS.fullmatch(name)
+                if match is not None and about["ok"] and about["values"]:
+                    yield StoredObject(name, match[1], bytes.fromhex(match[2] or ""), int(about["values"][0]["size_"]))
+
+    def _pieces(self, chunk: StoredObject) -> Iterator[memoryview]:
+        value = self._read(chunk.path, chunk.num_bytes)
+        if not value:
+            raise FileNotFoundError(chunk.path)
+        for start in range(0, len(value), PIECE_BYTES):
+            yield value[start : start + PIECE_BYTES]
+
+    def _description(self, namespace_id: str) -> bytes:
+        return bytes(self._read(f"{PREFIX}{namespace_id}", MAX_DESCRIPTION_BYTES))
+
+    def _delete(self, path: str) -> None:
+        self._client.call("remove", [path])
+
+    def _read(self, name: str, num_bytes: int) -> memoryview:
+        """Return a value of so many bytes at most; empty if it is not there, or longer."""
+        if len(self._client.memory) < num_bytes:
+            self._client.close()
+            self._client = ClientProcess(self._url, {}, num_bytes=num_bytes)
+        num_read: Any = self._client.call("get", name, 0, num_bytes)
+        return self._client.memory[: num_read if 0 < num_read <= num_bytes else 0]
+
+    def _ask(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"{self._web}/{path}", timeout=REQUEST_S) as answer:  # noqa: S310  # always http
+            return bytes(answer.read())
+
+
+def open_inventory(url: str) -> MooncakeInventory:
+    """Make the inventory of a store. Raises as ``require_libraries``."""
+    require_libraries(url)
+    return MooncakeInventory(url)

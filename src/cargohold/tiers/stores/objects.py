@@ -44,14 +44,16 @@ from cargohold.tiers.port import StoreOutcome, TierUsage
 from cargohold.tiers.stores.base import SharedTier
 from cargohold.tiers.stores.directory import (
     DirectoryPlace,
+    ObjectInventory,
     delete_if_there,
     delete_unfinished,
     directory_of,
+    first_line,
     is_full,
     is_there,
+    lacks_credentials,
     list_ours,
     make_directory,
-    read_description,
     read_object,
     refuses_access,
     try_listing,
@@ -257,14 +259,6 @@ class StoreBudget:
 # --- the shared tier on object stores ---------------------------------------------------------------------------------
 
 _NO_KEY: Final = b"\0"
-_NO_CREDENTIALS: Final = (
-    "169.254.169.254",
-    "/latest/api/token",
-    "metadata.google.internal",
-    "/computeMetadata/",
-    "/metadata/identity/",
-)
-"""Where machines in a cloud look for credentials if none were given. An error names one of these only in that case."""
 
 
 def open_store(url: str, request_s: float = REQUEST_S) -> ObjectStore:
@@ -292,6 +286,11 @@ def open_store(url: str, request_s: float = REQUEST_S) -> ObjectStore:
         raise _unusable(places.without_secrets(url), error) from error
 
 
+def open_inventory(url: str) -> ObjectInventory:
+    """Make the inventory of a store. Raises as ``open_store``."""
+    return ObjectInventory(open_store(url))
+
+
 class ObjectTier(SharedTier):
     """A tier that keeps chunks as objects of an object store.
 
@@ -317,7 +316,7 @@ class ObjectTier(SharedTier):
         self._prefix = opening.codec.namespace.id
         self._place = self._find_place()
         self._obstacles = SparingLog(logger)
-        self._introduce(opening)
+        self._introduce()
         if self._directory is not None and not opening.codec.namespace.encryption:
             own = self._directory / self._prefix
             warn_of_writers(self.name, (self._directory, own))
@@ -462,12 +461,12 @@ class ObjectTier(SharedTier):
         except OSError as error:
             raise _unusable(self._shown_url, error) from error
 
-    def _introduce(self, opening: Opening) -> None:
+    def _introduce(self) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the store lets us do all we need.
 
         Raises ``ConfigError`` if it does not. If the store does not answer, that is only logged.
         """
-        for purpose, attempt in self._trials(opening):
+        for purpose, attempt in self._trials():
             try:
                 attempt()
             except (store_errors.BaseError, OSError, ValueError) as error:
@@ -477,17 +476,13 @@ class ObjectTier(SharedTier):
                 logger.warning("shared tier: %s does not answer yet: %s", self._shown_url, first_line(error))
                 return
 
-    def _trials(self, opening: Opening) -> list[tuple[str, Callable[[], object]]]:
+    def _trials(self) -> list[tuple[str, Callable[[], object]]]:
         """Return what to try at the start, each with what it is good for. The first one stores the description."""
         path = f"{self._prefix}/{DESCRIPTION}"
 
-        def describe() -> None:
-            text = self._settle_packing(opening.packs_new_only, lambda: read_description(self._store, self._prefix))
-            obstore.put(self._store, path, text)
-
         absent = self._path(_NO_KEY)
         trials: list[tuple[str, Callable[[], object]]] = [
-            ("writing", describe),
+            ("writing", lambda: obstore.put(self._store, path, self._description())),
             # Without the right to list, S3 denies access to absent objects: then no chunk could be asked for, or stored.
             ("reading, or for listing", lambda: is_there(self._store, absent)),
             ("deleting", lambda: delete_if_there(self._store, absent)),
@@ -526,14 +521,3 @@ def has_obstacle(directory: Path, path: str) -> bool:
     return file.is_dir() or any(
         os.path.lexists(folder) and not folder.is_dir() for folder in file.parents if folder.is_relative_to(directory)
     )
-
-
-def lacks_credentials(error: Exception) -> bool:
-    """Whether a store could not be asked because no credentials were given."""
-    return any(place in str(error) for place in _NO_CREDENTIALS)
-
-
-def first_line(error: Exception) -> str:
-    """Return the text of an error without the debug text that the package appends."""
-    text = str(error).partition("\n")[0]
-    return text or one_line(error)

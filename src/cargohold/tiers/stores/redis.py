@@ -5,8 +5,10 @@ A chunk is the value of ``cargohold:<namespace id>:<key>``; the value of ``cargo
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal
@@ -17,9 +19,11 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers import places
 from cargohold.tiers.config import REQUEST_S, Opening
+from cargohold.tiers.inventory import PIECE_BYTES
 from cargohold.tiers.namespace import MAX_DESCRIPTION_BYTES
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
+from cargohold.tiers.stores.inventory import NAME, StoredObject, StoreInventory
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +100,7 @@ class RedisTier(SharedTier):
         self._client = open_client(url, opening.request_s)
         self._ttl_s = ttl_s
         self._prefix = f"{PREFIX}{opening.codec.namespace.id}".encode()
-        self._introduce(places.without_secrets(url), opening)
+        self._introduce(places.without_secrets(url))
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for all keys in one round trip."""
@@ -151,18 +155,14 @@ class RedisTier(SharedTier):
     def _name(self, key: OffloadKey) -> bytes:
         return b"%b:%b" % (self._prefix, key)
 
-    def _introduce(self, shown: str, opening: Opening) -> None:
+    def _introduce(self, shown: str) -> None:
         """Store the description of the namespace, for ``cargohold cache``; also try whether the server permits all commands.
 
         Raises ``ConfigError`` if it does not. If the server does not answer, that is only logged.
         """
         try:
             with answers_understood():
-                description = self._settle_packing(
-                    opening.packs_new_only,
-                    lambda: bytes(self._client.getrange(self._prefix, 0, MAX_DESCRIPTION_BYTES)),  # type: ignore[arg-type]  # bytes
-                )
-                self._client.set(self._prefix, description)
+                self._client.set(self._prefix, self._description())
                 self._client.getrange(self._prefix, 0, 0)
                 self._of_each("exists", _NO_KEYS)
                 self._of_each("unlink", _NO_KEYS)
@@ -185,3 +185,79 @@ class RedisTier(SharedTier):
                 yield
         except redis.exceptions.RedisError as error:
             raise TierError(self.name, one_line(error)) from error
+
+
+# --- the inventory, which does not know when values were used last: a server does not say -----------------------------
+
+_OURS: Final = re.compile(re.escape(PREFIX) + "([0-9a-f]{32})(?::(.+))?", re.DOTALL)
+_ENCODING: Final = "latin-1"
+"""In which every name is text: chunks have their keys' bytes in their names."""
+
+
+class RedisInventory(StoreInventory):
+    """The namespaces on a server.
+
+    Args:
+        client: connected to the database.
+    """
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        try:
+            with answers_understood():
+                yield
+        except redis.exceptions.RedisError as error:
+            raise TierError(NAME, one_line(error)) from error
+
+    def _listed(self, namespace_id: str) -> Iterator[StoredObject]:
+        """As for ``StoreInventory``. Others may use the same prefix."""
+        found = self._client.scan_iter(match=f"{PREFIX}{namespace_id}*", count=1000)
+        seen: set[str] = set()  # while a server moves its keys, a scan returns some names twice
+        for name in (bytes(each).decode(_ENCODING) for each in found):
+            match = _OURS.fullmatch(name)
+            if match is not None and name not in seen:
+                seen.add(name)
+                num_bytes = 0
+                with _other_types_left_out():
+                    num_bytes = int(self._client.strlen(name.encode(_ENCODING)))
+                yield StoredObject(name, match[1], (match[2] or "").encode(_ENCODING), num_bytes)
+
+    def _pieces(self, chunk: StoredObject) -> Iterator[memoryview]:
+        for start in itertools.count(step=PIECE_BYTES):
+            piece = self._read(chunk.path, start, PIECE_BYTES)
+            if len(piece) < PIECE_BYTES and not self._client.exists(chunk.path.encode(_ENCODING)):
+                raise FileNotFoundError(chunk.path)  # perhaps since the last piece
+            yield memoryview(piece)
+            if len(piece) < PIECE_BYTES:
+                return
+
+    def _description(self, namespace_id: str) -> bytes:
+        return self._read(f"{PREFIX}{namespace_id}", 0, MAX_DESCRIPTION_BYTES + 1)
+
+    def _delete(self, path: str) -> None:
+        self._client.unlink(path.encode(_ENCODING))
+
+    def _read(self, name: str, start: int, num_bytes: int) -> bytes:
+        """Return ``num_bytes`` bytes of a value from ``start``, or as many as there are; none if it is no string."""
+        found: object = b""
+        with _other_types_left_out():
+            found = self._client.getrange(name.encode(_ENCODING), start, start + num_bytes - 1)
+        return found if isinstance(found, bytes) else b""
+
+
+def open_inventory(url: str) -> RedisInventory:
+    """Make the inventory of a server's database. Raises as ``open_client``."""
+    return RedisInventory(open_client(url))
+
+
+@contextmanager
+def _other_types_left_out() -> Iterator[None]:
+    """End the ``with`` if it asks about a value that is a list, a hash or the like, which somebody put in a chunk's place."""
+    try:
+        yield
+    except redis.exceptions.ResponseError as error:
+        if not is_wrong_type(error):
+            raise
