@@ -105,7 +105,7 @@ class TestBudget:
         assert not any(self.put(number) for number in range(30))
         assert len(looks) == len(attempts) == 10, "the others were refused at once: two for every one that looked"
         assert caplog.text.count("no more chunks are stored") == 1
-        assert caplog.text.count("may not be deleted to make room") == 1
+        assert caplog.text.count("cannot be deleted to make room") == 1
         monkeypatch.undo()
         assert any(self.put(number) for number in range(3)), "the right came back"
 
@@ -350,7 +350,7 @@ def test_chunks_that_may_not_be_deleted_are_passed_over(place: Path, caplog: pyt
             assert bytes_of_files(place) <= 12 * VALUE
     assert sum(tier.probe([key(number) for number in range(40)])) >= 6
     assert all(shared(place, None, OTHERS).probe([key(number) for number in range(3)]))
-    assert caplog.text.count("may not be deleted to make room") == 1
+    assert caplog.text.count("cannot be deleted to make room") == 1
 
 
 def test_chunks_are_put_off_while_the_store_is_listed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_what_may_not_be_read_is_passed_over(
         assert {store(tier, number) for number in range(20)} == {StoreOutcome.STORED}
         own = [holding for holding in open_inventory(f"file://{place}").holdings() if holding.id == NAMESPACE.id]
     assert [6 <= (holding.num_chunks or 0) <= 12 for holding in own] == [True]
-    assert caplog.text.count(f"{OTHERS.id} may be read") == 1
+    assert caplog.text.count(f"{OTHERS.id} can be read") == 1
 
 
 def test_a_directory_that_may_not_be_listed_cannot_have_a_limit(place: Path) -> None:

@@ -470,9 +470,9 @@ def test_a_directory_that_everybody_can_write_to_is_told_at_the_start(
     root.mkdir()
     for mode in (0o700, 0o770, 0o1777):
         root.chmod(mode)
-        assert not [line for line in told(caplog, PLAIN[kind], root) if "to write to" in line], oct(mode)
+        assert not [line for line in told(caplog, PLAIN[kind], root) if "can be written by everyone" in line], oct(mode)
     root.chmod(0o777)
-    (line,) = (line for line in told(caplog, PLAIN[kind], root) if "to write to" in line)
+    (line,) = (line for line in told(caplog, PLAIN[kind], root) if "can be written by everyone" in line)
     assert str(root) in line and "chmod 700" in line
     assert told(caplog, ENCRYPTED[kind], root) == []
     public.chmod(0o700)
@@ -486,7 +486,7 @@ def test_what_everybody_can_write_to_within_the_directory_is_told(
     assert told(caplog, PLAIN[kind], public / "kv") == []
     (public / "kv").chmod(0o711)
     shard_of(public / "kv").chmod(0o777)
-    lines = [line for line in told(caplog, PLAIN[kind], public / "kv") if "to write to" in line]
+    lines = [line for line in told(caplog, PLAIN[kind], public / "kv") if "can be written by everyone" in line]
     assert len(lines) == 1 and str(shard_of(public / "kv")) in lines[0]
 
 
@@ -513,7 +513,7 @@ def test_a_shared_directory_that_everybody_can_read_is_told_at_the_start(
     before = os.umask(0o022)
     try:
         (line,) = told(caplog, PLAIN["directory"], root)
-        assert f"{root} is for everybody to read" in line
+        assert f"{root} can be read by everyone" in line
         root.chmod(0o750)
         assert told(caplog, PLAIN["directory"], root) == []
         root.chmod(0o755)
