@@ -320,4 +320,4 @@ class Late(ShelfWorker):
 
 def test_loads_come_before_the_forward_pass() -> None:
     with pytest.raises(AssertionError, match="does not hold the KV"):
-        suite(worker_side=Late).test_tokens_blocks_and_endings_are_right("multi-turn")
+        suite(worker_side=Late).test_tokens_blocks_and_endings_are_right("small")

@@ -102,7 +102,7 @@ def test_hints_and_quotas_are_objects_of_their_own() -> None:
         ({"host_bytes": "8MiB", "blocks_per_chunk": 0}, "blocks_per_chunk"),
         ({"host_bytes": "8MiB", "max_inflight_fraction": "half"}, "max_inflight_fraction"),
         ({"host_bytes": "8MiB", "store_generated": "no"}, "store_generated"),
-        ({"host_bytes": "8MiB", "lookahead_blocks": 3}, "lookahead_blocks"),
+        ({"mode": "eager", "host_bytes": "8MiB", "lookahead_blocks": 3}, "lookahead_blocks"),
         ({"mode": "multi"}, "connectors"),
         ({"mode": "multi", "connectors": []}, "connectors"),
         ({"mode": "multi", "connectors": {"host_bytes": 10000}}, "connectors"),

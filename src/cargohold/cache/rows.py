@@ -352,6 +352,10 @@ class PooledTable(GroupedRowTable):
         """Rows that the largest chunk takes."""
         return self._most
 
+    def sizes_of(self, slots: Sequence[int]) -> list[int]:
+        """Return the rows that these chunks take, or would take."""
+        return [self._per_chunk[split_key(key)[1]] for key in self.keys_at(slots)]
+
     def list_absent(self, keys: Sequence[bytes], slots: Sequence[int], parent: int, owner: int = 0) -> None:
         """List absent chunks that the device holds, each the parent of the next, in taken slots."""
         ChunkTable.place(self, keys, slots, parent, owner)

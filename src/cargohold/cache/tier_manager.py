@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from math import inf
 from operator import and_
 from typing import Final
@@ -377,7 +378,7 @@ class TierManager(OffloadManager):
         order = sorted(range(len(slots)), key=worths.__getitem__, reverse=True)
         for (worth, owner), same in groupby(order, key=lambda at: (worths[at], self._owner_of(slots[at]))):
             alike = [slots[at] for at in same]
-            alike = alike[: self._make_room_to_save(len(alike), worth, owner)]
+            alike = alike[: self._make_room_to_save(alike, worth, owner)]
             table.save(alike)
             kept += alike
         self._announce_evicted()
@@ -404,24 +405,27 @@ class TierManager(OffloadManager):
                 worths[parent] = max(worths[parent], worths[slot])
         return [worths[slot] for slot in slots]
 
-    def _make_room_to_save(self, num_chunks: int, worth: float, owner: int) -> int:
+    def _make_room_to_save(self, slots: Sequence[int], worth: float, owner: int) -> int:
         """Make room for chunks of a share, by taking copies, and then what is worth no more; return for how many there is.
 
         Mutates everything.
         """
-        table, num_allowed = self._pooled, num_chunks
+        table, num_allowed = self._pooled, len(slots)
         assert table is not None
-        if worth <= 0:
-            return min(num_chunks, table.num_places)  # nothing must go for what no request asks for again
-        if table.num_places < num_chunks:
-            self._take_copies(num_chunks)
-        num_missing = max(0, num_chunks - table.num_places)
-        if self._shares is not None:
-            num_allowed = self._shares.make_room_to_save(num_chunks, num_missing, worth, owner)
-        elif num_missing:
-            assert isinstance(self.policy, RunsPolicy), "such policies alone list chunks"
-            self.policy.give_up(num_missing, worth)
-        return min(num_allowed, table.num_places)
+        ends = list(accumulate(table.sizes_of(slots)))
+        is_asked_again = worth > 0  # for what is not, nothing must go
+        if is_asked_again:
+            self._take_copies(-(-ends[-1] // table.most))
+        while is_asked_again:
+            # Victims may be small: if these are not enough, there are more.
+            num_before, num_slots = len(table.evicted), -(-max(0, ends[-1] - table.num_free_rows) // table.most)
+            if self._shares is not None:
+                num_allowed = self._shares.make_room_to_save(len(slots), num_slots, worth, owner)
+            elif num_slots:
+                assert isinstance(self.policy, RunsPolicy), "such policies alone list chunks"
+                self.policy.give_up(num_slots, worth)
+            is_asked_again = num_slots > 0 and len(table.evicted) >= num_before + num_slots
+        return min(num_allowed, bisect_right(ends, table.num_free_rows))
 
     def _owner_of(self, slot: int) -> int:
         return 0 if self._table.owners is None else self._table.owners[slot]

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from cargohold.cache.manager import OffloadKey, offload_key, split_key
-from cargohold.protocol import KVCacheBlockView, SchedulerContext
+from cargohold.protocol import NULL_BLOCK_ID, KVCacheBlockView, SchedulerContext
 
 _Content: TypeAlias = tuple[bytes | None, int | None]
 
@@ -35,7 +35,7 @@ class DeviceChunks:
         self._key_in: dict[int, OffloadKey] = {}
         # What each of the next victims held when it was looked at; how many blocks of the queue that were, if they are still
         # the next ones.
-        self._watched: dict[int, tuple[KVCacheBlockView, _Content, OffloadKey]] = {}
+        self._watched: dict[int, tuple[KVCacheBlockView, _Content]] = {}
         self._num_watched = 0
         self.namespace = 0
 
@@ -56,6 +56,14 @@ class DeviceChunks:
         """Return which of the chunks the device holds now."""
         return [self._holds(key) for key in keys]
 
+    def num_held(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> int:
+        """Return how many leading chunks these blocks hold now, one each; null blocks count as if they did."""
+        at, contents = 0, map(self._content, map(self._context.get_block, block_ids))
+        for at, (key, block_id, content) in enumerate(zip(keys, block_ids, contents, strict=False), 1):
+            if block_id != NULL_BLOCK_ID and content != split_key(key):
+                return at - 1
+        return at
+
     def _holds(self, key: OffloadKey) -> bool:
         block_id = self._block_of.get(key)
         return block_id is not None and self._content(self._context.get_block(block_id)) == split_key(key)
@@ -74,17 +82,17 @@ class DeviceChunks:
             self._watch_block(self._context.get_block(block_id))
 
     def _watch_block(self, block: KVCacheBlockView) -> None:
-        block_hash, group = content = self._content(block)
-        if block_hash is not None and group is not None and block.block_id not in self._watched:
-            self._watched[block.block_id] = block, content, offload_key(block_hash, group, self.namespace)
+        """Note what a block holds; even if that is nothing, because then the victims behind it are next once it is used."""
+        if block.block_id not in self._watched:
+            self._watched[block.block_id] = block, self._content(block)
 
     def take_lost(self) -> dict[OffloadKey, int]:
         """Return what was evicted since the last look, in order: by chunk, the block where its bytes still are."""
-        changed = [at for at, (block, content, _) in self._watched.items() if self._content(block) != content]
-        if not changed and not any(block.ref_cnt for block, _, _ in self._watched.values()):
+        changed = [at for at, (block, content) in self._watched.items() if self._content(block) != content]
+        if not changed and not any(block.ref_cnt for block, _ in self._watched.values()):
             return {}
         watched, self._watched, self._num_watched = self._watched, {}, 0
-        gone = {watched[at][2]: at for at in changed}
+        gone = {key: at for at in changed if (key := self._key(watched[at][1])) is not None}
         lost = {key: at for key, at in gone.items() if self._block_of.get(key, at) == at}
         for key in lost:
             self._block_of.pop(key, None)
@@ -93,9 +101,8 @@ class DeviceChunks:
     def next_lost(self, num_blocks: int) -> Iterator[tuple[OffloadKey, int]]:
         """Yield what so many blocks hold that are evicted next, the first one first."""
         for block in islice(self._context.iter_free_blocks(), num_blocks):
-            block_hash, group = self._content(block)
-            if block_hash is not None and group is not None:
-                yield offload_key(block_hash, group, self.namespace), block.block_id
+            if (key := self._key(self._content(block))) is not None:
+                yield key, block.block_id
 
     def clear(self, namespace: int) -> list[OffloadKey]:
         """Forget all chunks, and return them. Chunks have keys of this namespace from now on."""
@@ -103,6 +110,10 @@ class DeviceChunks:
         self._watched.clear()
         self._num_watched, self.namespace = 0, namespace
         return keys
+
+    def _key(self, content: _Content) -> OffloadKey | None:
+        block_hash, group = content
+        return None if block_hash is None or group is None else offload_key(block_hash, group, self.namespace)
 
     @staticmethod
     def _content(block: KVCacheBlockView) -> _Content:

@@ -93,20 +93,17 @@ class PooledStores(EagerStores):
     def expect(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> None:
         """Watch what may be evicted for the request, whose hit is loaded, or computed on from there."""
         if (device := self._listing) is not None:
+            # Blocks that it has hit may be among the next victims, until it takes them out of the queue.
             num_tokens = min(state.request.num_tokens, num_hit_tokens + self._shared.pace.max_step_tokens)
-            device.watch(self._num_blocks(max(0, num_tokens - num_computed_tokens)), is_more=True)
+            device.watch(self._num_blocks(num_tokens), is_more=True)
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """List what the request leaves on the device, or else remember it."""
         num_tokens = min(state.request.num_tokens, state.store_limit)
-        if (
-            self._shared.device is not None
-            and not state.is_awaited
-            and any(block_ids)
-            and num_tokens >= state.due_tokens
-        ):
+        device = self._shared.device
+        if device is not None and not state.is_awaited and any(block_ids) and num_tokens >= state.due_tokens:
             state.extend_keys()
-            offers = list(self._unoffered(state, block_ids, num_tokens))
+            offers = list(self._unoffered(state, device, block_ids, num_tokens))
             if offers and not self._must_store(sum([offer.end - offer.first for offer in offers])):
                 self._offering.list_on_device(offers)
         super().end_request(state, block_ids)
@@ -258,11 +255,15 @@ class PooledStores(EagerStores):
         shared.guests.store_begins(store, ())
         yield start_store(shared, store, rows, groups, sources)
 
-    def _unoffered(self, state: RequestState, block_ids: BlockIds, num_tokens: int) -> Iterator[Offer]:
+    def _unoffered(
+        self, state: RequestState, device: DeviceChunks, block_ids: BlockIds, num_tokens: int
+    ) -> Iterator[Offer]:
+        """Yield what a request leaves on the device. Its last tokens, or the rest of its prompt, may not be computed."""
         for group, (keys, first) in enumerate(zip(state.keys, state.next_chunk, strict=True)):
-            end = min(num_tokens // keys.chunk_tokens, len(keys.keys), len(block_ids[group]))
+            table, end = block_ids[group], num_tokens // keys.chunk_tokens
+            end = first + device.num_held(keys.keys[first:end], table[first:end])
             if first < end and self._cached[group]:
-                yield Offer(state, group, block_ids[group], first, end)
+                yield Offer(state, group, table, first, end)
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens of one request may take."""

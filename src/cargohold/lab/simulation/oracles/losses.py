@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from cargohold.cache import OffloadKey, TierManager
-from cargohold.cache.chunk_table import ON_DEVICE, READY
+from cargohold.cache.chunk_table import READY
 from cargohold.cache.manager import ForwardingManager, OffloadManager, SlotReservation
 from cargohold.connector.kernel.shared import Shared
+from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.lab.simulation.replica import Oracle, Replica
+from cargohold.protocol import BlockIds, RequestView
 
 
 class LossOracle(Oracle):
     """Checks that nothing which the device alone held is lost while host memory has a free slot, or that of a copy, for it.
 
-    A step in which a request is preempted is under pressure: its blocks may be freed and allocated again in one go.
+    Under pressure it may be: what a request held when the last step ended, preempted or left behind by a window, may be freed
+    and allocated again in one go. Nor is a connector asked, and so sees nothing coming, where another one loads.
 
     Args:
         engine: the replica.
@@ -27,14 +30,18 @@ class LossOracle(Oracle):
 
     def __init__(self, engine: Replica, is_excused: Callable[[], bool]) -> None:
         self._is_excused = is_excused
-        self._shared = [side.shared for side, _ in offloading_sides(engine.scheduler.connector)]
-        # By connector, what only the device held when the last step ended, and whether there was room then; what was to be
-        # saved since; and of that, what was refused although there was room.
+        sides = [side for side, _ in offloading_sides(engine.scheduler.connector)]
+        self._shared = [side.shared for side in sides]
+        # By connector, what only blocks that are free held when the last step ended, and whether there was room then; what was
+        # to be saved since; and of that, what was refused although there was room.
         self._before: list[tuple[set[OffloadKey], bool]] = [(set(), False) for _ in self._shared]
         self._offered: set[OffloadKey] = set()
         self._refused: list[OffloadKey] = []
-        for shared in self._shared:
-            self._watch(shared)
+        self._asked: set[str] = set()
+        self._is_unasked = False
+        for at, side in enumerate(sides):
+            self._watch(at, side.shared)
+            self._watch_admissions(side)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """What the device alone held is there still, or has a slot, or there is none."""
@@ -42,14 +49,16 @@ class LossOracle(Oracle):
         for at, shared in enumerate(self._shared):
             (held, had_room), now = self._before[at], _held_and_room(shared)
             self._before[at] = now
-            if had_room and now[1] and not step.preempted_req_ids:
-                lost += [key for key in held - now[0] - self._offered if not shared.manager.num_known([key])]
+            if had_room and now[1] and not self._is_unasked:
+                lost += _gone(shared, held - now[0] - self._offered)
         self._offered.clear()
+        self._asked -= step.preempted_req_ids
+        self._is_unasked = False
         if lost and not self._is_excused():
             self.fail(f"{len(lost)} chunks are lost, {lost[0].hex()[:8]} among them, and there is room for them")
 
-    def _watch(self, shared: Shared) -> None:
-        prepare_saves = shared.manager.prepare_saves
+    def _watch(self, at: int, shared: Shared) -> None:
+        prepare_saves, reset = shared.manager.prepare_saves, shared.manager.reset
 
         def save(keys: Sequence[OffloadKey]) -> SlotReservation:
             listed = shared.manager.listed(keys)
@@ -59,19 +68,47 @@ class LossOracle(Oracle):
                 self._refused += set(listed).difference(handle.keys)
             return handle
 
-        vars(shared.manager)["prepare_saves"] = save
+        def forget() -> bool:
+            if is_reset := reset():
+                self._before[at] = set(), False
+            return is_reset
+
+        vars(shared.manager).update(prepare_saves=save, reset=forget)
+
+    def _watch_admissions(self, side: OffloadingScheduler) -> None:
+        look_up, admit = side.get_num_new_matched_tokens, side.update_state_after_alloc
+
+        def note_asked(request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+            self._asked.add(request.request_id)
+            return look_up(request, num_computed_tokens)
+
+        def note_admitted(request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+            self._is_unasked |= request.request_id not in self._asked
+            admit(request, blocks, num_external_tokens)
+
+        vars(side).update(get_num_new_matched_tokens=note_asked, update_state_after_alloc=note_admitted)
+
+
+def _gone(shared: Shared, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+    """Return those of the chunks that neither the device nor host memory has, although they may be listed still."""
+    listed, keys = set(shared.manager.listed(list(keys))), list(keys)
+    on_device = zip(keys, [] if shared.device is None else shared.device.holds(keys), strict=True)
+    return [
+        key
+        for key, is_held in on_device
+        if not is_held and (key in listed or not shared.manager.num_known([key]))
+    ]
 
 
 def _held_and_room(shared: Shared) -> tuple[set[OffloadKey], bool]:
-    """Return the chunks that the device alone holds, and whether host memory has a slot for such ones."""
+    """Return the chunks that only free blocks of the device hold, and whether host memory has a slot for such ones."""
     manager: OffloadManager = shared.manager
     while isinstance(manager, ForwardingManager):
         manager = manager.inner
     if shared.device is None or not isinstance(manager, TierManager) or not manager.num_listed:
         return set(), False
     table = manager.table
-    listed = table.keys_at(table.slots_in(ON_DEVICE))
-    held = {key for key, is_held in zip(listed, shared.device.holds(listed), strict=True) if is_held}
+    free = [key for key, _ in shared.device.next_lost(shared.layout.num_blocks)]
     # What a policy thinks no request asks for again takes free slots alone.
     copies = table.slots_in(READY) if manager.policy.name in ("lru", "fifo") else []
-    return held, manager.num_free > 0 or any(manager.may_be_taken(copies))
+    return set(manager.listed(free)), manager.num_free > 0 or any(manager.may_be_taken(copies))
