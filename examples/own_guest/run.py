@@ -29,8 +29,8 @@ def main() -> None:
     # Room for two prompts. Options name the guest as MODULE:CLASS, also inside vLLM; the module must be importable there.
     chunk_bytes = describe_model(MODEL, "float32").geometry.block_bytes(BLOCK_TOKENS, dtype_bytes=4)
     offload = OffloadConfig(host_bytes=2 * BLOCKS_EACH * chunk_bytes, policy="lru", guests=["unused:EvictedUnused"])
-    with LLM(MODEL, num_device_blocks=64, block_tokens=BLOCK_TOKENS, dtype="float32", offload=offload) as llm:
-        for number in range(4):
+    with LLM(MODEL, num_device_blocks=26, block_tokens=BLOCK_TOKENS, dtype="float32", offload=offload) as llm:
+        for number in range(6):
             llm.generate([prompt(number)], SamplingParams(max_tokens=1))
             llm.settle()
         stats = llm.stats()

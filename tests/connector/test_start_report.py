@@ -40,15 +40,18 @@ def test_of_one_thing_a_report_speaks_as_of_one() -> None:
     assert start_report(layout, OffloadConfig(host_bytes="4KiB"), equal_parts(layout)) == [
         "device pool: 1 block of 4.0 KiB, 4.0 KiB in all",
         "group 0: 1 layer, full attention, 1 token per block, 4.0 KiB per token",
-        "exclusive: 4.0 KiB of host memory for 1 chunk of 1 block, 4.0 KiB each; "
-        "prompts and answers that the device pool has no room for, evicted by reuse-index",
+        (
+            "exclusive: 4.0 KiB of host memory for 1 chunk of 1 block, 4.0 KiB each; "
+            "prompts and answers that the device pool has no room for, evicted by reuse-index"
+        ),
     ]
 
 
 def test_a_report_says_that_the_same_is_kept_once() -> None:
     layout = KVCacheLayout((FULL,), 9, 1024, hash_block_tokens=32, world_size=8, num_replicas=8)
     assert start_report(layout, OffloadConfig(host_bytes="1MiB"), equal_parts(layout))[-1] == (
-        "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each, kept once for 8 workers that hold the same; "
+        "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each, "
+        "kept once for 8 workers that hold the same; "
         "prompts and answers that the device pool has no room for, evicted by reuse-index"
     )
 
@@ -82,8 +85,10 @@ def test_a_report_has_every_one_of_several_connectors() -> None:
     nested: Any = [[offload[0]], offload[1]]
     assert start_report(layout, nested, equal_parts(layout)) == report
     assert report[-2:] == [
-        "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
-        "prompts that the device pool has no room for, evicted by lru",
+        (
+            "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
+            "prompts that the device pool has no room for, evicted by lru"
+        ),
         f"{type(NULL_CONNECTOR).__name__}: a connector of its own",
     ]
 

@@ -1073,7 +1073,7 @@ def takes_whatever_was_evicted_at_any_time_for_evicted_just_now(patch: Patch) ->
     def keep(self: DeviceChunks) -> dict[bytes, int]:
         watched = dict(self._watched)
         lost = take_lost(self)
-        self._watched |= {at: known for at, known in watched.items() if known[2] not in lost}
+        self._watched |= {at: known for at, known in watched.items() if at not in lost.values()}
         return lost
 
     take_lost = DeviceChunks.take_lost

@@ -55,12 +55,13 @@ def test_a_failure_is_shown_as_short_as_possible(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connector = f"{careless.__name__}:{careless.factory.__name__}"
-    status = simulate(monkeypatch, "--jobs", "1", "--connector", connector, "--faults", "none", "--workload", "small", "--first-seed", "6")
+    options = ("--jobs", "1", "--connector", connector, "--faults", "none", "--workload", "small", "--first-seed", "6")
+    status = simulate(monkeypatch, *options)
     assert status == 1
     shown = capsys.readouterr().out
     assert "small, 2 actions" in shown  # one request to store something, one to be told of it too early
     assert "WrongTokenError" in shown
-    assert "r2 computes" in shown.split("here it failed:")[1]  # the step that failed is part of the timeline
+    assert "r3 computes" in shown.split("here it failed:")[1]  # the step that failed is part of the timeline
     assert f"cargohold simulate --replay 6 --workload small --connector {connector} --faults none" in shown
 
 

@@ -342,8 +342,12 @@ class KernelScheduler(KVConnectorScheduler):
         """Give up stores in flight: a step computed with KV that was not there, and its chunks must never be found.
 
         Which stores copy from that step cannot be told here, so all are given up, or all of ``spoiled_requests`` if it has
-        failed for these alone: failures are rare, and chunks that are given up are offered again.
+        failed for these alone: failures are rare, and chunks that are given up are offered again. So are those that were
+        listed: they are computed again in other blocks of the device.
         """
+        if self._shared.device is not None:
+            for request_id in self._requests.keys() & spoiled_requests or self._requests:
+                self._requests[request_id].offer_again_from(0)
         for store in self._shared.jobs.stores():
             if spoiled_requests and spoiled_requests.isdisjoint(store.request_ids):
                 continue

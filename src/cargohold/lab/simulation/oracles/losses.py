@@ -93,11 +93,7 @@ def _gone(shared: Shared, keys: Collection[OffloadKey]) -> list[OffloadKey]:
     """Return those of the chunks that neither the device nor host memory has, although they may be listed still."""
     listed, keys = set(shared.manager.listed(list(keys))), list(keys)
     on_device = zip(keys, [] if shared.device is None else shared.device.holds(keys), strict=True)
-    return [
-        key
-        for key, is_held in on_device
-        if not is_held and (key in listed or not shared.manager.num_known([key]))
-    ]
+    return [key for key, is_held in on_device if not is_held and (key in listed or not shared.manager.num_known([key]))]
 
 
 def _held_and_room(shared: Shared) -> tuple[set[OffloadKey], bool]:
