@@ -73,6 +73,14 @@ def test_a_request_is_explained_where_its_prompt_came_from(tiered: Server) -> No
     assert (missing.status, missing.json["error"]["code"]) == (404, "request_not_found")
 
 
+def test_a_response_explains_where_its_prompt_came_from_as_inside_vllm(tiered: Server) -> None:
+    asked = {"kv_transfer_params": {"cargohold_explain": True}}
+    answer = complete(tiered, "Explain. " + PROMPT, **asked).json
+    notes = call(tiered, f"/cache/explain/{answer['id']}").json["notes"]
+    assert answer["kv_transfer_params"] == {"cargohold_explain": {"restored_tokens": {}, "notes": notes}}
+    assert notes and "kv_transfer_params" not in complete(tiered, "Explain. " + PROMPT).json
+
+
 def test_history_adds_up_to_the_requests(tiered: Server) -> None:
     settle(tiered)
     shown = call(tiered, "/cache").json

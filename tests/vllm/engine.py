@@ -11,8 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 from cargohold.integrations.vllm.connector import CargoholdConnector
-from cargohold.integrations.vllm.records import EXPLAIN
 from cargohold.integrations.vllm.scheduler import SchedulerSide
+from cargohold.protocol import EXPLAIN
 
 BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 1024

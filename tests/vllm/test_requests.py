@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from cargohold.integrations.vllm.records import EXPLAIN
-from cargohold.protocol import TransferOutcome
+from cargohold.protocol import EXPLAIN, TransferOutcome
 from cargohold.transfer import Direction
 from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Engine

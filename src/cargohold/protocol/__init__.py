@@ -31,6 +31,7 @@ from cargohold.protocol.engine_view import (
 )
 from cargohold.protocol.guard import NOT_CONTAINED, ConnectorGuard
 from cargohold.protocol.hints import (
+    EXPLAIN,
     FRONT_KEY,
     HINTS_KEY,
     MAX_HINTS,
@@ -84,6 +85,7 @@ from cargohold.protocol.turns import ToolTokens, TurnEnd, added_tokens, end_of_t
 from cargohold.protocol.worker_guard import WorkerConnectorGuard
 
 __all__ = [
+    "EXPLAIN",
     "FRONT_KEY",
     "HINTS_KEY",
     "MAX_HINTS",

@@ -33,6 +33,8 @@ MAX_HINTS: Final = 64
 """Maximum number of hints that one envelope, or one call, may have. The others are not read: they are rejected as one."""
 HINTS_KEY: Final = "cargohold_hints"
 """Our own key for hints in a request's ``kv_transfer_params``, and for their outcomes in the response."""
+EXPLAIN: Final = "cargohold_explain"
+"""Key in a request's ``kv_transfer_params`` that asks for an explanation, and in the response that gives it."""
 FRONT_KEY: Final = "cargohold_front"
 """The key for hints that a front has made of what a client has said in other words: they are not answered in the response."""
 PARAMS_KEYS: Final = (HINTS_KEY, "kv_hint")

@@ -27,7 +27,6 @@ from cargohold.serve.interfaces import (
     in_turn,
     streamed,
     text_of,
-    transfer_params,
     whole,
     with_errors,
 )
@@ -183,7 +182,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     (output,) = await whole(request, job)
     content = _blocks(reader.read(output.text, finished=True))
     answer = {**head, "content": content, **_stop(output, reader), "usage": _usage(output, llm)}
-    return json_response(answer | transfer_params([output]) | body.outcomes([output]))
+    return json_response(answer | body.of_cache([output]))
 
 
 def _begin(request: Request, body: Prompt) -> AsyncLLM:
@@ -260,7 +259,7 @@ async def _events(
         if written := blocks.write(reader.read(output.new_text, finished=output.finished)):
             yield written
         if output.finished:
-            delta = _stop(checked(output), reader) | transfer_params([output]) | body.outcomes([output])
+            delta = _stop(checked(output), reader) | body.of_cache([output])
             yield blocks.end()
             yield _event("message_delta", delta=delta, usage=_usage(output, llm)) + _event("message_stop")
 

@@ -21,7 +21,7 @@ from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.errors import PromptTooLongError
 from cargohold.llm import AsyncLLM
-from cargohold.protocol import FRONT_KEY
+from cargohold.protocol import EXPLAIN, FRONT_KEY
 from cargohold.serve.access import Client
 from cargohold.serve.admission import Job, Outputs, client_of, context_of, size_of, unless_gone
 from cargohold.serve.errors import ApiError, api_error, invalid
@@ -138,11 +138,20 @@ class CachedBody(Body):
             "hints": hints,
         }
 
-    def outcomes(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """What became of the hints that the client has given by name, of the first answer; nothing if it has given none."""
-        if self.cargohold_hints is None:
-            return {}
-        return {"cargohold_hints": [asdict(outcome) for outcome in outputs[0].hint_outcomes]}
+    def of_cache(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """What the response says of the cache: what connectors return, and, if requested, an explanation and hints' outcomes.
+
+        Of several answers, the first is meant: there is one place for it.
+        """
+        first = outputs[0]
+        params = dict(next((output.kv_transfer_params for output in outputs if output.kv_transfer_params), {}))
+        if (self.kv_transfer_params or {}).get(EXPLAIN):
+            restored = dict(first.metrics.restored_tokens)
+            params[EXPLAIN] = {"restored_tokens": restored, "notes": list(first.cache_notes)}
+        found: dict[str, Any] = {"kv_transfer_params": params} if params else {}
+        if self.cargohold_hints is not None:
+            found["cargohold_hints"] = [asdict(outcome) for outcome in first.hint_outcomes]
+        return found
 
 
 class StreamOptions(BaseModel):
@@ -393,12 +402,6 @@ class EventStream(Response):
 def cached_tokens(metrics: RequestMetrics) -> int:
     """Tokens of the prompt that were not computed for it, wherever they were found."""
     return min(metrics.prompt_tokens, metrics.device_tokens + sum(metrics.restored_tokens.values()))
-
-
-def transfer_params(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """What a connector returns with the response; of the first answer, as there is one place for it."""
-    params = next((output.kv_transfer_params for output in outputs if output.kv_transfer_params), None)
-    return {} if params is None else {"kv_transfer_params": dict(params)}
 
 
 async def with_errors(events: AsyncGenerator[bytes], describe: Callable[[ApiError], bytes]) -> AsyncGenerator[bytes]:

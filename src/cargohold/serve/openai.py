@@ -31,7 +31,6 @@ from cargohold.serve.interfaces import (
     offered_tools,
     streamed,
     tool_names,
-    transfer_params,
     whole,
     with_errors,
 )
@@ -202,7 +201,7 @@ async def _answer(
         choices.append(form.choice(at, reader.read(output.text, finished=True), _finish_reason(output, reader)))
     usage = _usage([output.metrics for output in outputs], body.n or 1)
     answer = {**head, "object": form.kind, "choices": choices, "usage": usage}
-    return json_response(answer | transfer_params(outputs) | body.outcomes(outputs))
+    return json_response(answer | body.of_cache(outputs))
 
 
 async def _events(
@@ -222,7 +221,7 @@ async def _events(
         if output.finished:
             last[at] = output
     in_order = [last[at] for at in sorted(last)]
-    if said := transfer_params(in_order) | body.outcomes(in_order):
+    if said := body.of_cache(in_order):
         yield _event({**head, "choices": [], **said})
     if body.stream_options is not None and body.stream_options.include_usage:
         yield _event({**head, "choices": [], "usage": _usage([output.metrics for output in in_order], body.n or 1)})

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from cargohold.deadlines import Patience
 from cargohold.integrations.vllm.request_view import SeenRequest
-from cargohold.protocol import CacheReport, HintOutcome
-
-EXPLAIN: Final = "cargohold_explain"
-"""Key in a request's ``kv_transfer_params`` that asks for an explanation, and in the response that gives it."""
+from cargohold.protocol import EXPLAIN, CacheReport, HintOutcome
 
 
 @dataclass(slots=True, eq=False)

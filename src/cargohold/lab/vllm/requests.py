@@ -20,10 +20,10 @@ from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.pool_view import BlockView
-from cargohold.integrations.vllm.records import EXPLAIN
 from cargohold.lab.simulation.fingerprints import tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE, root_of_salt
 from cargohold.protocol import (
+    EXPLAIN,
     MEDIUM_DEVICE,
     MEDIUM_HOST,
     AllBlocksCleared,
