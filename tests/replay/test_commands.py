@@ -182,7 +182,7 @@ class TestReplay:
             (["SMALL", "--html", "/no/such/dir/page.html"], "html"),
             # Refused before the trace is read, which may take an hour.
             (["/no/such/trace", "--html", "/no/such/dir/page.html"], "--html="),
-            (["/no/such/trace", "--html", "/"], "--html='/' is not possible: it must be a file"),
+            (["/no/such/trace", "--html", "/"], "--html='/' is not possible: it must be a writable file"),
         ],
     )
     def test_bad_input_is_told_in_a_line(self, cargohold: Command, small: str, arguments: list[str], told: str) -> None:
@@ -453,11 +453,11 @@ class TestPlan:
             (["--trace", "SMALL"], "cargohold: a plan needs --model or --bytes-per-token\n"),
             (
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--disk-bytes", "1GiB"],
-                "--disk-bytes='1GiB' is not possible: a disk needs host memory above it: give --host-bytes too",
+                "is not possible: a disk needs host memory above it: give host_bytes too",
             ),
             (
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--host-bytes", "1B"],
-                "--host-bytes='1B' is not possible: it must hold at least one chunk",
+                "--host-bytes='1B' is not possible: that is smaller than any chunk of KV; did you mean 1GiB?",
             ),
             (
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--policy", "optimum"],
@@ -468,7 +468,7 @@ class TestPlan:
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--disk-policy", "fifo"],
                 "give its size, too: --disk-bytes\n",
             ),
-            (["--trace", "SMALL", "--bytes-per-token", "8", "--model", "smollm2"], "one of the two"),
+            (["--trace", "SMALL", "--bytes-per-token", "8", "--model", "smollm2"], "use either this or --model"),
             (["--trace", "SMALL", "--bytes-per-token", "8", "--host-price", "0"], "--host-price=0.0 is not possible"),
             (
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--disk-writes-per-day", "nan"],

@@ -74,8 +74,8 @@ def test_a_request_is_explained_where_its_prompt_came_from(tiered: Server) -> No
 
 
 def test_a_response_explains_where_its_prompt_came_from_as_inside_vllm(tiered: Server) -> None:
-    asked = {"kv_transfer_params": {"cargohold_explain": True}}
-    answer = complete(tiered, "Explain. " + PROMPT, **asked).json
+    wishes = {"cargohold_explain": True}
+    answer = complete(tiered, "Explain. " + PROMPT, kv_transfer_params=wishes).json
     notes = call(tiered, f"/cache/explain/{answer['id']}").json["notes"]
     assert answer["kv_transfer_params"] == {"cargohold_explain": {"restored_tokens": {}, "notes": notes}}
     assert notes and "kv_transfer_params" not in complete(tiered, "Explain. " + PROMPT).json

@@ -293,8 +293,14 @@ def parse_json(option: str, text: str) -> object:
         raise ConfigError(option, text, f"it must be JSON ({one_line(error)})") from error
 
 
-_OPTIONS_OF_TIERS = {"directory": "disk_dir", "max_bytes": "disk_bytes", "url": "shared_url"}
-"""Names on the command line of options of tiers."""
+_OTHER_NAMES = {
+    "directory": "disk_dir",
+    "disk_price_s": "disk_price",
+    "host_price_s": "host_price",
+    "max_bytes": "disk_bytes",
+    "url": "shared_url",
+}
+"""Options whose names on the command line differ from those in Python."""
 
 
 class PlainFlags(TyperGroup):
@@ -351,7 +357,7 @@ class _Commands(PlainFlags):
             return str(error)
         known = {name for parameter in command.params for name in parameter.opts}
         key = error.key.rpartition(".")[2]  # of tiers[0].directory, the command line gives the directory
-        names = (f"--{name.replace('_', '-')}" for name in (key, _OPTIONS_OF_TIERS.get(key, "")))
+        names = (f"--{name.replace('_', '-')}" for name in (key, _OTHER_NAMES.get(key, "")))
         option = error.key if error.key.startswith("--") else next((name for name in names if name in known), None)
         if option is None:
             return str(error)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
@@ -36,7 +35,7 @@ from cargohold.lab.replay.planning import BASELINE, Plan, Planner, SizingBudget
 from cargohold.lab.replay.replaying import BOUNDS, HINTED, INFINITE, Capacities, ReplayResult, check_policies
 from cargohold.lab.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
 from cargohold.lab.replay.workload import Workload
-from cargohold.option_values import format_bytes, is_positive_number, parse_bytes
+from cargohold.option_values import format_bytes, parse_room
 from cargohold.process import memory_limit_bytes
 
 _DEFAULT_POLICIES = ("lru", DEFAULT_POLICY, *BOUNDS)
@@ -248,30 +247,17 @@ class PlanOptions:
         """The budget. Raises ``ConfigError`` for an impossible policy or size."""
         look_here_for([self.policy])
         find_policy(self.policy)
-        if self.disk_bytes is not None and self.host_bytes is None:
-            raise ConfigError("disk_bytes", self.disk_bytes, "a disk needs host memory above it: give --host-bytes too")
         return SizingBudget(
-            host_bytes=None if self.host_bytes is None else parse_bytes("host_bytes", self.host_bytes),
-            disk_bytes=None if self.disk_bytes is None else parse_bytes("disk_bytes", self.disk_bytes),
-            host_price_s=_checked("host_price", self.host_price),
-            disk_price_s=_checked("disk_price", self.disk_price),
+            host_bytes=None if self.host_bytes is None else parse_room("host_bytes", self.host_bytes),
+            disk_bytes=None if self.disk_bytes is None else parse_room("disk_bytes", self.disk_bytes),
+            host_price_s=self.host_price,
+            disk_price_s=self.disk_price,
             disk_write_bytes_per_s=parse_bandwidth("disk_write_bandwidth", self.disk_write_bandwidth),
-            disk_writes_per_day=_checked("disk_writes_per_day", self.disk_writes_per_day),
+            disk_writes_per_day=self.disk_writes_per_day,
             disk_part=self.disk_part,
             num_engines=self.engines,
             per_engine=self.per_engine,
         )
-
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Within the ``with`` block, errors about a size show it as the user wrote it, not as a number."""
-        try:
-            yield
-        except ConfigError as error:
-            written = {"host_bytes": self.host_bytes, "disk_bytes": self.disk_bytes}.get(error.key)
-            if written is None:
-                raise
-            raise ConfigError(error.key, written, error.expected) from error
 
     def machine(self) -> Machine:
         """The limits of this machine. Raises ``ConfigError`` if ``disk_dir`` does not exist."""
@@ -304,11 +290,10 @@ def plan(
     disk_policy = disk_options.checked_policy("--disk-bytes", what.disk_bytes)
     machine = what.machine()
     costs = cost_options.costs(what.model)
-    if costs.bytes_per_token is None:
+    if costs.bytes_per_token is None:  # said before the trace is read, which takes minutes
         raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")
     trace = load_trace(what.trace, trace_options).behind(what.device, costs)
-    with what.as_written():
-        planner = Planner(trace.workload, costs, what.policy, budget)
+    planner = Planner(trace.workload, costs, what.policy, budget)
     results = _replay(planner, trace, what, disk_policy)
     found = planner.plan(results)
     answer = list(recommend(planner, found))
@@ -322,12 +307,6 @@ def plan(
         typer.echo(json.dumps(facts | replace(report, remarks=trace.remarks).as_facts(), indent=1))
     else:
         _show(planner, found, [*answer, *words])
-
-
-def _checked(key: str, number: float) -> float:
-    if not is_positive_number(number):
-        raise ConfigError(key, number, "it must be a number above 0")
-    return number
 
 
 def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions, disk_policy: str) -> list[ReplayResult]:
