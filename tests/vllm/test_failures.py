@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,21 @@ def test_a_connector_that_raises_on_the_scheduler_is_turned_off(
     assert tokens(answers) == expected
     assert restored(answers) == 0
     assert "boom" in str(engine.side.guard.broken)
+
+
+@pytest.mark.parametrize("kind", ["finished_recving", "finished_sending"])
+def test_the_end_of_a_transfer_that_no_request_has_turns_the_connector_off(
+    kind: str, vllm_model: Callable[[str], str], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in our own engine."""
+    engine = start(vllm_model("llama"), EAGER)
+    inner = compat.worker_connector()._worker._guard._inner
+    ended = inner.get_transfer_results
+    monkeypatch.setattr(
+        inner, "get_transfer_results", lambda ids: replace(ended(ids), **{kind: frozenset({"unknown"})})
+    )
+    assert [len(answer.tokens) for answer in engine.ask(make_prompts(2, 330), 6)] == [6, 6]
+    assert "transfers that these requests do not have: ['unknown']" in str(engine.side.guard.broken)
 
 
 def test_a_worker_that_raises_while_requests_wait_for_its_loads(

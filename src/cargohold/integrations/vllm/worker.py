@@ -321,6 +321,9 @@ class WorkerSide:
         for request_id, block_ids in self._loading.items():
             if not output.invalid_block_ids.isdisjoint(block_ids):
                 self._failed.add(request_id)
+        strays = (output.finished_recving - self._loading.keys()) | (output.finished_sending - self._sending)
+        if strays and not self._guard.is_stopped:
+            error = error or f"reported the end of transfers that these requests do not have: {sorted(strays)}"
         # vLLM ends itself if it gets a request that it does not know.
         received = frozenset(self._loading if stopped else output.finished_recving & self._loading.keys())
         sent = frozenset(self._sending if stopped else output.finished_sending & self._sending)
