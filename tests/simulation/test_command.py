@@ -61,7 +61,7 @@ def test_a_failure_is_shown_as_short_as_possible(
     shown = capsys.readouterr().out
     assert "small, 2 actions" in shown  # one request to store something, one to be told of it too early
     assert "WrongTokenError" in shown
-    assert "r3 computes" in shown.split("here it failed:")[1]  # the step that failed is part of the timeline
+    assert "| r3 " in shown.split("here it failed:")[1]  # the step that failed is part of the timeline
     assert f"cargohold simulate --replay 6 --workload small --connector {connector} --faults none" in shown
 
 

@@ -49,11 +49,12 @@ def test_any_fault_in_any_workload_costs_no_token_and_leaks_nothing(nth: int, wo
 
 @pytest.mark.parametrize("fault", Fault)
 def test_every_fault_strikes_and_does_no_harm(fault: Fault) -> None:
-    connector = "tiered" if fault is Fault.HANGS else "eager"
+    is_below = fault in {Fault.HANGS, Fault.TORN, Fault.CORRUPT}
+    connector, workload = ("tiered", "returning") if is_below else ("eager", "shared-prefix")
     num_struck = num_restarts = 0
     for seed in range(1000):
-        result = ScenarioRun(draw_scenario(seed, "shared-prefix", connector, [fault])).play()
-        assert result.error is None, f"--replay {seed} --workload shared-prefix --connector {connector}: {result.error}"
+        result = ScenarioRun(draw_scenario(seed, workload, connector, [fault])).play()
+        assert result.error is None, f"--replay {seed} --workload {workload} --connector {connector}: {result.error}"
         num_struck += result.struck[fault]
         num_restarts += result.tallies["restarts"]
         if num_struck or num_restarts:

@@ -308,7 +308,7 @@ def test_a_failure_becomes_small_and_a_script_that_shows_it(tmp_path: Path, caps
     assert shown["SCENARIO"] == small
     assert shown["show"](shown["SCENARIO"]) == 1
     table = capsys.readouterr().out
-    assert "step | computes | waits | copies | free" in table
+    assert "| step | computes | waits | copies | free" in table
     assert WRONG_TOKEN in table
 
 

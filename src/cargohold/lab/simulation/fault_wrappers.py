@@ -7,7 +7,6 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from random import Random
 from typing import Any, Final
-from zlib import crc32
 
 from cargohold.blocks import ABSENT, NOT_YET
 from cargohold.cache import ForwardingManager, OffloadKey, OffloadManager, SlotReservation, StoreOffer
@@ -27,7 +26,7 @@ from cargohold.protocol import (
     WorkerEnvironment,
 )
 from cargohold.protocol.hooks import Hook
-from cargohold.transfer import CopyJob, CopyResult, Direction, ForwardingTransfers, TransferWorker
+from cargohold.transfer import CopyResult, Direction, ForwardingTransfers, TransferWorker
 from cargohold.transfer.port import have_succeeded
 
 
@@ -128,51 +127,8 @@ def faulty_factory(factory: KVConnectorFactory, source: FaultSource) -> KVConnec
     return ClassFactory(scheduler_side, worker_side)
 
 
-class ChecksummedTransfers(ForwardingTransfers):
-    """Compares the bytes of loads with what was stored. A load with a difference fails, and names the blocks that differ.
-
-    Args:
-        inner: carries out copies.
-        region: the paged KV, as bytes.
-        rows: the tier's memory.
-        sums: checksum of each row; it lives as long as the tier.
-    """
-
-    def __init__(self, inner: TransferWorker, region: ByteRows, rows: ByteRows, sums: dict[int, int]) -> None:
-        super().__init__(inner)
-        self._region = region
-        self._rows = rows
-        self._sums = sums
-        self._ended: list[CopyResult] = []
-
-    def finish_loads(self) -> bool:
-        """Pass on; loads that brought other bytes than were stored have failed."""
-        have_arrived = self.inner.finish_loads()
-        self._ended += map(self._checked, self.inner.poll())
-        return have_arrived and have_succeeded(self._ended)
-
-    def poll(self) -> list[CopyResult]:
-        """Copies that ended. Loads that brought other bytes than were stored have failed."""
-        ended, self._ended = self._ended, []
-        return ended + [self._checked(result) for result in self.inner.poll()]
-
-    def _checked(self, result: CopyResult) -> CopyResult:
-        if result.outcome is not TransferOutcome.DONE:
-            return result
-        job = result.job
-        if job.direction is Direction.STORE:
-            self._sums.update((row, crc32(self._rows[row])) for row in job.rows)
-            return result
-        bad = frozenset(
-            block_id
-            for block_id, row in zip(job.block_ids, job.rows, strict=True)
-            if crc32(self._region[block_id]) != self._sums.get(row)
-        )
-        return replace(result, outcome=TransferOutcome.FAILED, failed_block_ids=bad) if bad else result
-
-
 class FaultyTransfers(ForwardingTransfers):
-    """Makes copies fail, stores torn, and reports of copies late, lost or doubled; damages bytes before loads.
+    """Makes copies fail, and reports of them late, lost or doubled.
 
     Args:
         inner: carries out copies.
@@ -201,12 +157,6 @@ class FaultyTransfers(ForwardingTransfers):
         self._lost: list[CopyResult] = []
         self._told: list[CopyResult] = []
 
-    def submit(self, job: CopyJob) -> None:
-        """Pass on; before a load, a byte that it will read may be damaged."""
-        if job.rows and job.direction is Direction.LOAD and self._source.strikes(Fault.CORRUPT):
-            self._rows[self._source.random.choice(job.rows)] ^= 1
-        self.inner.submit(job)
-
     def finish_loads(self) -> bool:
         """Pass on; what fails has failed before the step computes with it, even if that is reported later, or never."""
         have_arrived = self.inner.finish_loads()
@@ -229,17 +179,11 @@ class FaultyTransfers(ForwardingTransfers):
         return self._delayed[0][0] if self._delayed else float("inf")
 
     def _damaged(self, result: CopyResult) -> CopyResult:
-        """Make some copies fail, and stores torn."""
+        """Make some copies fail."""
         source = self._source
         # A copy that was abandoned has moved nothing: all of its blocks are bad, so it must not name some.
         if result.outcome is not TransferOutcome.ABANDONED and (source.strikes(Fault.FAILED) or self._is_gone()):
             return self._failed(result)
-        if (
-            result.job.direction is Direction.STORE
-            and result.outcome is TransferOutcome.DONE
-            and source.strikes(Fault.TORN)
-        ):
-            scribble(self._rows, some(result.job.rows, source.random))
         return result
 
     def _delivered(self, result: CopyResult) -> list[CopyResult]:

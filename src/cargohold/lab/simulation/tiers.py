@@ -267,6 +267,8 @@ class LinkedQueue:
                 if job.kind is JobKind.LOAD and key in self._medium.chunks and self._source.strikes(Fault.CORRUPT):
                     self._medium.corrupt(key)
                 answer = job.answers[at] = self._medium.access(job, at, self._source.clock())
+                if answer is StoreOutcome.STORED and self._source.strikes(Fault.TORN):
+                    self._medium.corrupt(key)
                 if pending.ends < _NEVER:  # what a medium that hangs has done, nobody learns
                     self._health.note_answers(job, [answer])
             elif job.kind is JobKind.LOAD and buffer is not None:

@@ -20,7 +20,6 @@ from cargohold.lab.simulation.connectors import (
     needs_prefix_cache,
 )
 from cargohold.lab.simulation.fault_wrappers import (
-    ChecksummedTransfers,
     FaultyManager,
     FaultyTransfers,
     faulty_factory,
@@ -32,7 +31,6 @@ from cargohold.lab.simulation.replica import Replica, SimulatedEngine
 from cargohold.lab.simulation.tiers import (
     LinkedQueue,
     ListedMedium,
-    MakeTransfers,
     MediumPlan,
     SimulatedMedium,
     TieredOffloading,
@@ -216,7 +214,6 @@ def _draw_groups(random: Random) -> tuple[GroupPlan, ...]:
     return (full, GroupPlan(AttentionKind.SLIDING_WINDOW, block_tokens, random.randint(1, 16)))
 
 
-DAMAGING = (Fault.TORN, Fault.CORRUPT)
 SLOWNESS = 100.0
 """Factor by which links are slower while ``Fault.SLOW`` is on."""
 
@@ -317,7 +314,7 @@ class World:
         tier = SimulatedOffloading(
             plan.num_slots,
             lookahead=plan.lookahead,
-            make_transfers=self._transfers(self.source),
+            make_transfers=self._transfers,
             watch=self._watch,
             wrap_manager=self._faulty_manager if may_change else _unchanged,
             record_events=self._scenario.shape.scheduler["emit_events"],
@@ -327,10 +324,9 @@ class World:
         return tier
 
     def _make_tiered(self, plan: TierPlan) -> KVConnectorFactory:
-        # Host memory has no checksums, so nothing in it may be damaged. The media below it check what they load.
-        rates = {fault: rate for fault, rate in self.source.rates.items() if fault not in DAMAGING}
-        transfers = self._transfers(replace(self.source, rates=rates))
-        tiered = TieredOffloading(plan.num_slots, plan.lower, transfers, self._watch, self._make_queue, **plan.options)
+        tiered = TieredOffloading(
+            plan.num_slots, plan.lower, self._transfers, self._watch, self._make_queue, **plan.options
+        )
         self.tiered.append(tiered)
         return tiered
 
@@ -341,21 +337,13 @@ class World:
         self._links.append(link)
         return link
 
-    def _transfers(self, source: FaultSource) -> MakeTransfers:
-        """What makes a worker's transfers over a link, with faults and, where bytes may change, with checksums."""
-        sums: dict[int, dict[int, int]] = {}  # as long as the tier lives: per shard, by row
-
-        def made(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
-            transfers: TransferWorker = self._make_link(region, rows, environment.rank)
-            if source.is_possible(DAMAGING):
-                shard = environment.rank // environment.layout.num_replicas
-                transfers = ChecksummedTransfers(transfers, region, rows, sums.setdefault(shard, {}))
-            if source.rates:
-                transfers = faulty = FaultyTransfers(transfers, region, rows, source, self._is_gone)
-                self._faulty.append(faulty)
-            return transfers
-
-        return made
+    def _transfers(self, region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
+        """Transfers over a link, with faults."""
+        transfers: TransferWorker = self._make_link(region, rows, environment.rank)
+        if self.source.rates:
+            transfers = faulty = FaultyTransfers(transfers, region, rows, self.source, self._is_gone)
+            self._faulty.append(faulty)
+        return transfers
 
     def _watch(self, transfers: TransferWorker, rank: int) -> TransferWorker:
         return WatchedTransfers(transfers, self.copies[rank])

@@ -18,7 +18,7 @@ from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.fingerprints import GroupPlan, WrongTokenError
 from cargohold.lab.simulation.oracles import OracleError
 from cargohold.lab.simulation.run import RunResult, ScenarioRun
-from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
+from cargohold.lab.simulation.timeline import NO_TIMELINE, RecentTimeline, Timeline
 from cargohold.lab.simulation.traffic import Abort, Action, Ask, Reset
 from cargohold.lab.simulation.transfers import CopyConflictError
 from cargohold.lab.simulation.world import ANY, Scenario, Shape, check_names, draw_scenario
@@ -26,7 +26,7 @@ from cargohold.lab.vllm.configuration import ASYNC, DRAFTED
 from cargohold.lab.vllm.others.copies import simulated_copies
 from cargohold.lab.vllm.others.files import simulated_files
 from cargohold.lab.vllm.others.plan import MULTI, PREFIX, StrangerPlan, check_tiers, connector_class, drawn_config
-from cargohold.lab.vllm.others.report import StepTable, script
+from cargohold.lab.vllm.others.report import script
 from cargohold.lab.vllm.others.world import StrangerWorld, told
 from cargohold.lab.vllm.recipe import VllmRecipe, VllmRun, VllmWorld, fitted
 from cargohold.protocol import AttentionKind
@@ -95,7 +95,7 @@ def kind_of(error: Exception | None) -> str | None:
 
 def show(scenario: Scenario, num_lines: int = 40) -> int:
     """Play a scenario, and print the end of its table of steps. Returns 1 if it fails."""
-    table = StepTable(num_lines)
+    table = RecentTimeline(num_lines)
     result = StrangerRun(scenario, timeline=table, world=StrangerWorld(scenario)).play()
     end = "it ended well" if result.error is None else f"{type(result.error).__name__}: {result.error}"
     sys.stdout.write("\n".join([scenario.describe(), "", *table.lines(), "", end, ""]))
@@ -160,9 +160,6 @@ class StrangerRecipe(VllmRecipe):
 
     def run(self, scenario: Scenario, timeline: Timeline = NO_TIMELINE) -> ScenarioRun:
         return StrangerRun(scenario, timeline=timeline, world=StrangerWorld(scenario))
-
-    def timeline(self, num_lines: int) -> StepTable:
-        return StepTable(num_lines)
 
     def fails_like(self, scenario: Scenario, error: Exception) -> bool:
         """Whether a run of ``scenario`` fails in the same way."""
