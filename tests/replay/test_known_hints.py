@@ -6,13 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cargohold.cache import OffloadManager
-from cargohold.cache.manager import ForwardingManager
 from cargohold.cache.policies import POLICIES
 from cargohold.errors import ConfigError
-from cargohold.lab.replay.hints import OrchestratorHints
 from cargohold.lab.replay.replaying import HINTED, replay
-from cargohold.lab.replay.tiers import run_tiers
 from cargohold.lab.replay.traces import TraceRequest
 from cargohold.lab.replay.workload import Workload, load_workload
 
@@ -59,101 +55,6 @@ def test_a_trace_without_sessions_gives_no_hints() -> None:
         next(replay(load_workload(turns(with_sessions=False)), "lru" + HINTED, [(20,)]))
 
 
-LAST_TURN_S = 171.0
-
-
-def with_pauses(
-    last_pauses_s: Sequence[float], *, comes_back: bool, last_stop: str = "tool_call"
-) -> list[TraceRequest]:
-    """Two agents of one session take turns, beside sessions that need their place; the first may come back at the end.
-
-    The pauses before the last turns are given, and how the turn before the last of them ended.
-    """
-    first, second = [0, *range(10, 18)], [0, *range(20, 28)]
-    turns = [(9.0 * turn, 0, first if turn % 2 else second) for turn in range(20)]
-    assert turns[-1][0] == LAST_TURN_S
-    others = [
-        (1.0 + 4.0 * turn, 1 + turn % 5, range(100 * (turn % 5) + 100, 100 * (turn % 5) + 106)) for turn in range(90)
-    ]
-    now = turns[-1][0]
-    for pause_s in last_pauses_s:
-        now += pause_s
-        turns.append((now, 0, second))
-    turns.append((now + 100.0, 0, first if comes_back else second))
-    unlike = turns[-3][0]
-    return [
-        TraceRequest(
-            hash_ids=list(ids),
-            timestamp_ms=1000 * at,
-            session_id=of,
-            stop=last_stop if of == 0 and at == unlike else "tool_call",
-        )
-        for at, of, ids in sorted([*turns, *others])
-    ]
-
-
-class Listener(ForwardingManager):
-    """Notes what is said of which chunks."""
-
-    def __init__(self, inner: OffloadManager) -> None:
-        super().__init__(inner)
-        self.said: list[tuple[list[bytes], int]] = []
-
-    def rank(self, keys: Sequence[bytes], level: int, tenant: str | None = None) -> int:
-        self.said.append((list(keys), level))
-        return super().rank(keys, level, tenant)
-
-
-class TimedHints(OrchestratorHints):
-    """Hints up to a moment."""
-
-    end_s = 0.0
-
-    def before(self, request: int, prompt: Sequence[bytes]) -> None:
-        if self._arrivals_s[request] < self.end_s:
-            super().before(request, prompt)
-
-    def after(self, request: int, keys: Sequence[bytes]) -> None:
-        if self._arrivals_s[request] < self.end_s:
-            super().after(request, keys)
-
-
-def said_until(requests: Sequence[TraceRequest], end_s: float) -> list[tuple[list[bytes], int]]:
-    workload = load_workload(requests)
-    listeners: list[Listener] = []
-
-    def give_hints(manager: OffloadManager) -> OrchestratorHints:
-        listeners.append(Listener(manager))
-        hints = TimedHints(workload, listeners[0])
-        hints.end_s = end_s
-        return hints
-
-    run_tiers(workload, "lru", (20,), give_hints=give_hints)
-    return listeners[0].said
-
-
-def test_what_is_said_does_not_depend_on_whether_a_session_comes_back_to_what_it_left() -> None:
-    """Else the hints would know the future."""
-    back, gone = (with_pauses([12.0, 40.0, 12.0], comes_back=comes_back) for comes_back in (True, False))
-    end_s = LAST_TURN_S + 64.0 + 100.0
-    said = said_until(back, end_s)
-    assert said == said_until(gone, end_s)
-    assert len(said) > 100
-
-
-@pytest.mark.parametrize("late_s", [30.0, 110.0, 1000.0])
-def test_what_is_said_does_not_depend_on_when_the_next_turn_comes(late_s: float) -> None:
-    soon, late = (with_pauses([12.0, pause_s], comes_back=True) for pause_s in (10.0, late_s))
-    end_s = LAST_TURN_S + 12.0 + 10.0
-    assert said_until(soon, end_s) == said_until(late, end_s)
-
-
-def test_what_is_said_depends_on_how_the_turn_ended() -> None:
-    tool, person = (with_pauses([12.0, 40.0], comes_back=True, last_stop=stop) for stop in ("tool_call", "answer"))
-    end_s = LAST_TURN_S + 12.0 + 40.0
-    assert said_until(tool, end_s) != said_until(person, end_s)
-
-
 def test_hints_say_nothing_where_all_sessions_that_wait_fit(workload: Workload) -> None:
     """Only that a session is over: so nothing that comes back is lost for it."""
     size = [(300,)]
@@ -172,21 +73,20 @@ def hits_of(requests: Sequence[tuple[float, int, Sequence[int]]], size: int, ses
     return [(hits, len(ids)) for (_, of, ids), hits in found if of == session][1:]
 
 
-@pytest.mark.parametrize("num_left", [1, 4])
-def test_what_a_session_leaves_behind_takes_no_place_from_sessions_that_wait(num_left: int) -> None:
-    """An end of an answer in other words, or a branch. LRU would keep it, because it was used later."""
-    busy = [
-        (2.0 * turn, 0, [0, 1, 2, 3, *range(100 + turn * num_left, 100 + (turn + 1) * num_left)]) for turn in range(40)
-    ]
-    waiting = [(1.0 + 14.0 * turn, 1, list(range(50, 58))) for turn in range(6)]
-    assert hits_of([*busy, *waiting], size=4 + num_left + 8, session=1)[1:] == [(8, 8)] * 4, "once that is known"
+def test_all_that_a_session_has_left_behind_is_over_with_it() -> None:
+    """Also the branches of its earlier turns. LRU would keep them, because they were used later."""
+    waiting = [(at, 1, list(range(8))) for at in (0.0, 100.0)]
+    branches = [(10.0, 2, [100, 101, 102, 103, 104]), (20.0, 2, [100, 111, 112, 113, 114])]
+    newcomer = [(30.0, 3, list(range(200, 208)))]
+    assert hits_of([*waiting, *branches, *newcomer], size=17, session=1) == [(8, 8)]
 
 
-def test_a_branch_to_which_its_session_comes_back_is_not_what_it_leaves_behind() -> None:
-    """Two agents of one session take turns; another session leaves something behind in each turn."""
-    agents = [(5.0 * turn, 0, [0, *range(10 + 10 * (turn % 2), 14 + 10 * (turn % 2))]) for turn in range(12)]
-    other = [(1.0 + 5.0 * turn, 1, [50, 51, 52, 53, 100 + 2 * turn, 101 + 2 * turn]) for turn in range(12)]
-    assert hits_of([*agents, *other], size=15, session=0)[3:] == [(5, 5)] * 8, "once that is known"
+def test_what_an_open_session_shares_with_one_that_is_over_stays() -> None:
+    system = list(range(6))
+    over, waiting = [(0.0, 2, [*system, 100])], [(10.0, 3, list(range(200, 206))), (100.0, 3, [200])]
+    newcomer = [(30.0, 4, list(range(300, 304)))]
+    again = [(20.0, 1, system), (40.0, 1, system)]
+    assert hits_of([*over, *waiting, *again, *newcomer], size=13, session=1) == [(6, 6)]
 
 
 def test_a_session_that_is_over_takes_no_place_from_sessions_that_wait() -> None:

@@ -61,8 +61,7 @@ class GridOptions:
     hints: Annotated[
         str | None,
         typer.Option(
-            help="known: also replay each policy with hints of an orchestrator that knows how each turn ended, and which "
-            "sessions are closed."
+            help="known: also replay each policy with hints of an orchestrator that knows which sessions are closed."
         ),
     ] = None
     model: Annotated[

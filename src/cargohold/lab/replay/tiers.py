@@ -199,7 +199,7 @@ class _Replay:
     def _arrive(self, request: int, prompt: Keys) -> tuple[int, int]:
         """Look a prompt up and compute the rest. Returns how many leading chunks were found, and how many in all."""
         if self._hints is not None:
-            self._hints.before(request, prompt)
+            self._hints.before(prompt)
         num_hits, num_present = _serve(self._tiers, prompt, self._device.find(prompt))
         self._note_lost(self._device.use(prompt))
         if self._is_pooled:
