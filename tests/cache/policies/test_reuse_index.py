@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,9 +15,19 @@ from cargohold.blocks import READY
 from cargohold.cache import StoreOffer, TierManager, make_manager
 from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.chunk_table import READY as READY_SLOT
-from cargohold.cache.policies import DEFAULT_POLICY
+from cargohold.cache.policies import DEFAULT_POLICY, reuse_model
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
-from cargohold.cache.policies.reuse_model import NEW, NUM_AGES, AbsentChunks, ReuseModel, _reuse_index, age_bucket
+from cargohold.cache.policies.reuse_model import (
+    ADDED_BY_END,
+    DETAILS,
+    NEW,
+    NUM_AGES,
+    NUM_CLASSES,
+    AbsentChunks,
+    ReuseModel,
+    _reuse_index,
+    age_bucket,
+)
 from cargohold.protocol import TurnEnd
 from tests.cache.common import DEPTH, EVERY_PATH, chain, key, numbered
 from tests.cache.manager.naive_tier import NaiveTier
@@ -214,7 +225,8 @@ def test_what_comes_back_soon_is_worth_more_than_what_comes_back_late_or_never()
         for chunk_class, tag in enumerate([turn % 4, 1_000 + turn % 100, 2_000 + turn]):
             model.observe_each([tag], [chunk_class], now)
         now += 3
-    assert model.fit(now)
+    while not model.fit(now):
+        pass
     soon, late, never, unknown = model.index[:, 0]
     assert soon > 5 * late > 25 * never
     assert never < unknown < soon, "a class without chunks is believed to be like all of them"
@@ -333,3 +345,29 @@ def serve_agents(*, told: bool, last: TurnEnd = TurnEnd.ANSWER) -> int:
 @pytest.mark.parametrize("last", [TurnEnd.ANSWER, TurnEnd.LENGTH])
 def test_how_turns_end_decides_what_stays_whatever_the_ends_mean(last: TurnEnd) -> None:
     assert serve_agents(told=True, last=last) > 1.4 * serve_agents(told=False)
+
+
+def test_learning_is_spread_over_calls_and_meanwhile_there_may_be_other_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def learned() -> ReuseModel:
+        model = ReuseModel(NUM_CLASSES, DETAILS, 1000, len(ADDED_BY_END))
+        random = Random(5)
+        for now in range(0, 600_000, 100):
+            tags = [
+                random.randrange(1 << 32) if at % 2 else at << 12 for at in range(now // 100 % 50, now // 100 % 50 + 20)
+            ]
+            model.observe_each(tags, [random.randrange(NUM_CLASSES) for _ in tags], now)
+            model.note_end(tags, now // 100 % 3)
+        return model
+
+    in_parts, at_once = learned(), learned()
+    calls = [in_parts.fit(600_000)]
+    in_parts.observe_each(list(range(9000)), [0] * 9000, 600_000)  # some are thrown away for them
+    while not calls[-1]:
+        calls.append(in_parts.fit(600_001))
+    monkeypatch.setattr(reuse_model, "_NUM_RECORDS_AT_ONCE", 1 << 30)
+    assert at_once.fit(600_000)
+    assert len(calls) >= len({0, 1, 2}) + 1, "each way to end has a call of its own"
+    assert np.array_equal(in_parts.index, at_once.index)
+    assert not in_parts.fit(600_001), "it learns anew only when it is time to"

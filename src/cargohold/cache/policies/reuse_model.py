@@ -25,7 +25,7 @@ that of others, the time between the last two uses, by powers of four.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -68,6 +68,8 @@ NUM_AGES: Final = 40
 """Number of age buckets; their limits are powers of two."""
 
 _NUM_RECORDS: Final = 16_384
+_NUM_RECORDS_AT_ONCE: Final = 4096
+"""With fewer records, an index is learned in one call."""
 _MIN_SPAN: Final = 1 << 18
 _SPAN_PER_SLOT: Final = 16
 _FIRST_FIT: Final = 256
@@ -152,6 +154,7 @@ class ReuseModel:
         self._family_size = family_size
         self._span = max(_MIN_SPAN, _SPAN_PER_SLOT * capacity)
         self._next_fit = _FIRST_FIT
+        self._fitting: Iterator[Index | None] | None = None
         self._num_records = 0
         self._tags = np.zeros(_NUM_RECORDS, dtype=np.uint32)
         self._classes = np.zeros(_NUM_RECORDS, dtype=np.uint8)
@@ -214,35 +217,57 @@ class ReuseModel:
                 self._num_records = at
 
     def fit(self, now: int) -> bool:
-        """Replace the index by one learned from the records, if it is time to; return whether it was."""
-        if now < self._next_fit:
+        """Replace the index by one learned from the records, if it is time to; return whether it was.
+
+        With many records, that takes several calls, so that no step waits for long.
+        """
+        if self._fitting is None:
+            if now < self._next_fit:
+                return False
+            self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
+            self._fitting = self._fit(now)
+        while (index := next(self._fitting)) is None and self._num_records < _NUM_RECORDS_AT_ONCE:
+            pass
+        if index is None:
             return False
-        self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
-        ages = self._ages(now)
-        hazards = self._hazards(*ages)
-        index = _reuse_index(hazards)
-        self.index = np.tile(index, (self._num_ends, 1))
-        for turn_end, factors in self._factors(*ages, hazards).items() if self._num_turns else ():
-            rows = slice(turn_end * self._num_classes, (turn_end + 1) * self._num_classes)
-            self.index[rows] = _reuse_index(hazards * factors[self._groups])
+        self.index, self._fitting = index, None
         return True
 
-    def _factors(self, is_open: Flags, ages: Numbers, hazards: Index) -> dict[int, Index]:
+    def _fit(self, now: int) -> Iterator[Index | None]:
+        """Yield ``None`` where the next call may go on, and in the end the index."""
+        ages = self._ages(now)
+        hazards = self._hazards(*ages)
+        # Copies: until the next call, there may be other records.
+        kinds = self._classes[: self._num_records].copy(), self._turn_ends[: self._num_records].astype(np.intp)
+        yield None
+        factors = self._factors(*ages, hazards, *kinds) if self._num_turns else {}
+        num_known = int(ages[1].max(initial=0)) + 2  # beyond, nothing is known, and an index is 0
+        index = np.zeros((self._num_ends, *hazards.shape))
+        yield None
+        index[:, :, :num_known] = _reuse_index(hazards[:, :num_known])
+        for turn_end, of_groups in factors.items():
+            yield None
+            index[turn_end, :, :num_known] = _reuse_index((hazards * of_groups[self._groups])[:, :num_known])
+        yield index.reshape(-1, NUM_AGES)
+
+    def _factors(
+        self, is_open: Flags, ages: Numbers, hazards: Index, classes: npt.NDArray[np.uint8], turn_ends: Numbers
+    ) -> dict[int, Index]:
         """Return how many times as likely a reuse is as the class alone tells, by the end of the turn, for groups of ages."""
-        used = slice(self._num_records)
         risks = hazards * _WIDTHS
         # By group, how many reuses a class lets expect up to an age: of the last bucket a half.
         parts = [np.where(self._groups == group, risks, 0.0) for group in range(_NUM_GROUPS)]
-        expected = np.array([part.cumsum(axis=1) - part / 2 for part in parts])[:, self._classes[used], ages]
-        turn_ends = self._turn_ends[used].astype(np.intp)
+        expected = np.array([part.cumsum(axis=1) - part / 2 for part in parts]).reshape(_NUM_GROUPS, -1)
         reused = np.bincount(
             (turn_ends * _NUM_GROUPS + self._groups[ages])[~is_open], minlength=self._num_ends * _NUM_GROUPS
         )
-        hoped = np.array([np.bincount(turn_ends, weights=part, minlength=self._num_ends) for part in expected]).T
+        cells = (turn_ends * self._num_classes + classes) * NUM_AGES + ages
+        counts = np.bincount(cells, minlength=self._num_ends * expected.shape[1]).reshape(self._num_ends, -1)
+        hoped = counts @ expected.T
         # Chunks of one turn share one fate: what counts is the number of turns.
         weight = _TURN_WEIGHT * self._num_noted / self._num_turns
         factors: Index = (reused.reshape(-1, _NUM_GROUPS) + weight) / (hoped + weight)
-        return {turn_end: factors[turn_end] for turn_end in np.unique(turn_ends).tolist() if turn_end}
+        return {turn_end: factors[turn_end] for turn_end in np.flatnonzero(counts.any(axis=1)).tolist() if turn_end}
 
     def _ages(self, now: int) -> tuple[Flags, Numbers]:
         """Return, per record, whether its chunk was not used again, and the bucket of the age that it has reached."""
@@ -291,17 +316,18 @@ def _blend(reused: npt.NDArray[Any], at_risk: Index, prior: Index, weight: float
 
 def _reuse_index(hazards: Index) -> Index:
     """Return the index at the start of each age bucket, for hazards that are constant within buckets."""
-    risks = hazards * _WIDTHS
+    widths = _WIDTHS[: hazards.shape[1]]
+    risks = hazards * widths
     survival = np.exp(-np.cumsum(risks, axis=1))
     survival_before = np.concatenate((np.ones((len(hazards), 1)), survival[:, :-1]), axis=1)
     # Time spent in each bucket, on average over all chunks: the integral of survival, exact also where hazards vanish.
-    spent = survival_before * _WIDTHS * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
+    spent = survival_before * widths * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
     reuse = np.concatenate((np.zeros((len(hazards), 1)), 1.0 - survival), axis=1)
     time = np.concatenate((np.zeros((len(hazards), 1)), spent.cumsum(axis=1)), axis=1)
     # The survival up to here cancels out, so the index is the steepest line from here to any point ahead. Computed for one
     # distance after the other, so that the arrays are small and stay in the cache.
     index: Index = np.zeros_like(hazards)
-    for ahead in range(1, NUM_AGES + 1):
+    for ahead in range(1, hazards.shape[1] + 1):
         gain, cost = (curve[:, ahead:] - curve[:, :-ahead] for curve in (reuse, time))
         from_here = index[:, : gain.shape[1]]
         np.maximum(from_here, gain / np.maximum(cost, 1e-300), out=from_here)
