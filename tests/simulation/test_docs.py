@@ -34,7 +34,7 @@ def rows(text: str, heading: str) -> list[str]:
 def test_workloads_and_faults_are_those_of_the_code(text: str, played: str) -> None:
     assert rows(played, "workload") == list(WORKLOADS)
     assert rows(played, "fault") == [fault.value for fault in Fault]
-    assert f"[{len(WORKLOADS)} workloads, our connectors, {len(Fault)} kinds of fault]" in text
+    assert f"[{len(WORKLOADS)} workloads and {len(Fault)} kinds of fault]" in text
 
 
 def test_every_connector_is_named(played: str) -> None:
