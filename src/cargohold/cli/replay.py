@@ -32,8 +32,8 @@ from cargohold.lab.replay.advice import Machine, advise, as_facts, disk_table, f
 from cargohold.lab.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.lab.replay.html import page, plan_page, write_text
 from cargohold.lab.replay.planning import BASELINE, Plan, Planner, SizingBudget
-from cargohold.lab.replay.replaying import BOUNDS, HINTED, INFINITE, Capacities, ReplayResult, check_policies
-from cargohold.lab.replay.report import Report, describe_amount, describe_size, describe_trace, format_seconds
+from cargohold.lab.replay.replaying import BOUNDS, HINTED, Capacities, ReplayResult, check_policies
+from cargohold.lab.replay.report import Report, all_numbers, describe_size, describe_trace, format_seconds
 from cargohold.lab.replay.workload import Workload
 from cargohold.option_values import format_bytes, parse_room
 from cargohold.process import memory_limit_bytes
@@ -145,16 +145,12 @@ def show_report(report: Report) -> None:
         "prefix-hit ratio, per cent": _by_size(report, lambda result: f"{100 * result.prefix_hit_ratio:.2f}"),
         "what moved": _details(report),
     }
-    if _has_time(report):
+    if report.has_time:
         waits = _by_size(report, lambda result: format_seconds(report.costs.waiting_s(result, report.workload)))
         tables["how long all prompts together wait to be loaded and computed"] = waits
     for title, table in tables.items():
         console.print(f"\n{title}", style="bold", highlight=False)
         console.print_table(table)
-
-
-def _has_time(report: Report) -> bool:
-    return report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
 
 
 def _by_size(report: Report, cell: Callable[[ReplayResult], str]) -> Table:
@@ -173,25 +169,13 @@ def _by_size(report: Report, cell: Callable[[ReplayResult], str]) -> Table:
 
 def _details(report: Report) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("policy", "size"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    has_time = _has_time(report)
-    for name in ("block hits, %", "loaded", "written", "evicted", *(["prefill saved"] if has_time else [])):
-        table.add_column(name, justify="right")
-    for policy in report.policies:
-        for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
-            saved = report.costs.saved_s(result, report.workload.chunk_tokens)
-            size = "everything" if policy == INFINITE else _stacked(describe_size(report, result.capacities))
-            cells = [policy, size, f"{100 * result.block_hit_ratio:.2f}", *_traffic(report, result)]
-            table.add_row(*cells, *([format_seconds(saved)] if has_time else []))
+    heads, rows = all_numbers(report)
+    hidden = heads.index("prefix hits, %")  # in the table above
+    for name in (name for name in heads if name != heads[hidden]):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name in ("policy", "size"))
+    for row in rows:
+        table.add_row(*(_stacked(cell) for at, cell in enumerate(row) if at != hidden))
     return table
-
-
-def _traffic(report: Report, result: ReplayResult) -> list[str]:
-    if not result.tiers:
-        return ["", "", ""]
-    columns = zip(*((tier.loaded, tier.stored, tier.evicted) for tier in result.tiers), strict=True)
-    return [_stacked(" + ".join(describe_amount(report, amount) for amount in column)) for column in columns]
 
 
 def _stacked(sum_of_tiers: str) -> str:

@@ -18,12 +18,11 @@ from cargohold.lab.replay.planning import BASELINE, Plan, Planner
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult
 from cargohold.lab.replay.report import (
     Report,
-    describe_amount,
+    all_numbers,
     describe_costs,
     describe_size,
     describe_trace,
     format_amount,
-    format_seconds,
 )
 from cargohold.option_values import format_bytes
 
@@ -163,7 +162,7 @@ future; {INFINITE} never evicts.</p>
 {_chart(report, _volume(report, "Volume loaded against size", _loaded))}
 <h2>All numbers</h2>
 <p class="soft">{escape(describe_costs(report))}</p>
-<div class="scroll">{_table(report)}</div>"""
+<div class="scroll">{_table(*all_numbers(report))}</div>"""
     return _document("Replay", report, body)
 
 
@@ -180,7 +179,7 @@ def plan_page(planner: Planner, plan: Plan, report: Report, answer: Sequence[str
 <h2>{escape(plan.policy)}, by size of host memory</h2>
 <p class="soft">{escape(describe_costs(report))} Sizes are counted once they are full. Next GiB: what each GiB up to the next
 size brings, in {escape(unit_of_gain(planner))}.</p>
-<div class="scroll"><table>{_row(heads, "th")}{"".join(_row(row, "td") for row in rows)}</table></div>"""
+<div class="scroll">{_table(heads, rows)}</div>"""
     return _document("Plan", report, body + _disk(planner, plan))
 
 
@@ -190,7 +189,7 @@ def _disk(planner: Planner, plan: Plan) -> str:
         return ""
     return f"""
 <h2>{escape(format_bytes(planner.budget.disk_bytes or 0))} of disk below, by size of host memory</h2>
-<div class="scroll"><table>{_row(heads, "th")}{"".join(_row(row, "td") for row in rows)}</table></div>"""
+<div class="scroll">{_table(heads, rows)}</div>"""
 
 
 def _document(kind: str, report: Report, body: str) -> str:
@@ -313,28 +312,8 @@ def _chart(report: Report, measure: Measure) -> str:
     return line_chart(lines, axes)
 
 
-def _table(report: Report) -> str:
-    has_time = report.costs.prefill_tokens_per_s is not None and report.chunk_bytes is not None
-    tiers = max((result.tiers for result in report.results), key=len, default=())
-    heads = ["policy", "size", "prefix hits", "block hits"]
-    heads += [f"{what}, {tier.name}" for tier in tiers for what in ("loaded", "written", "evicted")]
-    heads += ["prefill saved"] if has_time else []
-    rows = [_row(heads, "th")]
-    for policy in report.policies:
-        for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
-            cells = [policy, "everything" if policy == INFINITE else describe_size(report, result.capacities)]
-            cells += [f"{100 * ratio:.2f}%" for ratio in (result.prefix_hit_ratio, result.block_hit_ratio)]
-            for at in range(len(tiers)):
-                amounts = result.tiers[at] if at < len(result.tiers) else None
-                cells += (
-                    ["", "", ""]
-                    if amounts is None
-                    else [describe_amount(report, n) for n in (amounts.loaded, amounts.stored, amounts.evicted)]
-                )
-            if has_time:
-                cells.append(format_seconds(report.costs.saved_s(result, report.workload.chunk_tokens)))
-            rows.append(_row(cells, "td"))
-    return f"<table>{''.join(rows)}</table>"
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"<table>{_row(heads, 'th')}{''.join(_row(row, 'td') for row in rows)}</table>"
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

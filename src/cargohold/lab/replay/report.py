@@ -37,6 +37,11 @@ class Report:
         return self.costs.chunk_bytes(self.workload.chunk_tokens)
 
     @property
+    def has_time(self) -> bool:
+        """Whether hits can be told in seconds of prefill."""
+        return self.costs.prefill_tokens_per_s is not None and self.chunk_bytes is not None
+
+    @property
     def policies(self) -> tuple[str, ...]:
         """The policies and bounds that were replayed; bounds last."""
         found = dict.fromkeys(result.policy for result in self.results)
@@ -211,6 +216,26 @@ def describe_size(report: Report, capacities: Sequence[int]) -> str:
         f"{describe_amount(report, capacity)} ({_trimmed(share) if share <= 100 else '>100'}%)"
         for capacity, share in zip(capacities, shares, strict=True)
     )
+
+
+def all_numbers(report: Report) -> tuple[list[str], list[list[str]]]:
+    """All results as a table: heads, and a row per policy and size. Amounts of several tiers are joined by " + "."""
+    columns = ("loaded", "written", "evicted")
+    heads = ["policy", "size", "prefix hits, %", "block hits, %", *columns]
+    rows = []
+    for policy in report.policies:
+        for result in sorted((r for r in report.results if r.policy == policy), key=lambda r: r.capacities):
+            size = "everything" if policy == INFINITE else describe_size(report, result.capacities)
+            ratios = [f"{100 * ratio:.2f}" for ratio in (result.prefix_hit_ratio, result.block_hit_ratio)]
+            moved = [(tier.loaded, tier.stored, tier.evicted) for tier in result.tiers]
+            amounts = [
+                " + ".join(describe_amount(report, number) for number in of_tiers)
+                for of_tiers in zip(*moved, strict=True)
+            ]
+            rows.append([policy, size, *ratios, *(amounts or [""] * len(columns))])
+            if report.has_time:
+                rows[-1].append(format_seconds(report.costs.saved_s(result, report.workload.chunk_tokens)))
+    return [*heads, *(["prefill saved"] if report.has_time else [])], rows
 
 
 def format_seconds(seconds: float | None) -> str:
