@@ -285,12 +285,12 @@ def _flattened(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
 EXIT_USAGE = 2
 
 
-def parse_json(option: str, text: str) -> object:
-    """Read the value of an option. Raises ``ConfigError`` if it is not JSON."""
+def parse_json(option: str, text: str) -> dict[str, Any]:
+    """Read the value of an option. Raises ``ConfigError`` if it is not an object of JSON."""
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(option, text, f"it must be JSON ({one_line(error)})") from error
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(option, text, f"it must be JSON: an object ({one_line(error)})") from error
 
 
 _OTHER_NAMES = {

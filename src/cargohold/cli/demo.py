@@ -23,7 +23,7 @@ from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.model.files import locate_model
 from cargohold.engine.outputs import RequestMetrics
-from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError
+from cargohold.errors import CargoholdError, ConfigError
 from cargohold.integrations.vllm.server import serving, why_turned_off
 from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.llm import LLM
@@ -261,27 +261,21 @@ def _warm_up(llm: LLM) -> None:
 
 def _check_fits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> None:
     """Raise an error that says what would work unless every conversation fits to its end."""
-    longest = max(_num_tokens(llm, talk, answer_tokens) for talk in conversations)
-    config, info = llm.plan.config, llm.plan.info
-    if longest > info.max_positions:
-        turns = len(conversations[0].questions)
-        most = answer_tokens - -(-(longest - info.max_positions) // turns)
-        if most > 0:
-            has = f"the longest conversation would have about {longest:,} tokens"
-            expected = f"{has}, and {info.name} is for at most {info.max_positions:,}; use at most {most}"
-            raise ConfigError("answer_tokens", answer_tokens, expected)
-        reason = f"the longest conversation has about {longest:,} tokens, and it is for at most {info.max_positions:,}"
-        raise UnsupportedModelError(info.name, reason)
+    texts, num_turns = max(_num_tokens(llm, talk) for talk in conversations), len(conversations[0].questions)
+    longest, most = texts + num_turns * answer_tokens, llm.plan.info.max_positions
+    if longest > most:
+        has = f"the longest conversation would have about {longest:,} tokens, and {llm.plan.info.name} is for at most {most:,}"
+        raise ConfigError("answer_tokens", answer_tokens, f"{has}; use at most {(most - texts) // num_turns}")
     if longest > llm.plan.scheduler.max_model_len:
-        needed = -(-longest // config.block_tokens) + 1
+        needed = -(-longest // llm.plan.config.block_tokens) + 1
         expected = f"the longest conversation alone needs about {needed} blocks"
-        raise ConfigError("num_device_blocks", config.num_device_blocks, expected)
+        raise ConfigError("num_device_blocks", llm.plan.config.num_device_blocks, expected)
 
 
-def _num_tokens(llm: LLM, talk: Conversation, answer_tokens: int) -> int:
-    """About how many tokens a conversation has at its end."""
+def _num_tokens(llm: LLM, talk: Conversation) -> int:
+    """About how many tokens the texts of a conversation have, without answers."""
     turns = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in talk.questions]
-    return len(llm.chat_prompt([message for turn in turns for message in turn])) + answer_tokens * len(turns)
+    return len(llm.chat_prompt([message for turn in turns for message in turn]))
 
 
 SERVED_NAME = "demo"

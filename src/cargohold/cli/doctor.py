@@ -103,13 +103,11 @@ def doctor(
     out.print_table(table)
 
 
-def _beside_others(name: str, about: str) -> None:
-    """List a command in the help that is run before the app is imported."""
+for name, about in (  # commands that run before the app is imported: they are only listed in its help
+    (VLLM_FLAGS, "Print the options that enable Cargohold in vLLM, after checking them on this machine."),
+    (VLLM_BENCH, "Print a benchmark of vLLM that fits the caches of a running server."),
+):
     app.command(name, help=about)(lambda: None)
-
-
-_beside_others(VLLM_FLAGS, "Print the options that enable Cargohold in vLLM, after checking them on this machine.")
-_beside_others(VLLM_BENCH, "Print a benchmark of vLLM that fits the caches of a running server.")
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import re
 import shlex
 import traceback
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.progress import BarColumn
@@ -80,7 +80,8 @@ class RecipeOptions:
             _recipe_class(self.engine)
             from cargohold.lab.vllm.others.recipe import StrangerRecipe  # noqa: PLC0415  # takes seconds
 
-            return StrangerRecipe(self.workload, self.connector, faults, _parsed(self.connector_config))
+            options = parse_json("connector-config", self.connector_config or "{}")
+            return StrangerRecipe(self.workload, self.connector, faults, options)
         if self.connector_config is not None:
             expected = f"it is for connectors {OTHERS}NAME, and this is {self.connector}"
             raise ConfigError("connector-config", self.connector_config, expected)
@@ -213,14 +214,6 @@ def _show_kinds(failures: Iterable[SeedReport]) -> None:
     for alike in sorted(kinds.values(), key=len, reverse=True):
         first = min(alike, key=lambda report: report.seed)
         typer.echo(f"{len(alike):4d} failed, the first is seed {first.seed}: {first.failure}")
-
-
-def _parsed(text: str | None) -> Mapping[str, Any]:
-    """The options in ``text``. Raises ``ConfigError``."""
-    options = parse_json("connector-config", text or "{}")
-    if not isinstance(options, dict):
-        raise ConfigError("connector-config", text, "it must be an object of JSON")
-    return options
 
 
 def _recipe_class(engine: str) -> type[Recipe]:

@@ -7,6 +7,7 @@ Written with the standard library alone: inside vLLM's environment, Cargohold co
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -93,14 +94,14 @@ def main(words: Sequence[str]) -> int:
     asked = _parse(words)
     try:
         transfer = transfer_config(asked)
-        launch = Launch.of(asked, transfer)
+        printed = FORMATS[asked.format](Launch.of(asked, transfer))
         said = list(remarks(asked, transfer))
     except ConfigError as error:
         sys.stderr.write(f"cargohold: {_in_words_of_the_command(error)}\n")
         return EXIT_USAGE
     for remark in said:
         sys.stderr.write(f"cargohold: {remark}\n")
-    sys.stdout.write(f"{FORMATS[asked.format](launch)}\n")
+    sys.stdout.write(f"{printed}\n")
     return 0
 
 
@@ -271,21 +272,21 @@ def _for_kubernetes(launch: Launch) -> str:
         "args": launch.arguments(),
         "env": [_POD_NAME] if any("$(POD_NAME)" in word for word in launch.arguments()) else [],
         "envFrom": [{"secretRef": {"name": "kv-store"}}] if None in launch.used else [],
-        "resources": {"requests": memory, "limits": memory},
+        "resources": {"requests": memory, "limits": dict(memory)},
         "volumeMounts": [{"name": name, "mountPath": place} for name, place in [*places, *shared]],
     }
     volumes = [
         *({"name": name, "hostPath": {"path": place, "type": "Directory"}} for name, place in places),
         *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name, _ in shared),
     ]
-    pod = {"terminationGracePeriodSeconds": GRACE_S, "containers": [container], "volumes": volumes}
+    pod = _filled({"terminationGracePeriodSeconds": GRACE_S, "containers": [_filled(container)], "volumes": volumes})
     patch = {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": {"name": "vllm"},
         "spec": {"template": {"spec": pod}},
     }
-    return "\n".join([f"# {launch.asked.made_by}", *_yaml(patch)])
+    return _yaml(launch, patch)
 
 
 def _mounted(directory: str) -> str:
@@ -305,33 +306,22 @@ def _for_compose(launch: Launch) -> str:
             for place in [*launch.directories(is_own=True), *launch.directories(is_own=False)]
         ],
     }
-    return "\n".join([f"# {launch.asked.made_by}", *_yaml({"services": {"vllm": service}})])
+    return _yaml(launch, {"services": {"vllm": _filled(service)}})
 
 
-_PLAIN: Final = re.compile(
-    r"(?!(?:true|false|null|yes|no|on|off|y|n)$)(?:[A-Z/-]|[0-9]+(?:[MG]i|[gms])$)[\w./-]*", re.IGNORECASE | re.ASCII
-)
-"""Words that no format takes for anything but text."""
+def _yaml(launch: Launch, value: dict[str, Any]) -> str:
+    """A file of YAML, with the command that prints it."""
+    try:
+        import yaml  # type: ignore[import-untyped]  # noqa: PLC0415  # comes with vLLM
+    except ImportError as error:
+        raise ConfigError(
+            "--format", launch.asked.format, "it needs a package that vLLM has: pip install pyyaml"
+        ) from error
+    return f"# {launch.asked.made_by}\n{yaml.safe_dump(value, sort_keys=False, width=math.inf)}".rstrip()
 
 
-def _yaml(value: Any) -> Iterator[str]:
-    """Lines of YAML for objects, lists, texts and numbers; what is empty is left out."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(item, str | int):
-                yield f"{key}: {next(_yaml(item))}"
-            elif item:
-                yield f"{key}:"
-                yield from (f"  {line}" for line in _yaml(item))
-    elif isinstance(value, list):
-        for item in value:
-            first, *rest = _yaml(item)
-            yield f"- {first}"
-            yield from (f"  {line}" for line in rest)
-    elif isinstance(value, int) or _PLAIN.fullmatch(value):
-        yield str(value)
-    else:
-        yield "'{}'".format(value.replace("'", "''")) if value.isprintable() else json.dumps(value)
+def _filled(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if item}
 
 
 FORMATS: Final[Mapping[str, Callable[[Launch], str]]] = MappingProxyType(

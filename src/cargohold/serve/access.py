@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 from starlette.types import Scope
 
@@ -170,8 +170,7 @@ class LimitedAccess:
     serves_pins = False
 
     def admit(self, scope: Scope) -> Client:
-        client: Client = scope["state"]["client"]
-        return client
+        return cast("Client", scope["state"]["client"])
 
 
 def missing_key(needed: str) -> ApiError:
@@ -182,8 +181,7 @@ def missing_key(needed: str) -> ApiError:
 
 def path_of(scope: Scope) -> str:
     """The path that was asked for, below that at which the server stands."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _check_path(path: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry
@@ -330,12 +330,10 @@ class EngineWatch:
                     self.contents = await llm.contents()
             self.now = Scrape.of_families(time.monotonic(), self._registry.collect())
             self.history.add(self.now)
-        except TimeoutError:
-            pass
         except EngineDeadError as error:
             self._admission.note_end(error)
-        except CargoholdError:
-            pass  # a connector that cannot count; its requests are told what is wrong with it
+        except (TimeoutError, CargoholdError):
+            pass  # of a connector that cannot count: its requests report what is wrong with it
 
 
 # --- what all requests are served with --------------------------------------------------------------------------------
@@ -373,20 +371,17 @@ class ServerContext:
 
 
 def context_of(request: Request) -> ServerContext:
-    context: ServerContext = request.app.state.context
-    return context
+    return cast("ServerContext", request.app.state.context)
 
 
 def client_of(request: Request) -> Client:
-    """Who has sent the request, as the gate has found out."""
-    client: Client = request.state.client
-    return client
+    """The client that sent the request, as the gate has found out."""
+    return cast("Client", request.state.client)
 
 
 def size_of(request: Request) -> int:
     """Bytes of the body of the request, which has been read."""
-    num_bytes: int = request.state.body.num_bytes
-    return num_bytes
+    return int(request.state.body.num_bytes)
 
 
 def trace_of(request: Request) -> dict[str, str] | None:

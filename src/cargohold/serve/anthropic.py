@@ -21,6 +21,7 @@ from cargohold.serve.interfaces import (
     CachedBody,
     Items,
     StopStrings,
+    begin,
     cached_tokens,
     checked,
     fitting,
@@ -93,7 +94,6 @@ class AnthropicTool(BaseModel):
 class Prompt(Body):
     """What a conversation consists of."""
 
-    model: str
     messages: Annotated[Items[AnthropicMessage], Field(min_length=1)]
     system: str | Items[dict[str, Any]] | None = None
     tools: Items[AnthropicTool] | None = None
@@ -152,7 +152,7 @@ class MessagesBody(Prompt, CachedBody):
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: Prompt) -> Response:
     """How many tokens a conversation has."""
-    llm = _begin(request, body)
+    llm = begin(request, body)
     tokens = await in_turn(request, lambda: fitting(llm, partial(body.tokens, llm)))
     return json_response({"input_tokens": len(tokens)})
 
@@ -160,7 +160,7 @@ async def count_tokens(request: Request, body: Prompt) -> Response:
 @router.post("/v1/messages")
 async def messages(request: Request, body: MessagesBody) -> Response:
     """The next message of a conversation."""
-    llm = _begin(request, body)
+    llm = begin(request, body)
     if body.messages[-1].role == "assistant":
         raise invalid("the assistant's message cannot be continued here: the last one must be the user's", "messages")
     client, sampling = client_of(request), [body.sampling()]
@@ -183,15 +183,6 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     content = _blocks(reader.read(output.text, finished=True))
     answer = {**head, "content": content, **_stop(output, reader), "usage": _usage(output, llm)}
     return json_response(answer | body.of_cache([output]))
-
-
-def _begin(request: Request, body: Prompt) -> AsyncLLM:
-    """The model, if it may be asked this."""
-    context = context_of(request)
-    llm = context.admission.llm
-    context.check_model(body.model)
-    body.check_others()
-    return llm
 
 
 def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:

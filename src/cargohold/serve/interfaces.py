@@ -99,6 +99,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    model: str
+
     def check_others(self) -> None:
         """Raise ``ApiError`` for fields that the engine has not."""
         for name, value in (self.model_extra or {}).items():
@@ -166,7 +168,6 @@ class StreamOptions(BaseModel):
 class OpenAIBody(CachedBody):
     """What completions of text and of conversations have in common. Further fields than OpenAI's are those of vLLM."""
 
-    model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=1024)
@@ -180,6 +181,11 @@ class OpenAIBody(CachedBody):
     ignore_eos: bool = False
     priority: int = 0
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    def check_others(self) -> None:
+        super().check_others()
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options are for streams: set stream to true", "stream_options")
 
     def sampling(self, max_tokens: int) -> list[SamplingParams]:
         """Sampling parameters, one per answer to one prompt.
@@ -294,6 +300,15 @@ def offered_tools(tools: list[dict[str, Any]] | None, choice: ToolChoice = None)
 def tool_names(tools: list[dict[str, Any]] | None) -> list[str]:
     """Names by which a model may call tools that it was offered, as templates know them."""
     return [tool["function"]["name"] for tool in tools or ()]
+
+
+def begin(request: Request, body: Body) -> AsyncLLM:
+    """Return the model. Raises ``ApiError`` if it is not served under this name, or the engine lacks something."""
+    context = context_of(request)
+    llm = context.admission.llm
+    context.check_model(body.model)
+    body.check_others()
+    return llm
 
 
 Events = Callable[[Outputs], AsyncGenerator[bytes]]

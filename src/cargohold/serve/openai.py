@@ -19,12 +19,13 @@ from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestMetrics, RequestOutput
 from cargohold.llm import AsyncLLM
 from cargohold.serve.admission import Job, Outputs, Prompts, ServerContext, client_of, context_of, size_of, trace_of
-from cargohold.serve.errors import ApiError, invalid, json_response, openai_body
+from cargohold.serve.errors import ApiError, json_response, openai_body
 from cargohold.serve.interfaces import (
     Items,
     Message,
     OpenAIBody,
     ToolChoice,
+    begin,
     cached_tokens,
     checked,
     fitting,
@@ -85,7 +86,7 @@ async def model(request: Request, name: str) -> Response:
 @router.post("/v1/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete text."""
-    llm = _begin(request, body)
+    llm = begin(request, body)
     sampling = body.sampling(body.max_tokens or _DEFAULT_COMPLETION_TOKENS)
     prompts = body.prompts()
     form = Form("cmpl", "text_completion", "text_completion", _text_choice, _text_choice)
@@ -96,7 +97,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Go on with a conversation."""
-    llm = _begin(request, body)
+    llm = begin(request, body)
     messages = [message.for_template(f"messages[{at}]") for at, message in enumerate(body.messages)]
     tools = offered_tools(body.tools, body.tool_choice)
 
@@ -151,17 +152,6 @@ def _delta_choice(at: int, parts: Sequence[Part], reason: str | None) -> dict[st
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _begin(request: Request, body: OpenAIBody) -> AsyncLLM:
-    """The model, if it may be asked this."""
-    context = context_of(request)
-    llm = context.admission.llm
-    context.check_model(body.model)
-    body.check_others()
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options are for streams: set stream to true", "stream_options")
-    return llm
 
 
 def _tokens(llm: AsyncLLM, prompt: str | list[int], most: int) -> list[int]:
