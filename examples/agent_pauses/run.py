@@ -36,7 +36,10 @@ class CargoholdEngine:
 
 async def main() -> None:
     offload = OffloadConfig(
-        host_bytes=kv_bytes(MODEL, HOST_TOKENS), hints=HintConfig(pin_fraction=PIN_FRACTION), restore="always"
+        host_bytes=kv_bytes(MODEL, HOST_TOKENS),
+        policy="lru",
+        hints=HintConfig(pin_fraction=PIN_FRACTION),
+        restore="always",
     )
     options = {"num_device_blocks": DEVICE_TOKENS // BLOCK_TOKENS, "block_tokens": BLOCK_TOKENS, "dtype": "float32"}
     async with AsyncLLM(MODEL, offload=offload, **options) as llm:

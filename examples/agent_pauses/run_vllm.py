@@ -91,6 +91,7 @@ async def main() -> None:
         kv_role="kv_both",
         kv_connector_extra_config={
             "host_bytes": kv_bytes(MODEL, HOST_TOKENS),
+            "policy": "lru",
             "hints": {"pin_fraction": PIN_FRACTION},
             "restore": "always",
         },
