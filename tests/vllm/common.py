@@ -19,6 +19,8 @@ LAZY: dict[str, Any] = {"mode": "lazy", "host_bytes": HOST}
 RESTARTED: dict[str, Any] = {**EAGER, "restore": "always", "restore_timeout_s": 60.0, "shutdown_timeout_s": 20.0}
 """For engines that are started one after the other. A server's shorter timeouts would end before a busy machine's disk."""
 EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+LATENT: dict[str, Any] = {"num_blocks": 80, "attention_backend": "CPU_MLA"}
+"""Options of vLLM for latent attention: on CPUs with AMX it would choose a backend that takes no float32."""
 COMPOSED: dict[str, Any] = {"mode": "multi", "connectors": [EAGER, LAZY]}
 
 CAN_DRAFT = compat.vllm_version() != (0, 30)

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.vllm.common import EAGER, LAZY, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, LATENT, LAZY, ask_twice, forget, make_prompts, restored, tokens
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.models import save_adapter, save_tokenizer
 
@@ -118,7 +118,7 @@ def test_a_quantized_cache(kv_cache_dtype: str, llama: str, start: Callable[...,
 def test_latent_attention(vllm_model: Callable[[str], str], start: Callable[..., Any], faults: Faults) -> None:
     # What is decoded behind a prefix differs from what is computed with it, in vLLM itself: a device hit says what is right.
     model, prompts = vllm_model("deepseek"), make_prompts(3, 330)
-    options = {"num_blocks": 80, "caches_latents": True}
+    options = {**LATENT, "caches_latents": True}
     reference = start(model, **options)
     expected = tokens([reference.ask([prompt])[0] for prompt in prompts * 2][3:])
     for scrambled in (False, True):
@@ -133,8 +133,8 @@ def test_latent_attention_where_vllm_reuses_no_prefix_is_served_without(
 ) -> None:
     """With its prefix cache off, as vLLM turns it off on CPUs, what was computed behind a load were other tokens."""
     model, prompts = vllm_model("deepseek"), make_prompts(3, 330)
-    expected = tokens(ask_twice(start(model, num_blocks=80), prompts))
-    answers = ask_twice(start(model, EAGER, num_blocks=80), prompts)
+    expected = tokens(ask_twice(start(model, **LATENT), prompts))
+    answers = ask_twice(start(model, EAGER, **LATENT), prompts)
     assert (tokens(answers), restored(answers)) == (expected, 0)
     assert "reuses no prefix of latent attention on this CPU" in caplog.text
 

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import compat, worker
-from tests.vllm.common import EAGER, ask_twice, forget, make_prompts, restored, tokens
+from tests.vllm.common import EAGER, LATENT, ask_twice, forget, make_prompts, restored, tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +43,7 @@ def test_two_processes_keep_latent_kv_once(
 ) -> None:
     model, prompts = vllm_model("deepseek"), make_prompts(2, 330)
     options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    options |= {"num_blocks": 80, "caches_latents": True}
+    options |= {**LATENT, "caches_latents": True}
     # What is decoded behind a prefix differs from what is computed with it, in vLLM itself: a device hit says what is right.
     reference = start(model, **options)
     expected = tokens([reference.ask([prompt], 6)[0] for prompt in prompts * 2][len(prompts) :])

@@ -47,13 +47,11 @@ RETAINED: Final = "prefix_cache_retention_interval"
 """Key in a shape's scheduler options: what vLLM's prefix cache keeps of windows and states; ``None`` for all."""
 CAN_RETAIN_LESS: Final = RETAINED in KVCacheConfig.__dataclass_fields__
 ADAPTED: Final = "adapters"
-SLEEPS: Final = "sleeps"
 """Key in a shape's scheduler options: whether requests are computed with adapters; left out where there are none."""
+SLEEPS: Final = "sleeps"
+"""Key in a shape's scheduler options: whether vLLM may sleep; left out where it may not."""
 DRAFTED: Final = "num_speculative_tokens"
 """Key in a shape's scheduler options: tokens that a draft model proposes in each step; left out where there is none."""
-HASHED_AHEAD: Final = "num_hash_lookahead_tokens"
-"""Key in a shape's scheduler options: tokens behind each block that its hash covers, too; left out for none. vLLM 0.33 does so
-for draft models, and not where there is a connector: here it does."""
 MAX_MODEL_LEN: Final = "max_model_len"
 """Key in a shape's scheduler options: tokens of the longest request."""
 TRANSFER_TIMEOUT_S: Final = 0.5
@@ -113,8 +111,6 @@ def vllm_config(shape: Shape, transfer: Any = None) -> Any:
         config.lora_config = lora_config()
     if DRAFTED in options:
         config.speculative_config = _speculation(options[DRAFTED])
-    if HASHED_AHEAD in options:
-        config.__class__ = _hashing_ahead(options[HASHED_AHEAD])
     # Set here because vLLM turns it off on CPUs; the simulation is about what happens on GPUs.
     config.scheduler_config.async_scheduling = options[ASYNC]
     return config
@@ -125,11 +121,6 @@ def _speculation(num_tokens: int) -> Any:
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=num_tokens, prompt_lookup_max=1)
     speculation.method = "mtp"
     return speculation
-
-
-def _hashing_ahead(num_tokens: int) -> type:
-    """A class of configurations with which hashes cover so many tokens more."""
-    return type("HashingAhead", (VllmConfig,), {HASHED_AHEAD: property(lambda _: num_tokens)})
 
 
 def config_of_rank(config: Any, rank: int) -> Any:

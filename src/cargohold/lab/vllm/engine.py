@@ -32,7 +32,6 @@ from cargohold.lab.vllm.configuration import (
     ADAPTED,
     ASYNC,
     DRAFTED,
-    HASHED_AHEAD,
     LOAD_TIMEOUT_S,
     MATCH_UNIT,
     RETAINED,
@@ -129,7 +128,7 @@ class VllmEngine(Replica):
     ) -> None:
         options = shape.scheduler
         layout = layout_of(shape.groups, shape.num_blocks, shape.world_size)
-        of_vllm = (ADAPTED, ASYNC, DRAFTED, HASHED_AHEAD, LATE_BLOCKS, MATCH_UNIT, RETAINED, SLEEPS)
+        of_vllm = (ADAPTED, ASYNC, DRAFTED, LATE_BLOCKS, MATCH_UNIT, RETAINED, SLEEPS)
         config = SchedulerConfig(
             **{name: value for name, value in options.items() if name not in of_vllm}
             | {"load_timeout_s": LOAD_TIMEOUT_S, "emit_salted_events": True}  # vLLM publishes all of its own
@@ -273,7 +272,7 @@ class VllmEngine(Replica):
     def _start(self, shape: Shape, transfer: Any) -> None:
         config, caches = vllm_config(shape, transfer), kv_cache_config(shape)
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, config)
-        self._book = RequestBook(self.requests, hash_tokens, self._tell, shape.scheduler.get(HASHED_AHEAD, 0))
+        self._book = RequestBook(self.requests, hash_tokens, self._tell)
         self.chains = PrefixChains(self._book.tokens, self._book.root)
         if self.tells_weights_apart:
             self._book.adapter_of = self._files.request

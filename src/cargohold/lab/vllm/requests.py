@@ -51,20 +51,16 @@ class RequestBook:
         own: our requests so far by id, with what their clients have been told.
         hash_tokens: tokens per block hash of vLLM's.
         tell: called with every update that a client gets.
-        num_ahead: tokens behind each block that its hash covers, too.
 
     Attributes:
         failed_loads: ids of requests of which a load has failed.
         adapter_of: gives vLLM's description of the adapter that a salt stands for; ``None`` for none.
     """
 
-    def __init__(
-        self, own: Mapping[str, Request], hash_tokens: int, tell: Callable[[RequestUpdate], None], num_ahead: int = 0
-    ) -> None:
+    def __init__(self, own: Mapping[str, Request], hash_tokens: int, tell: Callable[[RequestUpdate], None]) -> None:
         self._own = own
         self._tell = tell
-        ahead = (num_ahead,) if num_ahead else ()  # since 0.33
-        self._hasher = get_request_block_hasher(hash_tokens, hash_function(), *ahead)
+        self._hasher = get_request_block_hasher(hash_tokens, hash_function())
         self._live: dict[str, Any] = {}
         self._tokens: dict[str, list[int]] = {}
         self._num_loaded: dict[str, int] = {}
