@@ -92,7 +92,7 @@ def test_a_follower_that_takes_nothing_is_given_up(stack: ExitStack, caplog: pyt
     idle, reading = follower(server, stack, takes=1), follower(server, stack)
     ask(idle, 0)
     assert idle.poll(PATIENCE_MS)
-    while "is given up" not in caplog.text:
+    while "is dropped" not in caplog.text:
         ask(reading, NUM_MESSAGES - 1)
         read_all(reading)
 

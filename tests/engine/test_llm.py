@@ -617,7 +617,7 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused_and_har
     tokenizer.add_tokens(["<|image|>"], special_tokens=True)
     tokenizer.save_pretrained(seeing)
     llm = make_llm(str(seeing))
-    with pytest.raises(RequestError, match=r"prompt 2 of 2: .* a token of it, 800, that the model has not: it has 800"):
+    with pytest.raises(RequestError, match=r"prompt 2 of 2: .* into token 800, which the model lacks: it has 800"):
         llm.generate(["Once upon a time", "Look at this: <|image|>"])
     with pytest.raises(RequestError, match="token id 800 is not an integer from 0 to 799"):
         llm.chat([{"role": "user", "content": "Look at this: <|image|>"}])

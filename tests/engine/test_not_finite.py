@@ -52,7 +52,7 @@ def generate(llm: LLM, *prompts: list[int], max_tokens: int = 12) -> list[Reques
 
 
 def is_refused(output: RequestOutput) -> bool:
-    return output.finish_reason == "error" and "not finite" in (output.error or "")
+    return output.finish_reason == "error" and "non-finite" in (output.error or "")
 
 
 @pytest.fixture
