@@ -17,7 +17,7 @@ from cargohold.tiers import Answer, BreakerConfig, JobKind, JobStatus, StoreOutc
 from cargohold.tiers.health import MediumHealth
 from cargohold.tiers.port import ACCESS_OF, EMPTY, NO_LOSSES, Losses, TierUsage
 from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
-from cargohold.tiers.worker import TierWorker
+from cargohold.tiers.worker import JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
 
 _NEVER = float("inf")
@@ -45,8 +45,8 @@ class HeldMedium(SimulatedMedium):
         return super().access(job, at, now)
 
 
-class HeldQueue:
-    """Carries out a job at the next poll, or when told to. Satisfies ``JobQueue``.
+class HeldQueue(JobQueue):
+    """Carries out a job at the next poll, or when told to.
 
     Args:
         medium: the medium that jobs access.

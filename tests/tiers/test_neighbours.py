@@ -225,7 +225,7 @@ def test_a_directory_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     config = DiskTierConfig(directory="~/kv", max_bytes="2MiB", reserve_bytes=0)
     for one in (config, config.of_replica(1)):
-        one.check([CHUNK], 1)
+        one.require_place()
         fill(one.open(Opening(codec=codec(), chunk_sizes=[CHUNK])), 1)
     assert {path.parent for path in tmp_path.rglob(NAMESPACE.id)} == {tmp_path / "kv", tmp_path / "kv" / "replica-1"}
     assert len(open_inventory("~/kv").holdings()) == 2

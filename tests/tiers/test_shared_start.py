@@ -296,6 +296,6 @@ def test_a_chunk_that_the_medium_can_just_take_is_not_refused(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KV_KEY", "ab" * 32)
-    monkeypatch.setattr("cargohold.tiers.disk.shard.check_place", lambda *_: None)  # whatever the disk has
+    monkeypatch.setattr("cargohold.tiers.disk.kind.require_place", lambda *_: None)  # whatever the disk has
     make, most, _ = LARGE[what]
     check_tier(make(tmp_path / "kv"), [most], 1)

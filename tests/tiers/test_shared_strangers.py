@@ -98,9 +98,7 @@ LEFT: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("what", [*REPLACED, *LEFT])
-def test_what_is_no_file_in_the_place_of_a_chunk_is_a_miss(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_file_in_the_place_of_a_chunk_is_a_miss(tmp_path: Path, what: str) -> None:
     """Found by use: a pipe held every thread that asked for the chunk, for good; the others failed whole requests."""
     other = int.from_bytes(b"\1" + bytes(31), "big")  # in another folder
     tier = filled(f"file://{tmp_path}", 1)
@@ -119,7 +117,6 @@ def test_what_is_no_file_in_the_place_of_a_chunk_is_a_miss(
         assert load(tier, other) == payload(other)
 
     in_thread(use, WAIT_S, "it hangs")
-    assert ("a foreign object has its name" in caplog.text) == (what in LEFT)
     if what == "full folder":
         assert (path / "letter").read_text() == "mine"
 

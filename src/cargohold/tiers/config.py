@@ -185,9 +185,6 @@ class TierConfig(Options):
         if self.encryption_key is not None:
             require_chunk_below("encryption_key", self.encryption_key, chunk_bytes, MAX_ENCRYPTED_BYTES)
 
-    def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:  # most media are asked by ``open``
-        """Raise ``ConfigError`` for what ``open`` would refuse with these sizes and workers, before anything is loaded."""
-
     def require_unused(self, namespace_ids: Callable[[], Iterable[str]]) -> None:  # most are for many processes
         """Raise ``ConfigError`` if another process has one of these namespaces to itself and does not end in time.
 

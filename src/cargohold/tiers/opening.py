@@ -58,7 +58,7 @@ def check_tier(config: TierConfig, chunk_sizes: Sequence[int], num_shards: int) 
     if config.pack == "exponent":
         packing.require_package()
     config.require_sizes(max(chunk_sizes), num_shards)
-    at_medium(config, lambda: config.check(chunk_sizes, num_shards), ANSWER.seconds())
+    at_medium(config, config.require_place, ANSWER.seconds())
 
 
 def open_tier(

@@ -43,6 +43,7 @@ from cargohold.tiers.port import (
     TierJob,
     TierUsage,
 )
+from cargohold.tiers.worker import JobQueue
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class QueueConfig:
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
-class TierQueue:
+class TierQueue(JobQueue):
     """Carries out jobs on one tier in threads of its own.
 
     One thread owns the queue: it submits, cancels and polls. Only ``drain`` and ``shutdown`` wait. Every job that was taken is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from cargohold.cache.manager import OffloadKey, Slot
 from cargohold.protocol import Clock, Stats, Tally, TransferOutcome, metrics
@@ -38,85 +37,53 @@ _OUTCOMES = {
 }
 
 
-class JobQueue(Protocol):
-    """The interface of ``cargohold.tiers.TierQueue``: takes jobs and returns them; no method but the last waits."""
+class JobQueue:
+    """Takes jobs and returns them; no method but the last waits. ``cargohold.tiers.TierQueue`` carries them out.
 
-    def submit(self, job: TierJob) -> bool:
-        """Take a job. Returns ``False`` if the queue cannot take it now; then ``poll`` does not return it."""
-        ...
-
-    def poll(self) -> Sequence[TierJob]:
-        """Return the jobs that ended since the last call. Nothing reads or writes their buffers any more."""
-        ...
-
-    def cancel(self, job_id: int) -> None:
-        """Make a job end soon, if it has not ended."""
-        ...
-
-    def health(self) -> TierHealth:
-        """Return which kinds of jobs the queue takes now."""
-        ...
-
-    def take_losses(self) -> Losses:
-        """Return what the tier has lost since the last call, as far as it knows."""
-        ...
-
-    def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the chunks that the tier does not have, by its index: only asked of a tier that told of losses."""
-        ...
-
-    def usage(self) -> TierUsage:
-        """Return how full the tier is, as far as is known here."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop the queue."""
-        ...
-
-
-class NoOpQueue:
-    """The queue of a worker whose chunks another worker stores and loads: says at once that all went well.
-
-    A job ends when all workers have reported it, so it is the other worker's answers that count. Satisfies ``JobQueue``.
+    By itself it is for a worker whose chunks another worker stores and loads, and says at once that all went well. A job ends
+    when all workers have reported it, so it is the other worker's answers that count.
     """
 
     def __init__(self) -> None:
         self._ended: list[TierJob] = []
 
     def submit(self, job: TierJob) -> bool:
-        """End the job. It is not said what was stored or loaded: bytes are counted where they are moved."""
+        """Take a job. Returns ``False`` if the queue cannot take it now; then ``poll`` does not return it.
+
+        By default it ends at once. It is not said what was stored or loaded: bytes are counted where they are moved.
+        """
         job.answers = [True] * len(job.keys)
         job.status = JobStatus.DONE
         self._ended.append(job)
         return True
 
     def poll(self) -> Sequence[TierJob]:
-        """Return the jobs since the last call."""
+        """Return the jobs that ended since the last call. Nothing reads or writes their buffers any more."""
         ended, self._ended = self._ended, []
         return ended
 
     def cancel(self, job_id: int) -> None:
-        """Do nothing: the job has ended."""
+        """Make a job end soon, if it has not ended."""
 
     def health(self) -> TierHealth:
-        """Nothing is known here to be wrong."""
+        """Return which kinds of jobs the queue takes now."""
         return HEALTHY
 
     def take_losses(self) -> Losses:
-        """Nothing is known here to be lost."""
+        """Return what the tier has lost since the last call, as far as it knows."""
         return NO_LOSSES
 
     def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Nothing is known here to be lacking."""
+        """Return those of the chunks that the tier does not have, by its index: only asked of a tier that told of losses."""
         del keys
         return []
 
     def usage(self) -> TierUsage:
-        """Nothing: what is there is counted by the other worker."""
+        """Return how full the tier is, as far as is known here."""
         return EMPTY
 
     def shutdown(self) -> None:
-        """Do nothing: there is nothing in flight."""
+        """Stop the queue."""
 
 
 class RecentLosses:

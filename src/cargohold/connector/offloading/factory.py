@@ -32,7 +32,7 @@ from cargohold.tiers.scheduler_side import (
     WriteMode,
     random_epoch,
 )
-from cargohold.tiers.worker import NoOpQueue, TierWorker
+from cargohold.tiers.worker import JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
 from cargohold.transfer.port import share_stores
 
@@ -304,7 +304,7 @@ class OffloadingFactory:
         if not self.config.tiers:
             return OffloadingWorker(make_transfers)
         if replica:
-            bystanders = {options.name: NoOpQueue() for options in tier_options(self.config, layout)}
+            bystanders = {options.name: JobQueue() for options in tier_options(self.config, layout)}
             return OffloadingWorker(
                 make_transfers, TierWorker(bystanders, memory.rows, per_chunk, environment.clock, environment.rank)
             )

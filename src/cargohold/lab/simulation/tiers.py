@@ -22,7 +22,7 @@ from cargohold.tiers.memory import Buffer, bytes_in, copy_bytes
 from cargohold.tiers.port import ACCESS_OF, EMPTY, LISTED_AT_ONCE, NO_LOSSES, Access, Listing, Losses, TierUsage
 from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
-from cargohold.tiers.worker import JobQueue, NoOpQueue, TierWorker
+from cargohold.tiers.worker import JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
 
 
@@ -161,8 +161,8 @@ class _PendingJob:
     ends: float
 
 
-class LinkedQueue:
-    """One worker's queue to its shard of a medium, in virtual time. Satisfies ``JobQueue``.
+class LinkedQueue(JobQueue):
+    """One worker's queue to its shard of a medium, in virtual time.
 
     Args:
         medium: the shard.
@@ -421,7 +421,7 @@ class TieredOffloading(HostMemoryShards):
         """A worker side with an empty host memory, and the rank's shards of the media."""
         shard, replica = divmod(environment.rank, environment.layout.num_replicas)
         rows, per_chunk = self.rows(shard, environment.layout), self.config.blocks_per_chunk
-        queues: dict[str, JobQueue] = {plan.options.name: NoOpQueue() for plan in self.plans}
+        queues: dict[str, JobQueue] = {plan.options.name: JobQueue() for plan in self.plans}
         for at, plan in enumerate(() if replica else self.plans):
             queue = queues[plan.options.name] = self._make_queue(self.shard(at, shard), plan)
             self.queues[at].append(queue)

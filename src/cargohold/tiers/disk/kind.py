@@ -21,12 +21,13 @@ from cargohold.tiers.config import (
     require_chunk_below,
     require_chunk_within,
 )
-from cargohold.tiers.disk.files import USE_BYTES
+from cargohold.tiers.disk.files import USE_BYTES, Geometry
 from cargohold.tiers.disk.inventory import DiskInventory
 from cargohold.tiers.disk.root import REPLICA_DIRECTORY
-from cargohold.tiers.disk.shard import ShardBudget, check_place, require_place, require_unused
+from cargohold.tiers.disk.shard import ShardBudget, require_place, require_room, require_unused
 from cargohold.tiers.disk.slots import SlotPlan
 from cargohold.tiers.disk.tier import DiskTier
+from cargohold.tiers.memory import padded
 from cargohold.tiers.packing import packed_sizes
 from cargohold.tiers.places import is_url
 from cargohold.tiers.port import Tier
@@ -105,6 +106,7 @@ class DiskTierConfig(TierConfig):
     def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
         TierConfig.require_sizes(self, chunk_bytes, num_shards)
         require_chunk_below("directory", str(self.directory), chunk_bytes, MAX_DISK_BYTES)
+        require_room(self._budget(num_shards), Geometry(padded(chunk_bytes), slots_per_segment=1))
         if self.num_daily_bytes is not None:
             require_chunk_within(
                 "max_daily_bytes", self.max_daily_bytes, self.num_daily_bytes, num_shards * chunk_bytes
@@ -117,10 +119,6 @@ class DiskTierConfig(TierConfig):
     def require_place(self) -> None:
         """Refuse a directory that cannot be made or written to, and a budget above the file system."""
         require_place(self._budget(1))
-
-    def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:
-        """Refuse a directory that cannot be used, and an impossible budget."""
-        check_place(self._budget(num_shards), chunk_sizes)
 
     def require_unused(self, namespace_ids: Callable[[], Iterable[str]]) -> None:
         require_unused(self._budget(1), namespace_ids)

@@ -259,7 +259,7 @@ class Shard:
                 return plan, known
         plan = SlotPlan.of_packed(sizes, types) if self._opening.codec.number_types else SlotPlan.of(sizes)
         single, most = _single(plan, namespace), plan.most
-        _require_room(self._budget, single)
+        require_room(self._budget, single)
         is_described = known is not None
         why = "they do not fit the chunks or max_bytes" if is_described else f"{DESCRIPTION_FILE} is missing or damaged"
         self._delete_segments(0, why)
@@ -381,23 +381,6 @@ def _fits(known: Geometry, single: Geometry) -> bool:
     return known.slots_per_segment >= most and replace(known, slots_per_segment=most) == single
 
 
-def check_place(budget: ShardBudget, chunk_sizes: Sequence[int]) -> None:
-    """Check options, as far as that is possible without a namespace. Creates the directory.
-
-    Raises:
-        ConfigError: the directory cannot be used, or the budget is impossible.
-    """
-    root = budget.root
-    try:
-        place_of(root)
-        make_private(root)
-        check_budget(root, budget)
-    except OSError as error:
-        raise _unusable(budget.root, error) from error
-    plan = SlotPlan.of(chunk_sizes)
-    _require_room(budget, Geometry(plan.slot_bytes, plan.most, 0, plan.link_bytes))
-
-
 def require_place(budget: ShardBudget) -> None:
     """Raise ``ConfigError`` if a directory cannot be used, or holds less than the budget. Creates nothing."""
     try:
@@ -482,7 +465,7 @@ def _unusable(root: Path, error: OSError) -> ConfigError:
     return ConfigError("directory", str(root), reason)
 
 
-def _require_room(budget: ShardBudget, single: Geometry) -> None:
+def require_room(budget: ShardBudget, single: Geometry) -> None:
     """Raise ``ConfigError`` if the budget has no room for a single chunk."""
     need = single.segment_bytes
     if budget.shard_bytes - _OTHER_BYTES < need:

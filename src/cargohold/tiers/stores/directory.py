@@ -51,6 +51,7 @@ _NAMESPACE: Final = re.compile(ID_PATTERN)
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _UNFINISHED: Final = re.compile(rf"{ID_PATTERN}/([0-9a-f]{{2}}/([0-9a-f]{{2}})+|[a-z.]+)#[0-9]+")
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
+"""How the package names the system's error numbers in an error's text; it gives them nowhere else."""
 _PRIVATE: Final = 0o700
 _told: Final[set[str]] = set()
 """Paths of namespaces of which was logged that we may not look into them: whenever room is needed, they are looked at again."""
@@ -102,8 +103,8 @@ def make_directory(directory: Path) -> None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error means that a file could not be written because there is no room."""
-    return not FULL.isdisjoint(_numbers_of(error))
+    """Whether an error means that a file could not be written: there is no room, or something that is not ours in its place."""
+    return not {*FULL, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}.isdisjoint(map(int, _OS_ERROR.findall(str(error))))
 
 
 def files_in(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
@@ -146,11 +147,6 @@ def delete_unfinished(store: ObjectStore, prefix: str = "", older_than_s: float 
                 (directory / path).unlink()
                 num_bytes += status.st_size
     return num_bytes
-
-
-def _numbers_of(error: Exception) -> set[int]:
-    """Return the system's error numbers that the package names in an error's text; it gives them nowhere else."""
-    return set(map(int, _OS_ERROR.findall(str(error))))
 
 
 def _entries(directory: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -152,19 +152,14 @@ class SharedTierConfig(TierConfig):
         _store(self.url)
 
     def require_place(self) -> None:
-        """Refuse a directory that cannot be made or written to, and a machine that lacks a library of Mooncake's."""
-        if _module(self.url) == MOONCAKE:
-            _inventory(self.url)
-        if self.directory is not None:
-            try:
+        """Refuse a directory that cannot be made or written to, and a URL of which no client can be made on this machine."""
+        try:
+            if self.directory is None:
+                _inventory(self.url)
+            else:
                 place_of(self.directory)
-            except OSError as error:
-                raise ConfigError("url", self.shown_url, f"the store cannot be used: {error}") from error
-
-    def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:
-        """Refuse what can be refused without asking a server: a missing package, an incomplete URL, a directory."""
-        self.require_place()
-        _inventory(self.url)
+        except OSError as error:
+            raise ConfigError("url", self.shown_url, f"the store cannot be used: {error}") from error
 
     @classmethod
     def inventory_of(cls, place: str) -> Inventory | None:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Final
 
 import obstore
@@ -33,7 +32,7 @@ from obstore import exceptions as store_errors
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from cargohold.cache.manager import OffloadKey
-from cargohold.errors import ConfigError, SparingLog, TierError, one_line
+from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.option_values import format_bytes
 from cargohold.tiers import places
 from cargohold.tiers.config import REQUEST_S, Opening
@@ -315,7 +314,6 @@ class ObjectTier(SharedTier):
             self._budget = StoreBudget(self._store, max_bytes, opening.num_shards, self._max_value_bytes)
         self._prefix = opening.codec.namespace.id
         self._place = self._find_place()
-        self._obstacles = SparingLog(logger)
         self._introduce()
         if self._directory is not None and not opening.codec.namespace.encryption:
             own = self._directory / self._prefix
@@ -371,13 +369,7 @@ class ObjectTier(SharedTier):
             # In one part: if an upload in several parts is broken off, its parts stay, cost money, and no listing shows them.
             obstore.put(self._store, path, value, use_multipart=False)
         except store_errors.GenericError as error:
-            if self._directory is None:
-                raise
-            if has_obstacle(self._directory, path):
-                self._obstacles.warning(
-                    "%s tier: %s cannot be stored, because a foreign object has its name", self.name, path
-                )
-            elif not is_full(error):
+            if self._directory is None or not is_full(error):
                 raise
             return StoreOutcome.REFUSED
         return StoreOutcome.STORED
@@ -513,11 +505,3 @@ class ObjectTier(SharedTier):
 
 def _unusable(shown_url: str, error: Exception) -> ConfigError:
     return ConfigError("url", shown_url, f"the store cannot be used: {first_line(error)}")
-
-
-def has_obstacle(directory: Path, path: str) -> bool:
-    """Whether no file can be written because a folder is in its place, or something else in the place of a folder above."""
-    file = directory / path
-    return file.is_dir() or any(
-        os.path.lexists(folder) and not folder.is_dir() for folder in file.parents if folder.is_relative_to(directory)
-    )
