@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cargohold.errors import ConfigError, TierError
-from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, Header, lengths_in, unpack_header
+from cargohold.tiers.chunk_format import HEADER_BYTES, MAGIC, lengths_in, unpack_header
 from cargohold.tiers.disk import trimming
 from cargohold.tiers.disk.files import (
     DirectoryLock,
@@ -28,16 +28,15 @@ from cargohold.tiers.disk.root import (
     Owner,
     ShardDescription,
     delete_shard,
+    folders_in,
     last_used,
     owner_of,
     read_description,
     replicas_in,
     shards_in,
-    strange_folders,
 )
 from cargohold.tiers.disk.slots import Links, slots_for
 from cargohold.tiers.inventory import (
-    PIECE_BYTES,
     Holding,
     Inventory,
     Verification,
@@ -191,19 +190,12 @@ class DiskInventory(Inventory):
 
 def _require_not_shared(root: Path) -> None:
     """Refuse the directory of a shared store, and log what else is no disk tier's. Raises ``ConfigError``, ``OSError``."""
-    replicas = replicas_in(root)
-    if Owner.SHARED in strange_folders(root).values() and not replicas and not any(shards_in(root)):
+    owners = {owner for _, owner in folders_in(root)}
+    if Owner.SHARED in owners and not owners & {Owner.OURS, Owner.HIDDEN} and not replicas_in(root):
         raise ConfigError("PLACE", str(root), f"it is a shared store; name it as {url_of(root)}")
-    for place in (root, *replicas):
-        with suppress(PermissionError):  # to list what is there fails as well, and is told then
-            for folder in list(strange_folders(place))[:1]:
-                logger.warning(
-                    "in %s are folders that are no disk tier's, such as %s; they are left alone. A shared store there is named "
-                    "%s",
-                    place,
-                    folder.name,
-                    url_of(place),
-                )
+    for folder in sorted(path for path, owner in folders_in(root) if owner in (Owner.SHARED, Owner.OTHERS))[:1]:
+        message = "in %s are folders that are no disk tier's, such as %s; they are left alone. A shared store there is named %s"
+        logger.warning(message, root, folder.name, url_of(root))
 
 
 def _require_ours(shard: Path) -> None:
@@ -330,37 +322,27 @@ class _Verification:
                 return None
             header = unpack_header(data)
             is_ours = header is not None and header.namespace.hex().startswith(self._namespace_id)
-            slots = None if header is None else self._slots_of(header, slot)
-            if header is None or not is_ours or slots is None:
+            if header is None or not is_ours:
                 return Verification.DAMAGED
-            is_sound = is_good(header, self._payload(slots, header.num_bytes))
+            slots = self._links.follow(header, slot, slots_for(header.num_bytes, segment.slot_bytes))
+            is_sound = slots is not None and is_good(header, self._pieces(slots, header.num_bytes))
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
             return Verification.DAMAGED  # a bad place on the disk; the slots behind it may well be good
         return Verification.GOOD if is_sound else Verification.DAMAGED
 
-    def _slots_of(self, header: Header, first: int) -> Sequence[int] | None:
-        return self._links.follow(header, first, slots_for(header.num_bytes, self._slot_bytes))
-
-    @property
-    def _slot_bytes(self) -> int:
-        return next(segment.slot_bytes for segment in self._segments.values() if segment is not None)
-
-    def _payload(self, slots: Sequence[int], num_bytes: int) -> Iterator[memoryview]:
-        """Yield ``num_bytes`` bytes of a chunk's payload, in pieces; each is valid until the next one."""
-        piece, segments = memoryview(bytearray(min(num_bytes, PIECE_BYTES))), list(self._segments.values())
+    def _pieces(self, slots: Sequence[int], num_bytes: int) -> Iterator[memoryview]:
+        """Yield ``num_bytes`` bytes of a chunk's payload, slot by slot."""
+        segments = list(self._segments.values())
         for slot in slots:
-            number, at = divmod(slot, self._per_segment)
-            segment = segments[number]
+            segment = segments[slot // self._per_segment]
             if segment is None:
                 return  # the checksum will be another
-            in_slot = min(num_bytes, segment.slot_bytes)
-            for begin in range(0, in_slot, PIECE_BYTES):
-                part = piece[: in_slot - begin]
-                segment.read_payload(at, part, begin)
-                yield part
-            num_bytes -= in_slot
+            piece = memoryview(bytearray(min(num_bytes, segment.slot_bytes)))
+            segment.read_payload(slot % self._per_segment, piece)
+            yield piece
+            num_bytes -= len(piece)
 
 
 def _is_in_use(shard: Path, remarks: list[str]) -> bool:

@@ -96,11 +96,6 @@ def folders_in(root: Path) -> Iterator[tuple[Path, Owner]]:
             yield path, owner_of(path)
 
 
-def strange_folders(root: Path) -> dict[Path, Owner]:
-    """Return the folders in a directory that are named like namespaces, and belong to others. Raises ``OSError``."""
-    return {path: owner for path, owner in sorted(folders_in(root)) if owner in (Owner.SHARED, Owner.OTHERS)}
-
-
 def delete_shard(shard: Path) -> None:
     """Delete the files of a shard, or as many as can be deleted, and then its folder.
 
@@ -137,8 +132,6 @@ _NO_DESCRIPTION: Final = frozenset({errno.ENOENT, errno.EINVAL, errno.EFBIG})
 """Errors that say that there is no description: no file, or something that we never wrote, irregular or much too large."""
 _told: Final[set[Path]] = set()
 """Shards of which was logged that they cannot be deleted: whenever room is needed, they are looked at again.
-
-And directories of which was logged that they have folders of others.
 """
 
 
@@ -277,19 +270,6 @@ def _tell(shard: Path, error: OSError) -> None:
     if shard not in _told:
         _told.add(shard)
         logger.warning("disk tier: %s cannot be deleted to make room: %s", shard, error.strerror or error)
-
-
-def warn_of_strangers(root: Path) -> None:
-    """Log, once per directory, that others keep chunks there, because they use up its budget. Raises ``OSError``."""
-    strange = strange_folders(root)
-    if strange and root not in _told:
-        _told.add(root)
-        logger.warning(
-            "disk tier: %s is also used by %s, which is never deleted and leaves less of max_bytes; give each a directory of "
-            "its own",
-            root,
-            "a shared store" if Owner.SHARED in strange.values() else f"others, for {min(strange).name}",
-        )
 
 
 def write_description(shard: Path, namespace: dict[str, str], geometry: Geometry) -> None:

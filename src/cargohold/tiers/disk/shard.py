@@ -40,7 +40,6 @@ from cargohold.tiers.disk.root import (
     make_smaller,
     read_description,
     shards_in,
-    warn_of_strangers,
     write_description,
 )
 from cargohold.tiers.disk.slots import Place, SlotPlan, place_in
@@ -122,7 +121,6 @@ class Shard:
                 self.plan, self.geometry = self._find_plan(namespace)
                 self.capacity = self._most_segments() * self.geometry.slots_per_segment
                 self._open_segments(namespace)
-                warn_of_strangers(self._root)
                 if not namespace.encryption:
                     warn_of_owners("disk", (self._root, self.path))
                     warn_of_writers("disk", (self._root, self.path))

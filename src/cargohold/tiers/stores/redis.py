@@ -35,7 +35,8 @@ _NO_KEYS: Final = tuple(bytes([number]) for number in range(16))
 _NO_SUCH_DATABASE: Final = "DB index is out of range"
 _WRONG_TYPE: Final = "WRONGTYPE"
 """Start of the answer to a command for strings if the value is a list, a hash or the like."""
-_STUMBLES: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+_FAILURES: Final = (redis.exceptions.RedisError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What the package raises: its own errors, and whatever it stumbles on in an answer that no server gives."""
 _NO_CHUNK: Final = memoryview(b"")
 """Stands for a value that cannot be a chunk, so that it is treated as a damaged one."""
 
@@ -67,15 +68,6 @@ def open_client(url: str, request_s: float = REQUEST_S) -> redis.Redis:
     if pool.connection_kwargs.get("decode_responses"):
         raise ConfigError("url", shown, "decode_responses is not possible, because chunks are bytes and no text")
     return client
-
-
-@contextmanager
-def answers_understood() -> Iterator[None]:
-    """Raise ``InvalidResponse``, as the package should, for whatever it stumbles on in an answer that no server gives."""
-    try:
-        yield
-    except _STUMBLES as error:
-        raise redis.exceptions.InvalidResponse(f"its answer makes no sense: {one_line(error)}") from error
 
 
 def is_wrong_type(error: redis.exceptions.ResponseError) -> bool:
@@ -161,11 +153,10 @@ class RedisTier(SharedTier):
         Raises ``ConfigError`` if it does not. If the server does not answer, that is only logged.
         """
         try:
-            with answers_understood():
-                self._client.set(self._prefix, self._description())
-                self._client.getrange(self._prefix, 0, 0)
-                self._of_each("exists", _NO_KEYS)
-                self._of_each("unlink", _NO_KEYS)
+            self._client.set(self._prefix, self._description())
+            self._client.getrange(self._prefix, 0, 0)
+            self._of_each("exists", _NO_KEYS)
+            self._of_each("unlink", _NO_KEYS)
         except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError) as error:
             raise ConfigError("url", shown, f"the server refuses access: {one_line(error)}") from error
         except redis.exceptions.MovedError as error:
@@ -173,7 +164,7 @@ class RedisTier(SharedTier):
                 "the server is one of several of a cluster, and has only some of the keys; name one that has them all"
             )
             raise ConfigError("url", shown, reason) from error
-        except redis.exceptions.RedisError as error:
+        except _FAILURES as error:
             if _NO_SUCH_DATABASE in str(error):
                 raise ConfigError("url", shown, "the server has no such database") from error
             logger.warning("shared tier: the server does not answer yet as it should: %s", one_line(error))
@@ -181,9 +172,8 @@ class RedisTier(SharedTier):
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
-            with answers_understood():
-                yield
-        except redis.exceptions.RedisError as error:
+            yield
+        except _FAILURES as error:
             raise TierError(self.name, one_line(error)) from error
 
 
@@ -207,9 +197,8 @@ class RedisInventory(StoreInventory):
     @contextmanager
     def _session(self) -> Iterator[None]:
         try:
-            with answers_understood():
-                yield
-        except redis.exceptions.RedisError as error:
+            yield
+        except _FAILURES as error:
             raise TierError(NAME, one_line(error)) from error
 
     def _listed(self, namespace_id: str) -> Iterator[StoredObject]:
