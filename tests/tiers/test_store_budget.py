@@ -21,11 +21,11 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore
 from cargohold.errors import ConfigError, TierError
 from cargohold.tiers import SharedTierConfig, StoreOutcome, Tier, open_tier
 from cargohold.tiers.chunk_format import HEADER_BYTES
+from cargohold.tiers.inventory import StoredObject
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.namespace import Namespace
 from cargohold.tiers.stores import objects as store_budget
 from cargohold.tiers.stores.directory import list_ours
-from cargohold.tiers.stores.inventory import StoredObject
 from cargohold.tiers.stores.objects import StoreBudget
 from tests.tiers.bad_medium import ordinary_user
 from tests.tiers.common import CHUNK, NAMESPACE, key, load, payload

@@ -53,12 +53,9 @@ def check_tier(config: TierConfig, chunk_sizes: Sequence[int], num_shards: int) 
     Raises:
         ConfigError: the medium cannot be used like this, there is no key for encryption, or a package is not installed.
     """
-    if config.encryption_key is not None:
-        read_key(config.encryption_key).cipher(b"")  # fails if the package for encryption is not installed
-    if config.pack == "exponent":
-        packing.require_package()
+    require_packages(config)
     config.require_sizes(max(chunk_sizes), num_shards)
-    at_medium(config, config.require_place, ANSWER.seconds())
+    check_place_here(config)
 
 
 def open_tier(

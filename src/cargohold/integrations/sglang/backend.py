@@ -240,24 +240,19 @@ class CargoholdStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no
 
     # --- what SGLang does not call with "interface_v1" -----------------------------------------------------------------
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+    def get(self, *_: Any, **__: Any) -> None:
         """Return nothing: pages are moved by ``batch_get_v1``."""
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+    def batch_get(self, keys: list[str], *_: Any, **__: Any) -> list[None]:
         """Return nothing of each page: pages are moved by ``batch_get_v1``."""
-        del target_locations, target_sizes
         return [None] * len(keys)
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(self, *_: Any, **__: Any) -> bool:
         """Return that nothing was stored: pages are moved by ``batch_set_v1``."""
-        del key, value, target_location, target_sizes
         return False
 
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def batch_set(self, *_: Any, **__: Any) -> bool:
         """Return that nothing was stored: pages are moved by ``batch_set_v1``."""
-        del keys, values, target_locations, target_sizes
         return False
 
     # --- common -------------------------------------------------------------------------------------------------------

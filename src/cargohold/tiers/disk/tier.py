@@ -281,25 +281,15 @@ class DiskTier(Tier):
 
         Returns ``False`` if the store must come again, because another thread is doing that.
         """
-        with self._alone() as is_alone:
-            if not is_alone:
-                return False
-            if self._index.has_free or self._shard.num_slots >= self._shard.capacity:
-                return True
-            if self._shard.grow():
+        if not self._growing.acquire(timeout=GROWTH.seconds()):
+            return False
+        try:
+            if not self._index.has_free and self._shard.num_slots < self._shard.capacity and self._shard.grow():
                 with self._lock:
                     self._index.add_slots(self._shard.geometry.slots_per_segment)
-        return True
-
-    @contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Hold the lock for making files larger; yield whether it was obtained in time."""
-        is_alone = self._growing.acquire(timeout=GROWTH.seconds())
-        try:
-            yield is_alone
         finally:
-            if is_alone:
-                self._growing.release()
+            self._growing.release()
+        return True
 
     def _write(self, slots: Sequence[int], header: bytes, body: memoryview, details: bytes) -> None:
         place = self._shard.place_of(slots)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from cargohold.cache.manager import OffloadKey
 from cargohold.errors import SparingLog, TierError
 from cargohold.tiers.chunk_format import HEADER_BYTES, NO_NOTE, ChunkCodec, Note, details_are_sound
+from cargohold.tiers.inventory import PACKED
 from cargohold.tiers.memory import Staging, address_of, copy_bytes
 from cargohold.tiers.port import LoadOutcome, StoreOutcome, Tier, TierUsage
-from cargohold.tiers.stores.inventory import PACKED
 
 logger = logging.getLogger(__name__)
 

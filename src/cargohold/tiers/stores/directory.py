@@ -35,9 +35,8 @@ from obstore.store import LocalStore, ObjectStore
 
 from cargohold.errors import TierError, one_line
 from cargohold.tiers.disk.files import FULL, Descriptor
-from cargohold.tiers.inventory import PIECE_BYTES, Holding
+from cargohold.tiers.inventory import NAME, PIECE_BYTES, Holding, StoredObject, StoreInventory
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES
-from cargohold.tiers.stores.inventory import NAME, StoredObject, StoreInventory
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +75,13 @@ class DirectoryPlace:
 
     def require(self) -> None:
         """Raise ``OSError`` if the directory was deleted or moved, or its mount has gone: nothing is written in its place."""
-        found = self._find()
-        if found is not None and found != self._known and self._is_mounted_anew(found):
-            self._known = found
-        if found != self._known:
-            gone = "is missing, or its mount is: nothing is stored there until it is back, or the engine restarts"
-            raise OSError(f"{self._directory} {gone}")
-
-    def _find(self) -> tuple[int, int] | None:
-        try:
-            return _identity(self._directory)
-        except FileNotFoundError:
-            return None
-
-    def _is_mounted_anew(self, found: tuple[int, int]) -> bool:
-        return found[1] == self._known[1] and (self._directory / self._mark).is_file()
+        with suppress(FileNotFoundError):
+            found = _identity(self._directory)
+            if found == self._known or (found[1] == self._known[1] and (self._directory / self._mark).is_file()):
+                self._known = found
+                return
+        gone = "is missing, or its mount is: nothing is stored there until it is back, or the engine restarts"
+        raise OSError(f"{self._directory} {gone}")
 
 
 def directory_of(store: ObjectStore) -> Path | None:

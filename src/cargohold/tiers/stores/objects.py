@@ -37,6 +37,7 @@ from cargohold.option_values import format_bytes
 from cargohold.tiers import places
 from cargohold.tiers.config import REQUEST_S, Opening
 from cargohold.tiers.disk.root import DESCRIPTION_FILE
+from cargohold.tiers.inventory import StoredObject
 from cargohold.tiers.namespace import DESCRIPTION
 from cargohold.tiers.places import PARALLEL_PROBES, warn_of_readers, warn_of_writers
 from cargohold.tiers.port import StoreOutcome, TierUsage
@@ -57,7 +58,6 @@ from cargohold.tiers.stores.directory import (
     refuses_access,
     try_listing,
 )
-from cargohold.tiers.stores.inventory import StoredObject
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,10 @@ from cargohold.cache.manager import OffloadKey
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.tiers import places
 from cargohold.tiers.config import REQUEST_S, Opening
-from cargohold.tiers.inventory import PIECE_BYTES
+from cargohold.tiers.inventory import NAME, PIECE_BYTES, StoredObject, StoreInventory
 from cargohold.tiers.namespace import MAX_DESCRIPTION_BYTES
 from cargohold.tiers.port import StoreOutcome
 from cargohold.tiers.stores.base import SharedTier
-from cargohold.tiers.stores.inventory import NAME, StoredObject, StoreInventory
 
 logger = logging.getLogger(__name__)
 
