@@ -103,10 +103,10 @@ def test_a_bad_place_costs_its_chunk_alone(disk: Disk, monkeypatch: pytest.Monke
     order = disk.fill(6 * MIB, 0)
     really_read, reads = Segment.read_payload, count()
 
-    def read(segment: Segment, slot: int, into: memoryview) -> None:
+    def read(segment: Segment, slot: int, into: memoryview, skipped: int = 0) -> None:
         if not next(reads):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        really_read(segment, slot, into)
+        really_read(segment, slot, into, skipped)
 
     with monkeypatch.context() as patch:
         patch.setattr(Segment, "read_payload", read)

@@ -207,9 +207,9 @@ class Segment:
         assert len(uses) <= self._geometry.use_bytes
         _require(os.pwrite(self._uses.number, uses, 0) == len(uses))
 
-    def read_payload(self, slot: int, into: memoryview) -> None:
-        """Fill ``into`` from the start of a slot on."""
-        at = self._offset(slot)
+    def read_payload(self, slot: int, into: memoryview, skipped: int = 0) -> None:
+        """Fill ``into`` from the start of a slot on, or from behind its first ``skipped`` bytes, which must be whole pages."""
+        at = self._offset(slot) + skipped
         if not self._is_direct:
             _require(os.preadv(self._data.number, [into], at) == len(into))
             return

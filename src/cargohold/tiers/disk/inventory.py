@@ -37,6 +37,7 @@ from cargohold.tiers.disk.root import (
 )
 from cargohold.tiers.disk.slots import Links, slots_for
 from cargohold.tiers.inventory import (
+    PIECE_BYTES,
     Holding,
     Inventory,
     Verification,
@@ -333,16 +334,18 @@ class _Verification:
         return Verification.GOOD if is_sound else Verification.DAMAGED
 
     def _pieces(self, slots: Sequence[int], num_bytes: int) -> Iterator[memoryview]:
-        """Yield ``num_bytes`` bytes of a chunk's payload, slot by slot."""
+        """Yield ``num_bytes`` bytes of a chunk's payload, in pieces."""
         segments = list(self._segments.values())
         for slot in slots:
             segment = segments[slot // self._per_segment]
             if segment is None:
                 return  # the checksum will be another
-            piece = memoryview(bytearray(min(num_bytes, segment.slot_bytes)))
-            segment.read_payload(slot % self._per_segment, piece)
-            yield piece
-            num_bytes -= len(piece)
+            in_slot = min(num_bytes, segment.slot_bytes)
+            for begin in range(0, in_slot, PIECE_BYTES):
+                piece = memoryview(bytearray(min(PIECE_BYTES, in_slot - begin)))
+                segment.read_payload(slot % self._per_segment, piece, begin)
+                yield piece
+            num_bytes -= in_slot
 
 
 def _is_in_use(shard: Path, remarks: list[str]) -> bool:
