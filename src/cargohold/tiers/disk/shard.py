@@ -390,7 +390,7 @@ def require_place(budget: ShardBudget) -> None:
 def require_unused(budget: ShardBudget, namespace_ids: Callable[[], Iterable[str]]) -> None:
     """Raise ``ConfigError`` if another process uses one of these namespaces, and does not end in time. Creates nothing."""
     try:
-        if any(_is_used(shard) for shard in shards_in(budget.root)):
+        if budget.root.is_dir() and any(_is_used(shard) for shard in shards_in(budget.root)):
             shards = [budget.root / name for name in namespace_ids()]
             if all(any(map(_is_used, shards)) for _ in _tries(budget.root)):
                 raise _used(budget.root)
