@@ -103,11 +103,11 @@ def progress(*columns: ProgressColumn) -> Progress:
     return Progress(*every, console=errors, transient=True, disable=not errors.is_terminal)
 
 
-def require_package(command: str, package: str) -> None:
-    """End with words where a package of the server's is absent."""
-    if find_spec(package) is None:
-        install = "pip install 'cargohold[serve]'"
-        typer.echo(f"cargohold {command}: the package {package} is not installed here: {install}", err=True)
+def require_packages(command: str, *packages: str) -> None:
+    """End the command with a message if one of the server's packages is not installed."""
+    if missing := next((package for package in packages if find_spec(package) is None), None):
+        message = f"the package {missing} is not installed here: pip install 'cargohold[serve]'"
+        typer.echo(f"cargohold {command}: {message}", err=True)
         raise typer.Exit(EXIT_USAGE)
 
 

@@ -78,10 +78,10 @@ def verify(
     good, damaged = counts[Verification.GOOD], counts[Verification.DAMAGED]
     if as_json:
         in_use = [held.id for held in skipped]
-        facts = {"good": good, "damaged": damaged, "deleted": delete, "in_use": in_use, "failed": failures.ids}
+        facts = {"good": good, "damaged": damaged, "deleted": delete, "in_use": in_use, "failed": list(failures)}
         typer.echo(json.dumps(facts))
     else:
-        fate = " and deleted" if delete and damaged and not failures.ids else ""
+        fate = " and deleted" if delete and damaged and not failures else ""
         typer.echo(f"{format_count(good, 'chunk')} {'is' if good == 1 else 'are'} good, {damaged:,} damaged{fate}")
         for held in skipped:
             typer.echo(f"{held.short_id} is {_use(held)} and was not looked at")
@@ -160,16 +160,8 @@ def _to_delete_in(place: str, *, dry_run: bool) -> Inventory:
     return DryRun(inventory) if dry_run else inventory
 
 
-class _Failures:
-    """Namespaces that failed, for instance because they are in use. They do not keep a command from the other ones."""
-
-    def __init__(self) -> None:
-        self._errors: dict[str, TierError] = {}
-
-    @property
-    def ids(self) -> list[str]:
-        """Ids of the namespaces that failed."""
-        return list(self._errors)
+class _Failures(dict[str, TierError]):
+    """Namespaces that failed, by id, for instance because they are in use. A command goes on with the other ones."""
 
     @contextmanager
     def noted(self, holding: Holding) -> Iterator[None]:
@@ -177,13 +169,13 @@ class _Failures:
         try:
             yield
         except TierError as error:
-            self._errors[holding.id] = error
+            self[holding.id] = error
 
     def end(self) -> None:
         """Tell of the failures, and end the command with an exit status that says that there are some."""
-        for error in self._errors.values():
+        for error in self.values():
             typer.echo(f"cargohold: {_printable(str(error))}", err=True)
-        if self._errors:
+        if self:
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -220,7 +212,7 @@ class _Deletions:
         excess = sum(holding.num_bytes for holding in holdings) - limit
         spare = sum(holding.spare_bytes for holding in holdings)
         for holding in sorted(holdings, key=lambda holding: holding.is_in_use):  # which fails, if it comes to that
-            if excess + spare > 0 and holding.id not in self.failures.ids:
+            if excess + spare > 0 and holding.id not in self.failures:
                 with self.failures.noted(holding):
                     gone = self._inventory.trim(holding.id, max(0, excess))
                     self._count(holding, gone)

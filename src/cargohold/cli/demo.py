@@ -116,14 +116,6 @@ TITLES = (
 )
 
 
-def show(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:
-    """Print table, sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
-    out.print(TITLES)
-    for a, b in zip(without, with_offload, strict=True):
-        show_row(out, a, b)
-    conclude(out, without, with_offload)
-
-
 def show_row(out: Console, without: Visit, with_offload: Visit) -> None:
     """Print one visit as a row of the table."""
     same = without.answer == with_offload.answer
@@ -331,7 +323,10 @@ def demo_vllm(
             log = Path(directory, "vllm.log")
             with serving(path, log, transfer_config=transfer_config, options=options) as url:
                 runs.append(_visit_all(url, log, conversations, answer_tokens, tick))
-    show(out, *runs)
+    out.print(TITLES)
+    for pair in zip(*runs, strict=True):
+        show_row(out, *pair)
+    conclude(out, *runs)
 
 
 def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from cargohold.cli.app import (
     loading,
     progress,
     remark,
-    require_package,
+    require_packages,
     takes_groups,
 )
 from cargohold.cli.signals import EXIT_FAILED, termination
@@ -339,8 +339,7 @@ def serve(
 
     Ctrl-C and SIGTERM end it: it takes no more requests, and gives those that it has some seconds to end.
     """
-    for package in _PACKAGES:
-        require_package("serve", package)
+    require_packages("serve", *_PACKAGES)
     from cargohold.llm import AsyncLLM  # noqa: PLC0415  # slow to import
     from cargohold.serve.server import serving  # noqa: PLC0415  # needs packages that may be absent
     from cargohold.serve.settings import with_shares  # noqa: PLC0415  # as above
@@ -394,8 +393,7 @@ def dashboard(
     metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show the page for engines that run elsewhere: cargohold serve, or vLLM with the connector. Ctrl-C ends it."""
-    for package in _PACKAGES:
-        require_package("dashboard", package)
+    require_packages("dashboard", *_PACKAGES)
     from cargohold.serve.dashboard import Engine, serve_dashboard  # noqa: PLC0415  # needs packages that may be absent
     from cargohold.serve.scrape import metrics_url, scrape  # noqa: PLC0415  # as above
     from cargohold.serve.settings import ServeConfig  # noqa: PLC0415  # as above

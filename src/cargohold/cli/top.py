@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import Answers, MetricsKeyOption, app, require_package
+from cargohold.cli.app import Answers, MetricsKeyOption, app, require_packages
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.option_values import format_bytes
 from cargohold.process import deferred_interrupt
@@ -224,7 +224,7 @@ def top(
     metrics_key: MetricsKeyOption = None,
 ) -> None:
     """Show what the caches of engines do: of cargohold serve, or of vLLM with the connector. Ctrl-C ends it."""
-    require_package("top", "prometheus_client")
+    require_packages("top", "prometheus_client")
     of = {url: metrics_url(url) for url in urls}
     screen = Answers()
     with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(of))) as pool:

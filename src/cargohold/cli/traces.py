@@ -277,14 +277,9 @@ def _num_processes(workload: Workload, num_tasks: int, jobs: int | None) -> int:
 def _counted(requests: Iterator[TraceRequest], files: Sequence[str], skipped: _Skipped) -> Iterator[TraceRequest]:
     """Pass requests on. Raises ``TraceError`` if there are none."""
     request = next(requests, None)
-    if request is None and skipped.count:
-        raise TraceError(
-            " ".join(files),
-            None,
-            f"{format_count(skipped.count, 'line')}, and none is a request; the first: {skipped.first}",
-        )
     if request is None:
-        raise TraceError(" ".join(files), None, "the trace is empty")
+        lines = f"{format_count(skipped.count, 'line')}, and none is a request; the first: {skipped.first}"
+        raise TraceError(" ".join(files), None, lines if skipped.count else "the trace is empty")
     yield request
     yield from requests
 

@@ -137,8 +137,7 @@ class _Body:
         self._receive = receive
         self._take = take
         self.num_held = 0
-        self._max_bytes = config.max_body_bytes
-        self._timeout_s = config.read_timeout_s
+        self._config = config
         self._deadline = asyncio.get_running_loop().time() + config.read_timeout_s
         self.num_bytes = 0
         self._is_whole = False
@@ -152,12 +151,12 @@ class _Body:
                 message = await self._receive()
         except TimeoutError as error:
             self._is_whole = True
-            expected = f"the body did not arrive within {self._timeout_s:g} s"
+            expected = f"the body did not arrive within {self._config.read_timeout_s:g} s"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, expected) from error
         self.num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
-        if self.num_bytes > self._max_bytes:
-            raise too_large(self._max_bytes)
+        if self.num_bytes > self._config.max_body_bytes:
+            raise too_large(self._config.max_body_bytes)
         if self.num_bytes > _SMALL_BODY_BYTES:
             self._take(self.num_bytes - self.num_held)
             self.num_held = self.num_bytes
