@@ -84,7 +84,7 @@ def test_it_says_what_it_does_before_it_serves_and_what_its_end_waits_for(chat_m
         assert lines[0] == f"loading {chat_model}\n"
         said = "".join(lines)
         for expected in (
-            "limited to the 1584 tokens that 100 device blocks",
+            "limited to 1584 tokens: the 100 blocks of the device pool hold no more (num_device_blocks)",
             "device pool: 99 blocks",
             "8.0 MiB of host",
         ):

@@ -58,15 +58,10 @@ EXIT_DIFFERENT = 1
 
 
 class TurnedOffError(CargoholdError):
-    """The connector that a demo or benchmark is about was turned off: it does not show any more what it says.
-
-    Attributes:
-        why: the reason.
-    """
+    """The connector that a demo or benchmark is about was turned off: it does not show any more what it says."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"offloading was turned off, so there is nothing to show; {why}")
-        self.why = why
 
 
 def require_offloading(llm: LLM) -> None:
@@ -235,7 +230,7 @@ def demo(
 def _visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> Iterator[Visit]:
     """Make the visits on an engine, one whenever the next is wanted."""
     sampling = SamplingParams(max_tokens=answer_tokens)
-    _warm_up(llm)
+    llm.generate("warm up", SamplingParams(max_tokens=2))  # the first pass takes time for things that later ones do not
 
     def ask(messages: list[dict[str, str]]) -> Visit:
         output = llm.chat(messages, sampling)
@@ -244,11 +239,6 @@ def _visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int)
         return Visit(output.text, output.token_ids, output.metrics)
 
     yield from visits(conversations, ask)
-
-
-def _warm_up(llm: LLM) -> None:
-    """Run the model once: the first pass takes time for things that later ones do not."""
-    llm.generate("warm up", SamplingParams(max_tokens=2))
 
 
 def _check_fits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> None:

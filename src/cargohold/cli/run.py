@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,10 +32,11 @@ from cargohold.cli.app import (
     takes_groups,
 )
 from cargohold.cli.signals import EXIT_FAILED, termination
+from cargohold.connector.factory import equal_parts, start_report
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
 from cargohold.errors import ConfigError, RequestError, one_line
-from cargohold.llm import LLM
+from cargohold.llm import LLM, AsyncLLM
 from cargohold.option_values import parse_bytes
 
 
@@ -253,7 +253,6 @@ def _is_in_terminal() -> bool:
     return sys.stdin is not None and sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
-_REPORTING = ("cargohold.base_llm", "cargohold.engine.config")
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -340,7 +339,6 @@ def serve(
     Ctrl-C and SIGTERM end it: it takes no more requests, and gives those that it has some seconds to end.
     """
     require_packages("serve", *_PACKAGES)
-    from cargohold.llm import AsyncLLM  # noqa: PLC0415  # slow to import
     from cargohold.serve.server import serving  # noqa: PLC0415  # needs packages that may be absent
     from cargohold.serve.settings import with_shares  # noqa: PLC0415  # as above
 
@@ -348,40 +346,21 @@ def serve(
     options["offload"] = with_shares(options["offload"], config)
     with serving(config, remark) as running:
         remark(f"loading {model}")
-        with loading(model), _report_told():
+        with loading(model):
             llm = AsyncLLM(model, **options)
         running.open(llm)
+        for line in _sizes(llm):
+            remark(line)
         remark(f"serving {model} at {running.url} (a page for people), {running.url}/v1 (for clients)", style="")
         running.wait()
 
 
-class _Remarks(logging.Handler):
-    """Prints what is logged as remarks."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a line."""
-        remark(record.getMessage())
-
-
-@contextlib.contextmanager
-def _report_told() -> Iterator[None]:
-    """Print what a model that starts reports of its sizes and tiers, which is otherwise only logged."""
-    loggers = [logging.getLogger(name) for name in _REPORTING]
-    if loggers[0].isEnabledFor(logging.INFO):  # --verbose
-        yield
-        return
-    handler = _Remarks()
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-            logger.setLevel(logging.NOTSET)
-            logger.propagate = True
+def _sizes(llm: AsyncLLM) -> Iterator[str]:
+    """What fits: the longest sequence, unless the model alone limits it, the device pool, and each tier."""
+    layout, limits = llm.plan.layout, llm.plan.limits
+    if limits.limited_by:
+        yield f"sequences are limited to {limits.max_model_len} tokens: {limits.limited_by}"
+    yield from start_report(layout, llm.offload, equal_parts(layout))
 
 
 @app.command()
