@@ -12,8 +12,7 @@ says so in one line, before the first request.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from types import FunctionType
@@ -49,22 +48,8 @@ def changed_hooks(ours: type, *, later: Iterable[str] = ()) -> list[str]:
     """
     changed = [sentence for name in vars(ours) if name not in later for sentence in _changed_hook(name, ours)]
     changed += [sentence for name in later if _inherited(name, ours) for sentence in _changed_hook(name, ours)]
-    return changed + [f"vLLM demands a hook {name}" for name in sorted(_demanded(ours))]
-
-
-@contextmanager
-def waived_demands(ours: type) -> Iterator[None]:
-    """Within the ``with`` block, the class can be instantiated although it lacks hooks that its bases demand."""
-    demanded = _demanded(ours)
-    ours.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]  # every class has it that ABCMeta made
-    try:
-        yield
-    finally:
-        ours.__abstractmethods__ = demanded  # type: ignore[attr-defined]  # see above
-
-
-def _demanded(ours: type) -> frozenset[str]:
-    return frozenset(getattr(ours, "__abstractmethods__", ()))
+    demanded = [name for name in dir(ours) if getattr(getattr(ours, name, None), "__isabstractmethod__", False)]
+    return changed + [f"vLLM demands a hook {name}" for name in demanded]
 
 
 def _inherited(name: str, ours: type) -> Any:
@@ -407,6 +392,5 @@ __all__ = [
     "refused_call",
     "version_warning",
     "vllm_version",
-    "waived_demands",
     "worker_connector",
 ]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final
 from weakref import WeakSet
 
 from cargohold.connector.factory import (
@@ -24,7 +24,6 @@ from cargohold.connector.held import held_levels
 from cargohold.errors import ConfigError, option_path
 from cargohold.integrations.vllm import compat, start
 from cargohold.integrations.vllm.adapters import LOCAL_HASHES, HeldAdapters
-from cargohold.integrations.vllm.compat import waived_demands
 from cargohold.integrations.vllm.layout import (
     NO_GROUPS,
     Translation,
@@ -101,12 +100,6 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         role: which of the two sides this object is.
         kv_cache_config: vLLM's KV-cache configuration for the model's layers.
     """
-
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        """Make the connector even if vLLM demands hooks that it lacks: the log then says why nothing is offloaded."""
-        with waived_demands(cls):
-            connector: Self = super().__new__(cls)
-            return connector
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -506,6 +499,10 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if self._is_scheduler:
             logger.error("offloading is off, requests are served without it: %s", reasons)
         return True
+
+
+# It is made even if vLLM demands hooks that it lacks: the log then says why nothing is offloaded.
+CargoholdConnector.__abstractmethods__ = frozenset()
 
 
 def _pool_obstacles(pool: Any) -> list[str]:
