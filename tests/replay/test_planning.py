@@ -264,23 +264,6 @@ class TestDemand:
         assert (host.stored, host.evicted, host.held) == (20, 20, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "one cache, for the one engine that serves all requests"),
-        ({"num_engines": 4}, "one cache that all 4 engines see"),
-        (
-            {"num_engines": 4, "per_engine": True},
-            "the cache of each of 4 engines, for a trace of one of them. Together",
-        ),
-    ],
-)
-def test_it_is_said_for_how_many_engines_a_cache_is(options: dict[str, Any], said: str) -> None:
-    costs = CostModel(bytes_per_token=TOKEN_BYTES, prefill_tokens_per_s=100.0)
-    _, _, words = planned(looping(), SizingBudget(host_price_s=300_000.0, **options), costs)
-    assert said in words
-
-
 class TestDisk:
     SLOW = CostModel(bytes_per_token=128 << 10, prefill_tokens_per_s=1000.0)
 

@@ -215,14 +215,6 @@ class PlanOptions:
     disk_part: Annotated[
         float, typer.Option(help="Size of a packed chunk on disk, relative to its bytes: 0.7 for bfloat16.")
     ] = 1.0
-    engines: Annotated[int, typer.Option(help="Number of engines to plan for.")] = 1
-    per_engine: Annotated[
-        bool,
-        typer.Option(
-            "--per-engine",
-            help="Each engine has its own cache, and the trace is from one. By default, all share a cache.",
-        ),
-    ] = False
     policy: Annotated[str, typer.Option(help=f"One of {POLICY_NAMES}.")] = DEFAULT_POLICY
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None
 
@@ -238,8 +230,6 @@ class PlanOptions:
             disk_write_bytes_per_s=parse_bandwidth("disk_write_bandwidth", self.disk_write_bandwidth),
             disk_writes_per_day=self.disk_writes_per_day,
             disk_part=self.disk_part,
-            num_engines=self.engines,
-            per_engine=self.per_engine,
         )
 
     def machine(self) -> Machine:

@@ -29,7 +29,6 @@ class Machine:
 def recommend(planner: Planner, plan: Plan) -> Iterator[str]:
     """Yield what to buy, and why."""
     yield _on_host(planner, plan)
-    yield _on_engines(planner, plan)
     yield _on_demand(planner, plan)
     if plan.disk is not None:
         yield _on_disk(planner, plan.disk)
@@ -112,8 +111,6 @@ def as_facts(planner: Planner, plan: Plan) -> dict[str, Any]:
         "recommended_host_bytes": None if chosen is None else chosen.num_bytes,
         "recommended_is_least": None if chosen is None else chosen.is_least,
         "longest_judged_bytes": plan.longest_judged_bytes,
-        "engines": budget.num_engines,
-        "per_engine": budget.per_engine,
         "host_price_s": budget.host_price_s,
         "demand_accelerators": planner.demand(),
         "demand_left_accelerators": None if plan.recommended is None else planner.demand_left(plan.recommended.result),
@@ -199,19 +196,6 @@ def _on_host(planner: Planner, plan: Plan) -> str:
         return f"{pays} It holds everything, and all of it saves more prefill per hour than it costs, {price} per GiB."
     rest = "The trace is too short to tell how much more would pay." if chosen.is_least else "Beyond, it saves less."
     return f"{pays} Up to there, more of it saves more prefill per hour than it costs, {price} per GiB. {rest}"
-
-
-def _on_engines(planner: Planner, plan: Plan) -> str:
-    """For how many engines, and what they share."""
-    budget = planner.budget
-    num_engines = budget.num_engines
-    if num_engines == 1:
-        return "Sized: one cache, for the one engine that serves all requests of the trace (--engines for more)."
-    if not budget.per_engine:
-        return f"Sized: one cache that all {num_engines} engines see; the trace is of all of them (else --per-engine)."
-    text = f"Sized: the cache of each of {num_engines} engines, for a trace of one of them."
-    size = 0 if plan.recommendation is None else plan.recommendation.num_bytes
-    return f"{text} Together they take {format_bytes(num_engines * size)}." if size else text
 
 
 def _why_none(planner: Planner) -> str:

@@ -22,7 +22,7 @@ from cargohold.lab.replay.costs import CostModel
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, Capacities, ReplayResult, count
 from cargohold.lab.replay.tiers import DISK
 from cargohold.lab.replay.workload import Workload
-from cargohold.option_values import is_positive_int, is_positive_number, too_small
+from cargohold.option_values import is_positive_number, too_small
 
 Gain: TypeAlias = tuple[int, int, float]
 """What each GiB between two sizes, in bytes, brings per hour: seconds of prefill, or tokens."""
@@ -47,9 +47,6 @@ class SizingBudget:
         disk_write_bytes_per_s: what the disk can write, for as long as it has to.
         disk_writes_per_day: how often the disk may be written from end to end every day.
         disk_part: which part of its bytes the disk keeps of a chunk, because it packs them; 1 if it does not.
-        num_engines: engines that are planned for.
-        per_engine: whether each of them has a cache, and the trace is of one of them. If not, all see one cache, and the trace
-            is of all of them.
     """
 
     host_bytes: int | None = None
@@ -59,8 +56,6 @@ class SizingBudget:
     disk_write_bytes_per_s: float = 2e9
     disk_writes_per_day: float = 1.0
     disk_part: float = 1.0
-    num_engines: int = 1
-    per_engine: bool = False
 
     @property
     def max_daily_bytes(self) -> int | None:
@@ -75,8 +70,6 @@ class SizingBudget:
                 raise ConfigError(key, getattr(self, key), "it must be a number above 0")
         if not 0 < self.disk_part <= 1:
             raise ConfigError("disk_part", self.disk_part, "it must be a number above 0 and at most 1, such as 0.7")
-        if not is_positive_int(self.num_engines):
-            raise ConfigError("engines", self.num_engines, "it must be an integer from 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 import time
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -171,20 +168,6 @@ def _infinite(workload: Workload) -> ReplayResult:
     return _counted(workload, INFINITE, (len(first_uses),), run, started)
 
 
-_ARRAYS: Final = (
-    "chunks",
-    "prompt_ends",
-    "ends",
-    "prompt_tokens",
-    "reused_blocks",
-    "arrivals_s",
-    "answered_s",
-    "sessions",
-    "turn_ends",
-    "on_device",
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """Replays that one process does together.
@@ -233,41 +216,21 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
         for task in tasks:
             yield list(replay(workload, task.policy, task.capacities, task.disk_policy))
         return
-    with _shared(workload) as (paths, rest):
-        try:
-            with WorkerPool(min(num_processes, len(tasks)), _start_process, paths, rest) as pool:
-                for future in as_completed([pool.submit(_run_task, task) for task in tasks]):
-                    yield future.result()
-        except BrokenProcessPool as error:
-            raise CargoholdError("a replay process died; was it out of memory? Use fewer with --jobs") from error
-
-
-@contextmanager
-def _shared(workload: Workload) -> Iterator[tuple[dict[str, str], Workload]]:
-    """Write the workload's arrays to files that other processes can map into memory.
-
-    Yields the paths of the files by array, and the workload with empty arrays.
-    """
-    paths: dict[str, str] = {}
-    with ExitStack() as files:
-        for name in _ARRAYS:
-            # The file has no name, so that nothing is left however this process ends. Other processes open it through /proc.
-            file = files.enter_context(tempfile.TemporaryFile())
-            np.save(file, getattr(workload, name))
-            file.flush()
-            paths[name] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        empty: Mapping[str, Any] = {name: getattr(workload, name)[:0] for name in _ARRAYS}
-        yield paths, dataclasses.replace(workload, **empty)
+    try:
+        with WorkerPool(min(num_processes, len(tasks)), _start_process, workload) as pool:
+            for future in as_completed([pool.submit(_run_task, task) for task in tasks]):
+                yield future.result()
+    except BrokenProcessPool as error:
+        raise CargoholdError("a replay process died; was it out of memory? Use fewer with --jobs") from error
 
 
 _workload: Workload | None = None
 """In a process of the pool, the workload that all its tasks replay."""
 
 
-def _start_process(paths: dict[str, str], rest: Workload) -> None:
+def _start_process(workload: Workload) -> None:
     global _workload  # noqa: PLW0603  # how a pool gives its processes something once
-    arrays: Mapping[str, Any] = {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
-    _workload = dataclasses.replace(rest, **arrays)
+    _workload = workload
 
 
 def _run_task(task: Task) -> list[ReplayResult]:
