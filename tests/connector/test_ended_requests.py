@@ -164,3 +164,14 @@ def test_the_manager_hears_how_each_turn_ended_with_the_chunks_of_its_answer(mon
     whole, gone = heard
     assert whole == (keys_of([*tokens, *engine.requests["whole"].output_token_ids], 4), TurnEnd.LENGTH)
     assert gone == (keys_of(tokens, 3), TurnEnd.ABORT)
+
+
+@pytest.mark.parametrize("mode", ["exclusive", "eager"])
+def test_a_connector_that_only_reads_stores_nothing_of_what_runs_or_has_ended(mode: str) -> None:
+    offloading = SimulatedOffloading(60, mode=mode, read_only=True)
+    engine = SimulatedEngine(simulated_layout(20), offloading, max_num_batched_tokens=64)
+    for number in range(3):
+        engine.add(f"r{number}", prompt(number, 49), 6)
+        finish(engine, offloading)
+    assert not offloading.manager.num_ready and not offloading.manager.num_listed
+    assert engine.tokens("r2") == alone(prompt(2, 49), 6)

@@ -130,12 +130,14 @@ class RequestState:
     tenant: str | None = field(init=False)
 
     @classmethod
-    def create(cls, request: RequestView, keys: tuple[ChunkKeys, ...], *, store_generated: bool = True) -> RequestState:
+    def create(
+        cls, request: RequestView, keys: tuple[ChunkKeys, ...], *, store_generated: bool = True, read_only: bool = False
+    ) -> RequestState:
         """Make the state of a request that has just arrived. Raises ``RequestError`` if its parameters are invalid."""
         params = TransferParams.parse(request.kv_transfer_params, request.request_id)
         limit = NEVER if params.max_store_tokens is None else params.max_store_tokens
         limit = limit if store_generated else min(limit, request.num_prompt_tokens)
-        return cls(request, params, keys, [0] * len(keys), limit)
+        return cls(request, params, keys, [0] * len(keys), 0 if read_only else limit)
 
     def __post_init__(self) -> None:
         self.tenant = self.request.tenant

@@ -116,7 +116,8 @@ class KernelScheduler(KVConnectorScheduler):
     def on_new_request(self, request: RequestView) -> None:
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
         shared = self._shared
-        state = RequestState.create(request, shared.new_keys(), store_generated=shared.config.store_generated)
+        options = {"store_generated": shared.config.store_generated, "read_only": shared.config.read_only}
+        state = RequestState.create(request, shared.new_keys(), **options)
         self._guests.request_new(state)
         self._requests[request.request_id] = state
 

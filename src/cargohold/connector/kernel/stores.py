@@ -1,6 +1,6 @@
 """Stores: decides which chunks to copy down, and when they can be found.
 
-``StorePlanner`` is the port; ``EagerStores`` copies every chunk in the step that completes it. What a step offers where it has
+``EagerStores`` copies every chunk in the step that completes it. What a step offers where it has
 completed more than stores may hold is chosen in ``offers``; what ended requests have left is in ``pending_stores``.
 """
 
@@ -24,70 +24,7 @@ _MANY: Final = 16
 """So many chunks are worth waiting for, and so many do not wait for others."""
 
 
-class StorePlanner:
-    """Decides which chunks are copied down in a step. This one copies none, for ``read_only``."""
-
-    def use_context(self) -> None:
-        """Note that the engine has shown its block pool, before the first request."""
-
-    def expect(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> None:
-        """Note that a request may get blocks next, for what follows its computed tokens."""
-
-    def plan_saves(self) -> tuple[CopyJob, ...]:
-        """Return the stores of what was evicted since the last step, to be carried out before this one."""
-        return ()
-
-    @property
-    def has_pending_work(self) -> bool:
-        """Whether stores are to be planned although no request runs."""
-        return False
-
-    @property
-    def held_blocks(self) -> Sequence[int]:
-        """Blocks of ended requests that are held until their KV is stored."""
-        return ()
-
-    def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Learn which blocks a request has got, before it is in a step. Another connector may fill them."""
-
-    def begin_request(
-        self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
-    ) -> None:
-        """Learn that a request is admitted.
-
-        Args:
-            state: the request.
-            num_ready: number of its leading chunks that the tier has, per group.
-            num_computed_tokens: number of its leading tokens that are on the device.
-            num_hit_tokens: number of its leading tokens that are on the device, or are loaded now.
-        """
-
-    def plan(self, step: StepView) -> Iterator[CopyJob]:
-        """Yield the stores to start after this step's forward pass."""
-        return iter(())
-
-    def end(self, store: Store, outcome: TransferOutcome) -> None:
-        """End a store that all workers have ended: release its blocks; let its chunks be found if they were copied."""
-
-    def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Learn that a request ended; its blocks may be free from now on."""
-
-    def give_up(self) -> None:
-        """Let go of what is held of ended requests: the engine forgets what its blocks hold."""
-
-    def use_namespace(self) -> None:
-        """Note that chunks have other keys from now on."""
-
-    def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
-        """Return those of the chunks that are being stored, or that a request which has ended has left to be stored."""
-        return frozenset()
-
-
-MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], StorePlanner]
-"""Makes a ``StorePlanner`` for the requests of a connector."""
-
-
-class EagerStores(StorePlanner):
+class EagerStores:
     """Stores chunks as they are computed. All chunks that a step completes go in one job, of whichever requests they are.
 
     Args:
@@ -104,6 +41,16 @@ class EagerStores(StorePlanner):
         self._chunk_tokens = shared.layout.groups[0].block_tokens * shared.config.blocks_per_chunk
         self._max_wait = min(shared.config.store_within_steps, self._chunk_tokens)
         self._num_waited = 0
+
+    def use_context(self) -> None:
+        """Note that the engine has shown its block pool, before the first request."""
+
+    def expect(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> None:
+        """Note that a request may get blocks next, for what follows its computed tokens."""
+
+    def plan_saves(self) -> tuple[CopyJob, ...]:
+        """Return the stores of what was evicted since the last step, to be carried out before this one."""
+        return ()
 
     @property
     def has_pending_work(self) -> bool:
@@ -126,7 +73,14 @@ class EagerStores(StorePlanner):
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
     ) -> None:
-        """Offer from the first chunk on that the device has and the tier lacks, or else behind the hit."""
+        """Offer from the first chunk on that the device has and the tier lacks, or else behind the hit.
+
+        Args:
+            state: the request.
+            num_ready: number of its leading chunks that the tier has, per group.
+            num_computed_tokens: number of its leading tokens that are on the device.
+            num_hit_tokens: number of its leading tokens that are on the device, or are loaded now.
+        """
         if state.is_awaited:
             return
         state.hit_tokens = num_hit_tokens
@@ -216,3 +170,10 @@ class EagerStores(StorePlanner):
         if first < num_behind:  # what a window has left behind is not on the device
             first = num_behind + len(self._shared.manager.lookup_run(keys.keys[num_behind:end]))
         return first if first < end else None
+
+    def use_namespace(self) -> None:
+        """Note that chunks have other keys from now on."""
+
+
+MakeStores: TypeAlias = Callable[[Shared, Mapping[str, RequestState]], EagerStores]
+"""Makes what decides which chunks are copied down, for the requests of a connector."""

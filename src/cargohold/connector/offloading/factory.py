@@ -12,7 +12,7 @@ from cargohold.cache.rows import RowPlan, even_rows
 from cargohold.cache.shares import Limits
 from cargohold.connector.config import EAGER, LAZY, OffloadConfig, limits_in_chunks
 from cargohold.connector.kernel.pooled_stores import PooledStores, Pooling, lazily
-from cargohold.connector.kernel.stores import EagerStores, MakeStores, StorePlanner
+from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.deadlines import FINISH, REQUEST, WRITE
@@ -229,9 +229,7 @@ def _name_of(config: OffloadConfig) -> str:
 
 def _planner_of(config: OffloadConfig, environment: SchedulerEnvironment) -> MakeStores:
     """Return what decides which chunks are copied down."""
-    if config.read_only:
-        return _stores_nothing
-    if config.mode == EAGER:
+    if config.mode == EAGER or config.read_only:
         return EagerStores
     if config.mode != LAZY:
         return partial(PooledStores, pooling=Pooling(lookahead=config.lookahead_blocks))
@@ -249,10 +247,6 @@ def host_manager(
         return make_manager(config.policy, num_slots, record_events=record_events, quotas=quotas, chunk_rows=chunk_rows)
     own: OffloadManager = made_by("manager", config.manager, OffloadManager, num_slots, record_events=record_events)
     return own
-
-
-def _stores_nothing(*_: object) -> StorePlanner:
-    return StorePlanner()
 
 
 def _whole_blocks(kv_caches: Sequence[Sequence[Any]], plan: RowPlan) -> Sequence[Any]:
