@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -33,43 +32,27 @@ _LOOK_AGAIN: Final = 256
 """Steps after which it is looked again what copies cost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """In which way host memory and the device pool are one cache.
-
-    Attributes:
-        fills_room: whether chunks are stored as they are computed while host memory has room for them.
-        takes_copies: whether slots of chunks that the device holds, too, are taken before others.
-        lookahead: number of blocks ahead of eviction that are kept stored; ``None`` for as many as the cost of copies asks for.
-    """
-
-    fills_room: bool = True
-    takes_copies: bool = True
-    lookahead: int | None = None
-
-
-def lazily(lookahead: int) -> Pooling:
-    """Return the way in which only what the device is about to lose is stored, and copies keep their slots."""
-    return Pooling(fills_room=False, takes_copies=False, lookahead=lookahead)
-
-
 class PooledStores(EagerStores):
     """Stores what the device is about to lose, or has just lost. Where the engine shows no pool, all that is computed.
 
     Args:
         shared: the state that the connector's parts share.
         requests: the connector's requests, by id.
-        pooling: in which way both are one cache.
+        lookahead: number of blocks ahead of eviction that are kept stored; ``None`` for as many as the cost of copies asks for.
+        is_lazy: whether only what the device is about to lose is stored, although there is room for more, and copies keep their
+            slots.
     """
 
     def __init__(
         self,
         shared: Shared,
         requests: Mapping[str, RequestState],
-        pooling: Pooling = Pooling(),  # frozen
+        *,
+        lookahead: int | None = None,
+        is_lazy: bool = False,
     ) -> None:
         super().__init__(shared, requests)
-        self._pooling = pooling
+        self._lookahead, self._is_lazy = lookahead, is_lazy
         self._group_tokens = [group.block_tokens for group in shared.layout.groups]
         # Groups whose blocks the device's prefix cache keeps: of others, chunks are stored as they are computed.
         self._cached = [shared.caches_all or group.kind is AttentionKind.FULL for group in shared.layout.groups]
@@ -136,7 +119,7 @@ class PooledStores(EagerStores):
     def _must_store(self, num_chunks: int) -> bool:
         """Whether so many chunks are stored as they are computed: there is room, or they would be lost, or a tier wants all."""
         shared = self._shared
-        is_roomy = self._pooling.fills_room and num_chunks <= shared.manager.num_free
+        is_roomy = not self._is_lazy and num_chunks <= shared.manager.num_free
         return is_roomy or shared.below.wants_all or self._is_pressed()
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -198,7 +181,7 @@ class PooledStores(EagerStores):
 
     def _may_take(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         device = self._shared.device
-        if device is None or not self._pooling.takes_copies or self._cost() > COPY_PRICE:
+        if device is None or self._is_lazy or self._cost() > COPY_PRICE:
             return [False] * len(keys)
         wanted = self._shared.below.still_wants(keys)
         return [is_held and key not in wanted for key, is_held in zip(keys, device.holds(keys), strict=True)]
@@ -216,14 +199,14 @@ class PooledStores(EagerStores):
 
     def _num_ahead(self) -> int:
         """Return how many blocks ahead of eviction are to be stored: as many as a step evicts, if it cannot wait for them."""
-        if self._pooling.lookahead is not None:
-            return self._pooling.lookahead
+        if self._lookahead is not None:
+            return self._lookahead
         return int(self._peak) + 1 if self._cost() > IN_STEP_SHARE else 0
 
     def _is_pressed(self) -> bool:
         """Whether so little is free that what is computed now may be gone before it comes near eviction."""
         num_ahead, context = self._num_ahead(), self._shared.context
-        if not num_ahead or context is None or self._pooling.lookahead is not None:
+        if not num_ahead or context is None or self._lookahead is not None:
             return False
         return sum(1 for _ in islice(context.iter_free_blocks(), num_ahead)) < num_ahead
 

@@ -11,7 +11,7 @@ from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.rows import RowPlan, even_rows
 from cargohold.cache.shares import Limits
 from cargohold.connector.config import EAGER, LAZY, OffloadConfig, limits_in_chunks
-from cargohold.connector.kernel.pooled_stores import PooledStores, Pooling, lazily
+from cargohold.connector.kernel.pooled_stores import PooledStores
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
@@ -232,9 +232,9 @@ def _planner_of(config: OffloadConfig, environment: SchedulerEnvironment) -> Mak
     if config.mode == EAGER or config.read_only:
         return EagerStores
     if config.mode != LAZY:
-        return partial(PooledStores, pooling=Pooling(lookahead=config.lookahead_blocks))
+        return partial(PooledStores, lookahead=config.lookahead_blocks)
     per_step = sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)
-    return partial(PooledStores, pooling=lazily(config.lookahead_blocks or 2 * per_step))
+    return partial(PooledStores, lookahead=config.lookahead_blocks or 2 * per_step, is_lazy=True)
 
 
 def host_manager(
