@@ -94,6 +94,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_time(seconds: float) -> str:
+    """A time for people, in three digits: ``2.5 d``, ``45 s``, ``13.2 ms``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{1000 * seconds:.3g} ms"
+
+
 def format_count(number: int, noun: str) -> str:
     """A number of things for people: ``1 request``, ``1,400 requests``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -17,7 +17,7 @@ from rich.text import Text
 from cargohold.cli.app import Answers, PlainFlags, app, errors, progress
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
-from cargohold.option_values import format_bytes, format_count, parse_room
+from cargohold.option_values import format_bytes, format_count, format_time, parse_room
 from cargohold.tiers.inventory import DryRun, Holding, Inventory, Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.places import without_secrets
@@ -343,7 +343,4 @@ def _ago(holding: Holding) -> str:
     if holding.last_used_s is None:
         return "?"
     seconds = _age_s(holding)
-    for unit, size in (("d", DAY_S), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return "just now"
+    return "just now" if seconds < 60 else f"{format_time(seconds)} ago"

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cargohold.cli.app import Answers, MetricsKeyOption, app, require_packages
 from cargohold.cli.signals import EXIT_FAILED
-from cargohold.option_values import format_bytes
+from cargohold.option_values import format_bytes, format_time
 from cargohold.process import deferred_interrupt
 from cargohold.protocol import metrics
 from cargohold.serve.families import GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, UP
@@ -121,17 +121,19 @@ def _speeds(grown: Scrape) -> Text:
     """How long restoring took, next to how long computing the same would have."""
     restore_s = grown.seconds(metrics.LOAD) + grown.seconds(metrics.WAIT)
     restored, computed = grown.total(metrics.LOAD_TOKENS), grown.total(metrics.PREFILL_TOKENS)
-    text = Text(f"restored: {_known(grown.known(metrics.LOAD_TOKENS))} tokens in {_time(restore_s)}")
+    text = Text(f"restored: {_known(grown.known(metrics.LOAD_TOKENS))} tokens in {format_time(restore_s)}")
     if min(restored, computed) >= LEAST_TOKENS:
         compute_s = restored * grown.total(metrics.PREFILL_SECONDS) / computed
-        text.append(f", computing them takes {_time(compute_s)}", style="bold red" if restore_s > compute_s else "")
+        text.append(
+            f", computing them takes {format_time(compute_s)}", style="bold red" if restore_s > compute_s else ""
+        )
     for family in (metrics.LOAD, metrics.FETCH, metrics.LOOK_UP, metrics.WAIT):
         what = family.name.removesuffix("_seconds").replace("_", "-")
         for tier, window in sorted(grown.times(family).items()):
             half, most = window.quantile(0.5), window.quantile(0.95)
             if half is not None and most is not None:
                 of = "" if family in {metrics.LOAD, metrics.WAIT} else f" {tier}"
-                text.append(f"; {what}{of} {_time(half)} (95%: {_time(most)})")
+                text.append(f"; {what}{of} {format_time(half)} (95%: {format_time(most)})")
     return text
 
 
@@ -145,7 +147,7 @@ def _ages(now: Scrape) -> Text:
     ):
         median = None if window is None else window.quantile(0.5)
         if median is not None:
-            text.append("; " if text else "").append(f"{what} {_time(median)}")
+            text.append("; " if text else "").append(f"{what} {format_time(median)}")
     return text
 
 
@@ -158,8 +160,8 @@ def _troubles(now: Scrape) -> Iterator[Text]:
         of, retry_at = dict(labels), retries.get(labels, 0)
         again = "a restart helps" if not retry_at else "tried again with the next request"
         if retry_at > clock:
-            again = f"tried again in {_time(retry_at - clock)}"
-        told = f"{of.get('tier')}: {of.get('what')} out of use for {_time(clock - since)}: {of.get('reason')}; {again}"
+            again = f"tried again in {format_time(retry_at - clock)}"
+        told = f"{of.get('tier')}: {of.get('what')} out of use for {format_time(clock - since)}: {of.get('reason')}; {again}"
         yield Text(told, style="bold red")
     failed = {kind: number for kind, number in now.by(metrics.FAILURES, "kind").items() if number}
     if failed:
@@ -202,13 +204,6 @@ def _rate(amount: float | None, span_s: float | None, *, as_bytes: bool = False)
         return ""
     shown = format_bytes if as_bytes else _count
     return shown(amount) if span_s is None else f"{shown(amount / max(span_s, 1e-3))}/s"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{1000 * seconds:.3g} ms"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
