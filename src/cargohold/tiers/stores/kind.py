@@ -100,16 +100,6 @@ class SharedTierConfig(TierConfig):
         return PARALLEL_PROBES if _module(self.url) == "objects" else None
 
     @property
-    def num_lent_bytes(self) -> int:
-        """``lend_bytes`` as a number."""
-        return 0 if self.lend_bytes is None else parse_bytes("lend_bytes", self.lend_bytes)
-
-    @property
-    def scheme(self) -> str:
-        """The URL's scheme, which says what kind of store it is."""
-        return places.scheme_of(self.url)
-
-    @property
     def used_directory(self) -> UsedDirectory | None:
         """See ``TierConfig``."""
         return None if self.directory is None else UsedDirectory(self.directory, "url", is_own=False)
@@ -127,8 +117,8 @@ class SharedTierConfig(TierConfig):
     def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
         TierConfig.require_sizes(self, chunk_bytes, num_shards)
         value_bytes = HEADER_BYTES + chunk_bytes
-        if self.scheme in MAX_VALUE_BYTES:
-            require_chunk_below("url", self.shown_url, value_bytes, MAX_VALUE_BYTES[self.scheme])
+        if (scheme := places.scheme_of(self.url)) in MAX_VALUE_BYTES:
+            require_chunk_below("url", self.shown_url, value_bytes, MAX_VALUE_BYTES[scheme])
         if self.num_max_bytes is not None:
             # Each worker's part of one chunk, and what each worker leaves to the others: see StoreBudget.
             need = (2 * num_shards - 1) * value_bytes
@@ -141,8 +131,9 @@ class SharedTierConfig(TierConfig):
             case "redis":
                 tier = _store(self.url).RedisTier(self.url, self.ttl_s, opening)
             case "mooncake":
+                lent = 0 if self.lend_bytes is None else parse_bytes("lend_bytes", self.lend_bytes)
                 network = {"protocol": self.protocol, "devices": self.devices}
-                tier = _store(self.url).MooncakeTier(self.url, network, opening, self.num_threads, self.num_lent_bytes)
+                tier = _store(self.url).MooncakeTier(self.url, network, opening, self.num_threads, lent)
             case _:
                 tier = _store(self.url).ObjectTier(self.url, self.num_max_bytes, opening)
         return tier

@@ -104,8 +104,8 @@ class StoreBudget:
         self._max_bytes = max_bytes - (num_workers - 1) * self._share
         self._lock = threading.Lock()
         self._is_looking = False
-        # Bytes stored or being written. Full at first, so that the first chunk makes a listing.
-        self._num_bytes = self._max_bytes
+        # Bytes stored or being written. More than may be at first, so that a listing is made.
+        self._num_bytes = self._max_bytes + 1
         self._unseen = 0  # bytes written since the last listing
         self._writing = 0
         self._new = 0  # bytes that a listing under way may not see
@@ -128,6 +128,10 @@ class StoreBudget:
                 with self._lock:
                     self._writing -= num_bytes
 
+    def look_ahead(self) -> None:
+        """List the store before the first chunk comes, which would have to be put off. Raises the store's errors."""
+        self._reserve(0)
+
     def _reserve(self, num_bytes: int) -> bool:
         with self._lock:
             is_full = self._num_bytes + num_bytes > self._max_bytes
@@ -141,18 +145,6 @@ class StoreBudget:
                 return self._grant(num_bytes)
             self._is_looking = True
             self._new = self._writing
-        return self._look_and_grant(num_bytes)
-
-    def look_ahead(self) -> None:
-        """List the store before the first chunk comes, which would have to be put off. Raises the store's errors."""
-        with self._lock:
-            if self._is_looking:
-                return
-            self._is_looking = True
-            self._new = self._writing
-        self._look_and_grant(0)
-
-    def _look_and_grant(self, num_bytes: int) -> bool:
         try:
             total = self._look(num_bytes)
             with self._lock:
@@ -241,18 +233,14 @@ class StoreBudget:
         except (store_errors.BaseError, OSError) as error:
             if not refuses_access(error):
                 raise
-            self._tell(known, error)
+            if known.namespace_id not in self._told:
+                self._told.add(known.namespace_id)
+                message = "shared tier: %s cannot be deleted to make room, so it stays: %s"
+                logger.warning(message, known.path, one_line(error))
             if directory_of(self._store) is None:
                 closed.add(known.namespace_id)
             return False
         return True
-
-    def _tell(self, known: StoredObject, error: Exception) -> None:
-        """Log, once per namespace, why a chunk cannot be deleted."""
-        if known.namespace_id not in self._told:
-            self._told.add(known.namespace_id)
-            reason = one_line(error)
-            logger.warning("shared tier: %s cannot be deleted to make room, so it stays: %s", known.path, reason)
 
 
 # --- the shared tier on object stores ---------------------------------------------------------------------------------
