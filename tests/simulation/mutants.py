@@ -824,7 +824,7 @@ def computes_a_request_in_the_step_that_ends_an_earlier_one_of_its_id(patch: Pat
     patch.setattr(RequestQueues, "has_just_ended", lambda self, request_id: False)
 
 
-@mutant(faults="corrupt")
+@mutant(faults="failed")
 def keeps_invalid_blocks_in_the_prefix_cache(patch: Patch) -> None:
     patch.setattr(ConnectorReports, "_discard_blocks", lambda self, block_ids: None)
 
