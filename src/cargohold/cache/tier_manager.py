@@ -376,7 +376,8 @@ class TierManager(OffloadManager):
         kept: list[int] = []
         worths = self._worths_to_save(slots)
         order = sorted(range(len(slots)), key=worths.__getitem__, reverse=True)
-        for (worth, owner), same in groupby(order, key=lambda at: (worths[at], self._owner_of(slots[at]))):
+        owners = self._table.owners or bytes(self._table.capacity)
+        for (worth, owner), same in groupby(order, key=lambda at: (worths[at], owners[slots[at]])):
             alike = [slots[at] for at in same]
             alike = alike[: self._make_room_to_save(alike, worth, owner)]
             table.save(alike)
@@ -426,9 +427,6 @@ class TierManager(OffloadManager):
                 self.policy.give_up(num_slots, worth)
             is_asked_again = num_slots > 0 and len(table.evicted) >= num_before + num_slots
         return min(num_allowed, bisect_right(ends, table.num_free_rows))
-
-    def _owner_of(self, slot: int) -> int:
-        return 0 if self._table.owners is None else self._table.owners[slot]
 
     def _unlist(self, keys: Sequence[OffloadKey]) -> None:
         """Forget those of the chunks that are listed: they are offered a slot now, as if they were new."""

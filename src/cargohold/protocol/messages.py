@@ -7,7 +7,7 @@ An index that a follower builds from all events of a medium, in order, equals wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
@@ -391,7 +391,7 @@ class OutputAggregator:
             ),
             jobs=self._jobs.take_complete(self._expected),
             step_failed=any(output.step_failed for _, output in present),
-            invalid_block_ids=_union(output.invalid_block_ids for _, output in present),
+            invalid_block_ids=frozenset[int]().union(*[output.invalid_block_ids for _, output in present]),
             kv_connector_worker_meta=worker_meta,
             kv_connector_stats=stats,
         )
@@ -435,7 +435,3 @@ class OutputAggregator:
                 self._connector, f"expects {count} reports per transfer; there are {self._world_size} worker(s)"
             )
         return count
-
-
-def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset().union(*sets)

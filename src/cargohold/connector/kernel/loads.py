@@ -82,7 +82,7 @@ class TierLookup:
         # Many requests may wait for one load, while other jobs end in every step.
         if (
             lookup is None
-            or not lookup.is_of(num_computed_tokens, num_tokens)
+            or (lookup.num_computed_tokens, lookup.num_request_tokens) != (num_computed_tokens, num_tokens)
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)

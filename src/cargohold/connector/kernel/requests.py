@@ -75,10 +75,6 @@ class Lookup(NamedTuple):
     awaited_job: int | None = None
     shared_end: int = 0
 
-    def is_of(self, num_computed_tokens: int, num_request_tokens: int) -> bool:
-        """Whether it was asked for with as many computed tokens, when the request was as long."""
-        return (self.num_computed_tokens, self.num_request_tokens) == (num_computed_tokens, num_request_tokens)
-
 
 @dataclass(slots=True)
 class RequestState:

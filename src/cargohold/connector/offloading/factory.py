@@ -156,11 +156,6 @@ def chunk_sizes(config: OffloadConfig, layout: KVCacheLayout) -> list[int]:
     return [count * plan.row_bytes * config.blocks_per_chunk for count in plan.per_block]
 
 
-def _shard_bytes(config: OffloadConfig, layout: KVCacheLayout) -> int:
-    """Return the bytes of the largest chunks on one worker."""
-    return max(chunk_sizes(config, layout))
-
-
 def _options(tier: TierConfig, name: str, sizes: Sequence[int]) -> TierOptions:
     """Return how a tier is to be used, if chunks have these sizes, by group, over all workers."""
     most = max(sizes)
@@ -330,7 +325,7 @@ class OffloadingFactory:
         Raises:
             ConfigError: it cannot hold a single one.
         """
-        chunk_bytes = _shard_bytes(self.config, layout) * layout.num_shards
+        chunk_bytes = max(chunk_sizes(self.config, layout)) * layout.num_shards
         num_slots = self.config.num_host_bytes // chunk_bytes
         if num_slots < 1:
             raise too_small("host_bytes", self.config.host_bytes, f"one chunk takes {format_bytes(chunk_bytes)}")

@@ -24,14 +24,6 @@ class QueuePolicy(Enum):
     """Lowest ``priority`` first; first come, first served among equals."""
 
 
-def _fcfs(request: Request) -> SortKey:
-    return 0, request.arrival
-
-
-def _priority(request: Request) -> SortKey:
-    return request.priority, request.arrival
-
-
 class WaitingQueue:
     """A queue sorted by urgency.
 
@@ -40,7 +32,8 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: QueuePolicy) -> None:
-        self.urgency: Callable[[Request], SortKey] = _fcfs if policy is QueuePolicy.FCFS else _priority
+        weight = int(policy is QueuePolicy.PRIORITY)
+        self.urgency: Callable[[Request], SortKey] = lambda request: (weight * request.priority, request.arrival)
         self._requests: list[Request] = []
 
     def __len__(self) -> int:

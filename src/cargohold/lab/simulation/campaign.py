@@ -194,7 +194,7 @@ class Shrinker:
     def shrink(self, scenario: Scenario) -> Scenario:
         """The smallest failing scenario found; ``scenario`` itself, which must fail, if there is none."""
         for length in range(1, len(scenario.actions)):
-            beginning = scenario.truncated(length)
+            beginning = replace(scenario, actions=scenario.actions[:length])
             if self._fails(beginning):
                 scenario = beginning
                 break

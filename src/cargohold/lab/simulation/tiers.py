@@ -87,16 +87,13 @@ class SimulatedMedium:
         self.chunks[key], self.notes[key], self._numbers[key] = chunk, note, self._num_stored
         self.retained[key] = note.retention.on_clock(now)
         while len(self.chunks) > self.max_chunks:
-            self.lose(min(self.chunks, key=lambda stored: self._level(stored, now)))  # the oldest of these
+            self.lose(min(self.chunks, key=lambda stored: self.retained[stored].level_at(now)))  # the oldest of these
 
     def lose(self, key: OffloadKey) -> None:
         """Evict a chunk."""
         del self.chunks[key]
         self.retained.pop(key, None)
         self.lost.append(key)
-
-    def _level(self, key: OffloadKey, now: float) -> int:
-        return self.retained[key].level_at(now)
 
     def take_losses(self) -> Losses:
         """What was evicted since the last call."""

@@ -96,10 +96,6 @@ class Scenario:
     quiet_from: float
     actions: tuple[Action, ...]
 
-    def truncated(self, num_actions: int) -> Scenario:
-        """A copy with the first ``num_actions`` actions only."""
-        return replace(self, actions=self.actions[:num_actions])
-
     def without(self, at: int) -> Scenario:
         """A copy without the action at index ``at``."""
         return replace(self, actions=self.actions[:at] + self.actions[at + 1 :])
@@ -316,7 +312,7 @@ class World:
             lookahead=plan.lookahead,
             make_transfers=self._transfers,
             watch=self._watch,
-            wrap_manager=self._faulty_manager if may_change else _unchanged,
+            wrap_manager=self._faulty_manager if may_change else lambda manager: manager,
             record_events=self._scenario.shape.scheduler["emit_events"],
             **plan.options,
         )
@@ -362,7 +358,3 @@ class World:
     def _advance_links(self) -> None:
         for link in self._links:
             link.advance()
-
-
-def _unchanged(manager: OffloadManager) -> OffloadManager:
-    return manager

@@ -63,7 +63,9 @@ class WishOracle(Oracle):
         self._engine = engine
         sides = offloading_sides(engine.scheduler.connector)
         self._sides = [
-            _SideWishes(side, guards, plan, _innermost(side.manager))
+            _SideWishes(
+                side, guards, plan, side.manager.inner if isinstance(side.manager, FaultyManager) else side.manager
+            )
             for (side, guards), plan in zip(sides, plans, strict=True)
         ]
         self._invalid_block_ids: set[int] = set()
@@ -187,7 +189,3 @@ def _storable(request: Request, engine: Replica, watched: _SideWishes) -> set[Of
         for end in range(chunk_tokens, num_tokens + 1, chunk_tokens):
             keys.add(offload_key(hashes[end // layout.hash_block_tokens - 1], group.index, namespace))
     return keys
-
-
-def _innermost(manager: OffloadManager) -> OffloadManager:
-    return manager.inner if isinstance(manager, FaultyManager) else manager
