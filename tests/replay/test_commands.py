@@ -463,7 +463,6 @@ class TestPlan:
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--policy", "optimum"],
                 "--policy='optimum' is not possible: it must",
             ),
-            (["--trace", "SMALL", "--bytes-per-token", "8", "--disk-dir", "/no/such/dir"], "--disk-dir="),
             (
                 ["--trace", "SMALL", "--bytes-per-token", "8", "--disk-policy", "fifo"],
                 "give its size, too: --disk-bytes\n",

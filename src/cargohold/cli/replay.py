@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from textwrap import wrap
 from typing import Annotated
 
@@ -28,7 +26,7 @@ from cargohold.cli.traces import (
     replay_all,
 )
 from cargohold.errors import ConfigError
-from cargohold.lab.replay.advice import Machine, advise, as_facts, disk_table, fits, plan_table, recommend, unit_of_gain
+from cargohold.lab.replay.advice import advise, as_facts, disk_table, fits, plan_table, recommend, unit_of_gain
 from cargohold.lab.replay.costs import CostModel, Size, parse_size, parse_sizes
 from cargohold.lab.replay.html import page, plan_page, write_text
 from cargohold.lab.replay.planning import BASELINE, Plan, Planner, SizingBudget
@@ -201,7 +199,6 @@ class PlanOptions:
     device: Annotated[
         str | None, typer.Option(help="Size of the device pool in front, which is one cache with host memory.")
     ] = None
-    disk_dir: Annotated[Path | None, typer.Option(help="Directory on this machine, to check whether it fits.")] = None
     host_price: Annotated[
         float, typer.Option(help="What a GiB of host memory costs per hour, in seconds of an accelerator.")
     ] = 2.0
@@ -232,16 +229,6 @@ class PlanOptions:
             disk_part=self.disk_part,
         )
 
-    def machine(self) -> Machine:
-        """The limits of this machine. Raises ``ConfigError`` if ``disk_dir`` does not exist."""
-        if self.disk_dir is None:
-            return Machine(memory_bytes=memory_limit_bytes())
-        try:
-            free = shutil.disk_usage(self.disk_dir).free
-        except OSError as error:
-            raise ConfigError("disk_dir", str(self.disk_dir), "there is no such directory") from error
-        return Machine(memory_bytes=memory_limit_bytes(), disk_free_bytes=free)
-
 
 @app.command()
 @takes_groups
@@ -261,22 +248,21 @@ def plan(
     output.check()
     budget = what.budget()
     disk_policy = disk_options.checked_policy("--disk-bytes", what.disk_bytes)
-    machine = what.machine()
     costs = cost_options.costs(what.model)
     if costs.bytes_per_token is None:  # said before the trace is read, which takes minutes
         raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")
     trace = load_trace(what.trace, trace_options).behind(what.device, costs)
     planner = Planner(trace.workload, costs, what.policy, budget)
     results = _replay(planner, trace, what, disk_policy)
-    found = planner.plan(results)
+    found, memory = planner.plan(results), memory_limit_bytes()
     answer = list(recommend(planner, found))
-    words = [*advise(planner, found), *fits(planner, found, machine)]
+    words = [*advise(planner, found), fits(planner, found, memory)]
     report = Report(tuple(what.trace), trace.workload, costs, tuple(results), (*words, *trace.remarks))
     if output.html is not None:
         write_text(output.html, plan_page(planner, found, report, answer))
         remark(f"wrote {output.html}")
     if output.as_json:
-        facts = as_facts(planner, found) | {"memory_limit_bytes": machine.memory_bytes, "advice": [*answer, *words]}
+        facts = as_facts(planner, found) | {"memory_limit_bytes": memory, "advice": [*answer, *words]}
         typer.echo(json.dumps(facts | replace(report, remarks=trace.remarks).as_facts(), indent=1))
     else:
         _show(planner, found, [*answer, *words])

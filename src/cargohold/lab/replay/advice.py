@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from cargohold.lab.replay.planning import BASELINE, DiskUse, Plan, Planner, Step
@@ -11,19 +11,6 @@ from cargohold.lab.replay.replaying import OPTIMUM
 from cargohold.lab.replay.report import format_seconds
 from cargohold.lab.replay.tiers import DISK, HOST
 from cargohold.option_values import format_bytes, format_count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """The machine that a cache has to fit into.
-
-    Attributes:
-        memory_bytes: memory that this machine, and the control groups around this process, allow.
-        disk_free_bytes: free space where the disk tier would be; ``None`` if that place was not given.
-    """
-
-    memory_bytes: int
-    disk_free_bytes: int | None = None
 
 
 def recommend(planner: Planner, plan: Plan) -> Iterator[str]:
@@ -54,29 +41,17 @@ def advise(planner: Planner, plan: Plan) -> Iterator[str]:
         )
 
 
-def fits(planner: Planner, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield sentences about what fits this machine and what does not."""
-    budget = planner.budget
-    machine_allows = (
-        f"This machine, with the limits of its control groups, allows {format_bytes(machine.memory_bytes)} in all"
-    )
-    what, wanted = "the host memory asked for", budget.host_bytes
+def fits(planner: Planner, plan: Plan, memory_bytes: int) -> str:
+    """Whether it fits into the memory that this machine, and the control groups around this process, allow."""
+    machine_allows = f"This machine, with the limits of its control groups, allows {format_bytes(memory_bytes)} in all"
+    what, wanted = "the host memory asked for", planner.budget.host_bytes
     if wanted is None and plan.recommendation is not None:
         what, wanted = "what is recommended", plan.recommendation.num_bytes
     if not wanted:
-        yield f"{machine_allows}."
-    elif wanted > machine.memory_bytes:
-        yield f"{machine_allows}: {what} does not fit."
-    else:
-        yield f"{machine_allows}: {what} takes {wanted / machine.memory_bytes:.0%} of it."
-    if machine.disk_free_bytes is None:
-        return
-    free = format_bytes(machine.disk_free_bytes)
-    if budget.disk_bytes is None:
-        yield f"The disk has {free} free."
-    else:
-        fit = "fits" if budget.disk_bytes <= machine.disk_free_bytes else "does not fit"
-        yield f"The disk has {free} free: {format_bytes(budget.disk_bytes)} {fit}."
+        return f"{machine_allows}."
+    if wanted > memory_bytes:
+        return f"{machine_allows}: {what} does not fit."
+    return f"{machine_allows}: {what} takes {wanted / memory_bytes:.0%} of it."
 
 
 def disk_problems(planner: Planner, use: DiskUse) -> list[str]:
