@@ -143,10 +143,6 @@ class Grants:
         ends_s = grant.ends_at - self._clock() if grant.level > NORMAL else inf
         return Retention(grant.level, ends_s, _digest_of(grant.tenant))
 
-    def retentions_of(self, keys: Sequence[OffloadKey]) -> list[Retention]:
-        """Return what lower tiers are asked for each of these chunks."""
-        return list(map(self.retention_of, keys))
-
     # --- a grant's life -----------------------------------------------------------------------------------------------
 
     def has_room_for(self, tenant: str | None) -> bool:

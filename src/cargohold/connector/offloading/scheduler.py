@@ -270,5 +270,5 @@ class OffloadingScheduler(KernelScheduler):
         notes = [] if self._events is None else self._events.notes_of(keys)
         if not self._hints:
             return notes
-        retained = self._hints.grants.retentions_of(keys)
+        retained = list(map(self._hints.grants.retention_of, keys))
         return [replace(note, retention=of) for note, of in zip(notes or [NO_NOTE] * len(keys), retained, strict=True)]

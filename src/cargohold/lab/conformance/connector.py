@@ -28,7 +28,7 @@ from cargohold.lab.simulation.connectors import ConnectorPlan, TierPlan
 from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.fingerprints import simulated_layout, tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE, SimulatedEngine
-from cargohold.lab.simulation.run import RunResult, ScenarioRun, quiet_logging
+from cargohold.lab.simulation.run import ScenarioRun, quiet_logging
 from cargohold.lab.simulation.workloads import WORKLOADS
 from cargohold.lab.simulation.world import Scenario, World, draw_scenario
 from cargohold.protocol import Hint, HintKind, HintStatus, Kind, KVConnectorFactory, Stats, add_stats
@@ -130,11 +130,11 @@ class ConnectorConformance(ABC):
 
         One may raise while it loads KV for the very step from which the other one stores.
         """
-
-        def doubled(plan: ConnectorPlan) -> ConnectorPlan:
-            return replace(plan, custom=(*plan.custom, strict(self.factory())), nesting=(2,))
-
-        self._play_all(workload, [Fault.RAISES], doubled)
+        self._play_all(
+            workload,
+            [Fault.RAISES],
+            lambda plan: replace(plan, custom=(*plan.custom, strict(self.factory())), nesting=(2,)),
+        )
 
     @pytest.mark.parametrize("failure", [Failure.STEP, Failure.BLOCKS])
     @pytest.mark.parametrize("workload", ["small", "aborts", "returning"])
@@ -319,7 +319,7 @@ class ConnectorConformance(ABC):
             scenario = replace(scenario, connector=change(scenario.connector))
             idle = self._wait if self.takes_real_time else None
             result = ScenarioRun(scenario, on_idle=idle, world=World(scenario, prepare=prepare)).play()
-            if _is_refusal(result):
+            if isinstance(result.error, ConfigError) and result.num_steps == 0:
                 refusal = str(result.error)
                 continue
             if result.error is not None:
@@ -398,10 +398,6 @@ class ConnectorConformance(ABC):
 
     def _wait(self) -> None:
         time.sleep(0.0005)
-
-
-def _is_refusal(result: RunResult) -> bool:
-    return isinstance(result.error, ConfigError) and result.num_steps == 0
 
 
 def _require_sound(engine: SimulatedEngine) -> None:

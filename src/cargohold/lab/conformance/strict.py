@@ -313,10 +313,5 @@ class SpoilingWorker(KVConnectorWorker):
 
 def spoiler(failure: Failure, picks: Callable[[str], bool] | None = None) -> KVConnectorFactory:
     """Makes both sides of the faulty connector; by default, it spoils 40 % of all requests."""
-    return ClassFactory(
-        lambda environment: SpoilingScheduler(environment, picks or _some), lambda _: SpoilingWorker(failure)
-    )
-
-
-def _some(request_id: str) -> bool:
-    return Random(request_id).random() < 0.4  # noqa: S311  # repeatable, on purpose
+    picks = picks or (lambda request_id: Random(request_id).random() < 0.4)  # noqa: S311  # repeatable, on purpose
+    return ClassFactory(lambda environment: SpoilingScheduler(environment, picks), lambda _: SpoilingWorker(failure))

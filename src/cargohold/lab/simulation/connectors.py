@@ -66,7 +66,8 @@ class SimulatedOffloading(HostMemoryShards):
         **options: Any,
     ) -> None:
         def made(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> TransferWorker:
-            self.transfers.append((make_transfers or held_transfers)(region, rows, environment))
+            make = make_transfers or (lambda *_: HeldTransfers(region, rows, environment.clock))
+            self.transfers.append(make(region, rows, environment))
             transfers: TransferWorker = self.transfers[-1]
             return transfers
 
@@ -102,11 +103,6 @@ class SimulatedOffloading(HostMemoryShards):
         """Make the tier empty for engines made from now on. No engine that still reads or writes may be left."""
         if not self.manager.reset():
             raise RuntimeError("somebody still writes to the tier")
-
-
-def held_transfers(region: ByteRows, rows: ByteRows, environment: WorkerEnvironment) -> HeldTransfers:
-    """Transfers that carry out copies at the next poll, or only when a test says so."""
-    return HeldTransfers(region, rows, environment.clock)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from cargohold.cache import OffloadManager
 from cargohold.engine.core.request_queues import LoadFailurePolicy, QueuePolicy
 from cargohold.errors import ConfigError
 from cargohold.lab.simulation.connectors import (
@@ -312,7 +311,7 @@ class World:
             lookahead=plan.lookahead,
             make_transfers=self._transfers,
             watch=self._watch,
-            wrap_manager=self._faulty_manager if may_change else lambda manager: manager,
+            wrap_manager=lambda manager: FaultyManager(manager, self.source, self._is_gone) if may_change else manager,
             record_events=self._scenario.shape.scheduler["emit_events"],
             **plan.options,
         )
@@ -348,9 +347,6 @@ class World:
         queue = LinkedQueue(medium, plan, self.source, self._is_gone, self._slowness)
         self._queues.append(queue)
         return queue
-
-    def _faulty_manager(self, manager: OffloadManager) -> OffloadManager:
-        return FaultyManager(manager, self.source, self._is_gone)
 
     def _slowness(self) -> float:
         return SLOWNESS if self.is_slow() else 1.0

@@ -149,10 +149,9 @@ class TierOracle(Oracle):
 
     def _num_exempt_blocks(self, jobs: JobTable) -> int:
         """The blocks of stores for remote decode, for which there is no limit."""
-        return sum([len(store.block_ids) for store in jobs.stores() if any(map(self._is_remote, store.request_ids))])
-
-    def _is_remote(self, request_id: str) -> bool:
-        return bool((self._engine.requests[request_id].kv_transfer_params or {}).get("do_remote_decode"))
+        requests = self._engine.requests.items()
+        remote = {name for name, of in requests if (of.kv_transfer_params or {}).get("do_remote_decode")}
+        return sum([len(store.block_ids) for store in jobs.stores() if not remote.isdisjoint(store.request_ids)])
 
     def _add_load(self, watched: _SideCounts, add: Callable[[Load], None], load: Load) -> None:
         watched.lengths[load.job_id] = self._engine.requests[load.request_id].num_tokens
