@@ -105,5 +105,5 @@ def test_a_server_runs_with_what_is_printed_for_its_file(
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 2
     said = log.read_text(encoding="utf-8")
-    assert "eager: 64 MiB of host memory" in said and f"below it: {tmp_path}/kv, 256 MiB at most" in said
+    assert "exclusive: 64 MiB of host memory" in said and f"below it: {tmp_path}/kv, 256 MiB at most" in said
     assert why_turned_off(log) is None
