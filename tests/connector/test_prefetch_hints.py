@@ -10,7 +10,7 @@ from cargohold.connector.offloading import HintConfig, OffloadingScheduler, Tena
 from cargohold.lab.simulation import SimulatedEngine, VirtualClock
 from cargohold.protocol import MEDIUM_HOST, BlockStored, Hint, HintEnd, HintOutcome, HintStatus, Prefix
 from cargohold.tiers import JobKind
-from cargohold.tiers.scheduler_side.ahead import MAX_AHEAD
+from cargohold.tiers.scheduler_side.prefetch import MAX_AHEAD
 from tests.connector.common import prompt
 from tests.connector.offloading import ends, keys_of
 from tests.connector.tiering import finish, make_engine, restored, serve

@@ -318,7 +318,11 @@ class Shard:
 
     def _delete_segments(self, first: int, why: str = "") -> None:
         """Delete all segments from number ``first`` on; if they have chunks, log ``why``, if given. Raises ``OSError``."""
-        files = [file for file in self.path.glob("segment-*") if is_own(file.name) and _number_of(file) >= first]
+        files = [
+            file
+            for file in self.path.glob("segment-*")
+            if is_own(file.name) and int(file.stem.removeprefix("segment-")) >= first
+        ]
         num_lost = sum(file.suffix == ".headers" and may_hold_chunks(file) for file in files)
         if num_lost and why:
             lost = format_count(num_lost, "segment")
@@ -435,11 +439,6 @@ def check_budget(root: Path, budget: ShardBudget) -> None:
         raise ConfigError(
             "max_bytes", format_bytes(budget.root_bytes), f"the file system has {format_bytes(total)}{reserve}"
         )
-
-
-def _number_of(file: Path) -> int:
-    """Return the number of a segment from the name of one of its files."""
-    return int(file.stem.removeprefix("segment-"))
 
 
 def _may_be_of(shard: Path, engine: dict[str, str]) -> bool:

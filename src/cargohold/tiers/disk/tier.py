@@ -106,7 +106,7 @@ class DiskTier(Tier):
             with self._lock:
                 self._index.commit(number)
                 if asked is not NO_RETENTION:
-                    self._index.rank(key, asked, self._now_s())
+                    self._index.rank(key, asked, self._codec.now_ns() / 1e9)
         return StoreOutcome.STORED
 
     def load(self, key: OffloadKey, into: memoryview) -> LoadOutcome:
@@ -143,7 +143,7 @@ class DiskTier(Tier):
             for key, retention in zip(keys, retentions, strict=True):
                 asked = self._codec.asked_now(retention)
                 with self._lock:
-                    number = self._index.pin(key) if self._index.rank(key, asked, self._now_s()) else None
+                    number = self._index.pin(key) if self._index.rank(key, asked, self._codec.now_ns() / 1e9) else None
                 if number is None:
                     continue
                 try:
@@ -158,9 +158,6 @@ class DiskTier(Tier):
         header = unpack_header(segment.read_header(at))
         if header is not None and header.key == key and header.retention != asked:
             segment.write_header(at, self._codec.with_retention(header, asked))
-
-    def _now_s(self) -> float:
-        return self._codec.now_ns() / 1e9
 
     def list_chunks(self, cursor: bytes, limit: int, *, with_details: bool) -> Listing:
         """Return the next chunks, each after the one before it in its prefix: routers want to know that first."""
@@ -271,7 +268,7 @@ class DiskTier(Tier):
                 return StoreOutcome.LATER
             if not self._index.num_slots:
                 return StoreOutcome.REFUSED
-            self._index.expire(self._now_s())
+            self._index.expire(self._codec.now_ns() / 1e9)
             number = self._index.reserve(key, parent, num_slots)
             self._note_lost(self._index.take_evicted())
         return number

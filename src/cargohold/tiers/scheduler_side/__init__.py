@@ -1,11 +1,10 @@
 """The scheduler side of the tiers below host memory: their known contents, and which chunks to fetch and to write down."""
 
 from cargohold.tiers.config import Admission, WriteMode
-from cargohold.tiers.scheduler_side.ahead import Ahead, Prefetches
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.plan import Wanted, sources_per_token
-from cargohold.tiers.scheduler_side.prefetch import Prefetcher
+from cargohold.tiers.scheduler_side.prefetch import Ahead, Prefetcher, Prefetches
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import (

@@ -17,7 +17,6 @@ from cargohold.protocol import Clock, Locality, Outage, Tally, metrics
 from cargohold.tiers.config import Admission, WriteMode
 from cargohold.tiers.health import HEALTHY, BreakerState, TierHealth
 from cargohold.tiers.port import ACCESS_OF, SHOW_NOTHING, Access, Found, JobKind
-from cargohold.tiers.scheduler_side.pace import LookUpGain
 from cargohold.tiers.scheduler_side.tasks import TierTask
 
 _TIMES: Final = {JobKind.PROBE: metrics.LOOK_UP, JobKind.LOAD: metrics.FETCH, JobKind.STORE: metrics.WRITE}
@@ -157,6 +156,34 @@ class LookupCache:
 
     def _last(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[bool, float] | None]:
         return map(self._young.get, keys, map(self._old.get, keys))
+
+
+_KEEP_LONG = 0.95
+"""Weight that the long-run share of chunks found keeps with each new look-up."""
+_KEEP_LATEST = 0.5
+"""Weight that the latest share of chunks found keeps with each new look-up."""
+
+
+class LookUpGain:
+    """Predicts which part of what a tier is asked for it has.
+
+    Most prompts may be new: then a request that asks an object store waits in vain, even if that is faster than computing.
+    Both the average of many look-ups and that of the latest few count, whichever is more: a store in which one prompt in twenty
+    is found may be worth asking, and one that others have just filled is soon asked again.
+    """
+
+    def __init__(self) -> None:
+        self._long = self._latest = 1.0
+
+    @property
+    def expected(self) -> float:
+        """The part of the chunks asked for, from 0 to 1, that is expected to be found; 1 before anything is known."""
+        return max(self._long, self._latest)
+
+    def note(self, part: float) -> None:
+        """Add a look-up in which this part of the chunks asked for was found."""
+        self._long += (1 - _KEEP_LONG) * (part - self._long)
+        self._latest += (1 - _KEEP_LATEST) * (part - self._latest)
 
 
 # --- the scheduler side of one tier below host memory -----------------------------------------------------------------
