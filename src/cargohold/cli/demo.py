@@ -308,7 +308,13 @@ def demo_vllm(
         tempfile.TemporaryDirectory(prefix="cargohold-") as directory,
         progress(BarColumn(), MofNCompleteColumn()) as bar,
     ):
-        for title, transfer_config in (("without offloading", None), ("with offloading", _transfer_config(extra))):
+        for title, transfer_config in (
+            ("without offloading", None),
+            (
+                "with offloading",
+                {"kv_connector": "CargoholdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
+            ),
+        ):
             tick = partial(bar.advance, bar.add_task(title, total=len(conversations) * turns))
             log = Path(directory, "vllm.log")
             with serving(path, log, transfer_config=transfer_config, options=options) as url:
@@ -317,10 +323,6 @@ def demo_vllm(
     for pair in zip(*runs, strict=True):
         show_row(out, *pair)
     conclude(out, *runs)
-
-
-def _transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
-    return {"kv_connector": "CargoholdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _visit_all(

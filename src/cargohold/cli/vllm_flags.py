@@ -237,15 +237,6 @@ def _in_words_of_the_command(error: ConfigError) -> str:
 # --- ways to write them -----------------------------------------------------------------------------------------------
 
 
-def _for_a_shell(launch: Launch) -> str:
-    return shlex.join(launch.arguments())
-
-
-def _for_a_file(launch: Launch) -> str:
-    """Lines for the file that ``vllm serve --config`` reads; JSON is YAML."""
-    return "\n".join(f"{name}: {value}" for name, value in launch.options.items())
-
-
 def _for_systemd(launch: Launch) -> str:
     """The same for ``ExecStart=``: within quotes too, ``%``, ``$`` and backslashes have meanings of their own there."""
     return " ".join(
@@ -326,8 +317,9 @@ def _filled(value: Mapping[str, Any]) -> dict[str, Any]:
 
 FORMATS: Final[Mapping[str, Callable[[Launch], str]]] = MappingProxyType(
     {
-        "shell": _for_a_shell,
-        "yaml": _for_a_file,
+        "shell": lambda launch: shlex.join(launch.arguments()),
+        # Lines for the file that ``vllm serve --config`` reads; JSON is YAML.
+        "yaml": lambda launch: "\n".join(f"{name}: {value}" for name, value in launch.options.items()),
         "systemd": _for_systemd,
         "kubernetes": _for_kubernetes,
         "compose": _for_compose,

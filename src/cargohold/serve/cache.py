@@ -93,10 +93,6 @@ class PrefixBody(BaseModel):
     tools: Items[dict[str, Any]] | None = None
     cache_salt: str | None = None
 
-    @property
-    def has_prompt(self) -> bool:
-        return self.prompt is not None or self.messages is not None
-
     def tokens(self, llm: AsyncLLM, most: int) -> list[int]:
         """The prompt. Raises ``RequestError`` if it cannot be made."""
         if self.messages is not None:
@@ -166,7 +162,8 @@ async def release(request: Request, lease: Annotated[str, Path(min_length=1, max
 async def _hint(request: Request, body: PrefixBody, asked: Hints) -> Response:
     """Give hints in the name of the request's client. The answer has one outcome for each."""
     llm, client = context_of(request).admission.llm, client_of(request)
-    prompt = await in_turn(request, lambda: fitting(llm, partial(body.tokens, llm))) if body.has_prompt else None
+    has_prompt = body.prompt is not None or body.messages is not None
+    prompt = await in_turn(request, lambda: fitting(llm, partial(body.tokens, llm))) if has_prompt else None
     outcomes = await llm.hint(asked, prompt=prompt, salt=client.salt(body.cache_salt), tenant=client.tenant)
     return json_response({"outcomes": [asdict(outcome) for outcome in outcomes]})
 
