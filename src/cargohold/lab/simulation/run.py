@@ -322,7 +322,9 @@ class ScenarioRun:
         self._oracles.append(PoolOracle(engine))
         if scenario.connector.restores_if_faster:
             self._oracles.append(
-                PatienceOracle(engine, scenario.shape.link, self._world.source.struck, self._is_slowed)
+                PatienceOracle(
+                    engine, scenario.shape.link, struck, lambda: self._is_excused() or struck[Fault.LOST] > 0
+                )
             )
         self._each_step = [oracle for oracle in self._oracles if type(oracle).after_step is not Oracle.after_step]
         self._each_update = [oracle for oracle in self._oracles if type(oracle).on_update is not Oracle.on_update]
@@ -360,10 +362,6 @@ class ScenarioRun:
         """Whether stuck copies may turn a connector off: it cannot hold their blocks, or no request fits next to these."""
         broken = self._engine.scheduler.connector.broken
         return not self._scenario.connector.holds_copies or (broken is not None and broken.rule.startswith("kept "))
-
-    def _is_slowed(self) -> bool:
-        """Whether such a fault has struck, or one that lets requests wait until a load is given up."""
-        return self._is_excused() or self._world.source.struck[Fault.LOST] > 0
 
     def _on_update(self, update: RequestUpdate) -> None:
         for oracle in self._each_update:
