@@ -128,13 +128,13 @@ def test_a_request_is_told_why_no_more_of_it_was_found() -> None:
 
     limit = {"kv_transfer_params": {"max_load_tokens": 16}}
     assert why("limited", prompt(0, 40), **limit) == (
-        "24 were left to compute, because the request allows 16 to be loaded"
+        "24 had to be computed, because the request allows 16 to be loaded"
     )
-    assert why("little is left", [*prompt(0, 40), 1, 2]) == "2 were left to compute, less than a chunk of 8"
+    assert why("little is left", [*prompt(0, 40), 1, 2]) == "2 had to be computed, less than a chunk of 8"
     transfers.auto = False
-    assert why("longer", [*prompt(1, 24)]) == "24 were left to compute, because nothing of it is kept"
+    assert why("longer", [*prompt(1, 24)]) == "24 had to be computed, because nothing of it is kept"
     assert why("too early", [*prompt(1, 24), 1]) == (
-        "25 were left to compute, because the chunk from token 0 on is still being stored"
+        "25 had to be computed, because the chunk from token 0 on is still being stored"
     )
     transfers.auto = True
     finish(engine, offloading)
@@ -150,7 +150,7 @@ def test_a_request_is_told_that_a_window_is_missing() -> None:
     engine.add("longer", [*prompt(0, 40), 1], 1)
     finish(engine, offloading)
     assert engine.outputs["longer"].cache_report.notes[-1].partition("; ")[2] == (
-        "29 were left to compute, because full attention is kept up to token 40, but no whole window of 8 tokens that ends "
+        "29 had to be computed, because full attention is kept up to token 40, but no whole window of 8 tokens that ends "
         "after token 12"
     )
 

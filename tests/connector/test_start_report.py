@@ -44,12 +44,21 @@ def test_of_one_thing_a_report_speaks_as_of_one() -> None:
             "exclusive: 4.0 KiB of host memory for 1 chunk of 1 block, 4.0 KiB each; "
             "prompts and answers that the device pool has no room for, evicted by reuse-index"
         ),
+        "both together hold 2 times as much as the device pool",
     ]
+
+
+@pytest.mark.parametrize(("host_bytes", "is_little"), [(10 * 1024, False), (9 * 1024, True)])
+def test_host_memory_that_adds_hardly_anything_is_named(host_bytes: int, is_little: bool) -> None:
+    layout = KVCacheLayout((FULL,), num_blocks=101, block_bytes=1024, hash_block_tokens=32)
+    line = start_report(layout, OffloadConfig(host_bytes=host_bytes), equal_parts(layout))[-1]
+    assert line.startswith(f"both together hold 1.{'09' if is_little else '1'} times as much as the device pool")
+    assert line.endswith("raise host_bytes") == is_little
 
 
 def test_a_report_says_that_the_same_is_kept_once() -> None:
     layout = KVCacheLayout((FULL,), 9, 1024, hash_block_tokens=32, world_size=8, num_replicas=8)
-    assert start_report(layout, OffloadConfig(host_bytes="1MiB"), equal_parts(layout))[-1] == (
+    assert start_report(layout, OffloadConfig(host_bytes="1MiB"), equal_parts(layout))[-2] == (
         "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each, "
         "kept once for 8 workers that hold the same; "
         "prompts and answers that the device pool has no room for, evicted by reuse-index"
@@ -84,11 +93,12 @@ def test_a_report_has_every_one_of_several_connectors() -> None:
     report = start_report(layout, offload, equal_parts(layout))
     nested: Any = [[offload[0]], offload[1]]
     assert start_report(layout, nested, equal_parts(layout)) == report
-    assert report[-2:] == [
+    assert report[-3:] == [
         (
             "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
             "prompts that the device pool has no room for, evicted by lru"
         ),
+        "both together hold 129 times as much as the device pool",
         f"{type(NULL_CONNECTOR).__name__}: a connector of its own",
     ]
 
@@ -104,7 +114,7 @@ def test_an_engine_logs_it_before_it_loads_its_model(
         llm = make_llm(tiny_model("llama"), offload=OffloadConfig(host_bytes="1MiB", tiers=[disk]))
     said = caplog.messages
     assert said[0].startswith(f"device pool: {llm.plan.layout.num_blocks - 1:,} blocks of ")
-    assert said[3] == f"below it: {tmp_path}, 64 MiB at most, evicted by lru"
+    assert said[4] == f"below it: {tmp_path}, 64 MiB at most, evicted by lru"
     assert said[-1].startswith("disk tier in ") and said[-1].endswith("0 chunks are there")
 
 

@@ -44,7 +44,7 @@ def test_an_explanation_says_what_was_restored(llama: str, start: Callable[..., 
     (answer,) = ask_twice(start(llama, EAGER), make_prompts(1, 330))
     assert answer.restored == 320
     assert answer.notes == (
-        "of 330 tokens, 0 were on the device and 320 more in host; 10 were left to compute, less than a chunk of 32",
+        "of 330 tokens, 0 were on the device and 320 more in host; 10 had to be computed, less than a chunk of 32",
     )
 
 

@@ -68,6 +68,7 @@ def test_each_stage_restores_its_layers(
             "exclusive: 64 MiB of host memory, an equal share for every worker, for 1,024 chunks of 1 block, 48 KiB each; "
             "prompts and answers that the device pool has no room for, evicted by lru"
         ),
+        "both together hold 27.3 times as much as the device pool",
         "a GiB of host memory holds 524,288 tokens of long prompts",
         (
             "if a load fails, vLLM's policy is to recompute its request (load_failure_policy; inside MultiConnector, the outer "

@@ -270,6 +270,8 @@ def start_report(layout: KVCacheLayout, offload: Offload | Sequence[Offload] | N
     return lines + (connectors or ["no connector: KV that leaves the device pool is computed again"])
 
 
+LITTLE: Final = 0.1
+"""Part of the device pool that host memory must add, or hardly more is found."""
 _HOW: Final = {
     EXCLUSIVE: "{} that the device pool has no room for",
     EAGER: "{}",
@@ -286,11 +288,21 @@ def _connector_lines(layout: KVCacheLayout, offload: Offload | Sequence[Offload]
                 yield from _connector_lines(layout, child, parts)
         case OffloadConfig():
             kept = "prompts and answers" if offload.store_generated else "prompts"
-            how = _HOW[offload.mode].format(kept)
-            yield f"{offload.mode}: {_tier(layout, offload, parts)}; {how}, evicted by {offload.policy}"
+            # Chunks of several blocks are stored as they are computed.
+            mode = EAGER if offload.mode == EXCLUSIVE and offload.blocks_per_chunk > 1 else offload.mode
+            yield f"{mode}: {_tier(layout, offload, parts)}; {_HOW[mode].format(kept)}, evicted by {offload.policy}"
+            if mode == EXCLUSIVE:
+                yield _together(layout, offload)
             yield from (f"below it: {tier.describe()}" for tier in offload.tiers)
         case _:
             yield f"{type(offload).__name__}: a connector of its own"
+
+
+def _together(layout: KVCacheLayout, config: OffloadConfig) -> str:
+    """How much more host memory holds than the device pool alone."""
+    more = OffloadingFactory(config).num_slots(layout) / (layout.num_blocks - 1)
+    advice = "; that is hardly more than the pool alone: raise host_bytes" if more < LITTLE else ""
+    return f"both together hold {1 + more:.3g} times as much as the device pool{advice}"
 
 
 def _tier(layout: KVCacheLayout, config: OffloadConfig, parts: Parts) -> str:

@@ -381,7 +381,7 @@ class KernelScheduler(KVConnectorScheduler):
         num_tokens = state.request.num_tokens
         num_missing = num_tokens - num_computed_tokens - sum(sources.values())
         left = (
-            f"{num_missing} were left to compute, {why_no_more}"
+            f"{num_missing} had to be computed, {why_no_more}"
             if num_missing
             else "only the last is computed again, for its logits"
         )
