@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_chunks_come_back_from_a_tier_of_ones_own(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked(FolderConfig):
-    def check(self, chunk_sizes: Sequence[int], num_shards: int) -> None:
+    def require_sizes(self, chunk_bytes: int, num_shards: int) -> None:
         raise ConfigError("path", self.path, "it must be somewhere else")
 
 
