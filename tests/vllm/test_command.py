@@ -90,7 +90,7 @@ def test_what_this_machine_has_not_is_refused_only_where_it_runs_the_engine(tmp_
     disk = {"kind": "disk", "directory": str(tmp_path / "a/b"), "max_bytes": "1MiB", "reserve_bytes": 0}
     wrong: dict[str, dict[str, Any]] = {
         r"host_bytes='9000TiB' .* this machine allows": {"host_bytes": "9000TiB"},
-        r"tiers\[0\]\.max_bytes='9000TiB' .* the file system has": {"tiers": [{**disk, "max_bytes": "9000TiB"}]},
+        r"tiers\[0\]\.max_bytes='9000 TiB' .* the file system has": {"tiers": [{**disk, "max_bytes": "9000TiB"}]},
         r"tiers\[0\]\.url='file:///dev/null/kv' .* Not a directory": {
             "tiers": [{"kind": "shared", "url": "file:///dev/null/kv"}]
         },
