@@ -191,7 +191,7 @@ class Engine:
             self._told = dict(
                 map(_answer_of_disk, getattr(getattr(metadata.inner, "worker_message", None), "commands", ()))
             )
-            return _our_message(ended, told) if ended or told else None
+            return _our_message(ended, told, metadata.look)
         if self._name in (THEIRS, THEIRS_PROMPTS):
             self._in_flight = list(metadata.store_jobs)
             return _their_message(ended) if ended else None
@@ -213,15 +213,16 @@ def _answer_of_disk(command: Any) -> tuple[int, bytes]:
     return command.job_id, bytes([command.kind is JobKind.STORE]) * len(command.keys)
 
 
-def _our_message(ended: list[int], told: dict[int, bytes]) -> Any:
-    """Our worker's report on copies into host memory that have ended, with answers of the disk."""
+def _our_message(ended: list[int], told: dict[int, bytes], look: int) -> Any:
+    """Our worker's report on copies into host memory that have ended, with answers of the disk, and on unchanged weights."""
     from cargohold.integrations.vllm.worker import RankReport, WorkerMessage  # noqa: PLC0415  # where vLLM is installed
     from cargohold.protocol import KVConnectorOutput, TransferOutcome  # noqa: PLC0415  # beside it
     from cargohold.tiers.messages import TierReport  # noqa: PLC0415  # beside the others
 
     jobs = dict.fromkeys([*ended, *told], TransferOutcome.DONE)
     report = TierReport({job_id: (answers, 1) for job_id, answers in told.items()})
-    return WorkerMessage({0: RankReport(KVConnectorOutput(jobs=jobs, kv_connector_worker_meta=report))})
+    output = KVConnectorOutput(jobs=jobs, kv_connector_worker_meta=report)
+    return WorkerMessage({0: RankReport(output, weights=dict.fromkeys((0, look), "as at the start"))})
 
 
 def _their_message(ended: list[int]) -> Any:

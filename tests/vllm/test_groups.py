@@ -83,10 +83,10 @@ LATENT: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 8, "
 def summary(model: Published) -> str:
     """A model's row in the page's table."""
     if model.starts_with:
-        return f"| {model.name} | no: vLLM 0.33 itself starts it with {model.starts_with} alone | | | |"
+        return f"| {model.name} | not served: vLLM 0.33 starts it only with {model.starts_with} | | | |"
     found = groups_of(model.kv_cache_config())
     if not isinstance(found, Groups):
-        return f"| {model.name} | no: {found[0].partition(': ')[2]} | | | |"
+        return f"| {model.name} | not served: {found[0].partition(': ')[2]} | | | |"
     out = sorted({_kind(spec) for spec, group in zip(_specs(model), found.by_number, strict=True) if group is None})
     kinds = " and ".join(
         f"{sum(group.kind is kind for group in found.served)} of {_NAMES[kind]}"

@@ -112,7 +112,7 @@ def test_states_move_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.value)
 def test_every_fault_strikes(fault: Fault) -> None:
-    connector = "tiered" if fault is Fault.HANGS else "eager"
+    connector = "tiered" if fault in (Fault.HANGS, Fault.TORN, Fault.CORRUPT) else "eager"
     for seed in range(200):
         result = play(seed, "shared-prefix", connector, fault.value)
         if result.struck[fault] or result.tallies["restarts"]:

@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 6, "max_num_batc
 # connector. tests/vllm/test_models.py asks such models one request at a time.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_blocks": 36},
-    "mistral-window": {"num_blocks": 36},
+    "mistral-window": {"num_blocks": 18},
     "gemma3": {"num_blocks": 110},
 }
 CONNECTORS: dict[str, dict[str, Any]] = {

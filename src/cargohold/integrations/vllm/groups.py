@@ -41,7 +41,7 @@ _LEFT_OUT: Final = (_LATENT_WINDOW, _RING)
 """Classes whose groups vLLM computes again if they are not in its prefix cache: it replays a bounded window, and begins with an
 empty ring where a whole compressed row ends."""
 _REFUSED: Final[Mapping[str, str]] = {
-    "RSWASpec": "computes what is generated with a window: as part of a later prompt, the same tokens have other KV",
+    "RSWASpec": "generates with a window, so the KV of an answer differs from that of the same tokens in a prompt",
     "HiddenStateCacheSpec": "holds hidden states for other readers, not KV",
     "HiSparseHotSpec": "lives outside the block pool",
     "HiSparseResidentSpec": "lives outside the block pool",

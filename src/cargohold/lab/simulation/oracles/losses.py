@@ -19,7 +19,8 @@ class LossOracle(Oracle):
     """Checks that nothing which the device alone held is lost while host memory has a free slot, or that of a copy, for it.
 
     Under pressure it may be: what a request held when the last step ended, preempted or left behind by a window, may be freed
-    and allocated again in one go. Nor is a connector asked, and so sees nothing coming, where another one loads.
+    and allocated again in one go. Where another connector loads, ours is not asked and sees nothing coming; what it has noted
+    of the free queue is stale from then on, so nothing more is required of a composed connector.
 
     Args:
         engine: the replica.
@@ -37,11 +38,11 @@ class LossOracle(Oracle):
         self._before: list[tuple[set[OffloadKey], bool]] = [(set(), False) for _ in self._shared]
         self._offered: set[OffloadKey] = set()
         self._refused: list[OffloadKey] = []
-        self._asked: set[str] = set()
+        self._asked: set[tuple[int, str]] = set()
         self._is_unasked = False
         for at, side in enumerate(sides):
             self._watch(at, side.shared)
-            self._watch_admissions(side)
+            self._watch_admissions(at, side)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """What the device alone held is there still, or has a slot, or there is none."""
@@ -52,8 +53,8 @@ class LossOracle(Oracle):
             if had_room and now[1] and not self._is_unasked:
                 lost += _gone(shared, held - now[0] - self._offered)
         self._offered.clear()
-        self._asked -= step.preempted_req_ids
-        self._is_unasked = False
+        self._asked = {asked for asked in self._asked if asked[1] not in step.preempted_req_ids}
+        self._is_unasked &= len(self._shared) > 1
         if lost and not self._is_excused():
             self.fail(f"{len(lost)} chunks are lost, {lost[0].hex()[:8]} among them, and there is room for them")
 
@@ -75,15 +76,15 @@ class LossOracle(Oracle):
 
         vars(shared.manager).update(prepare_saves=save, reset=forget)
 
-    def _watch_admissions(self, side: OffloadingScheduler) -> None:
+    def _watch_admissions(self, at: int, side: OffloadingScheduler) -> None:
         look_up, admit = side.get_num_new_matched_tokens, side.update_state_after_alloc
 
         def note_asked(request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-            self._asked.add(request.request_id)
+            self._asked.add((at, request.request_id))
             return look_up(request, num_computed_tokens)
 
         def note_admitted(request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-            self._is_unasked |= request.request_id not in self._asked
+            self._is_unasked |= (at, request.request_id) not in self._asked
             admit(request, blocks, num_external_tokens)
 
         vars(side).update(get_num_new_matched_tokens=note_asked, update_state_after_alloc=note_admitted)
