@@ -1,4 +1,4 @@
-"""Check the documentation: links lead somewhere, files and lines keep to their length, and named files exist.
+"""Check the documentation: links lead somewhere, pages, files and lines keep to their length, and named files exist.
 
 Run from the repository's root. Prints one line per problem, and exits with 1 if there are any.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +16,9 @@ HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SOURCE_PATH = re.compile(r"`((?:src|tests|benchmarks|docs|examples|tools)/[\w./-]+)`")
 MAX_LINES = {"README.md": 120}
+MAX_README_WORDS = 900
+MAX_MANUAL_WORDS = 27_500
+"""Of all pages together, without the reference in docs/api: who adds a page shortens others."""
 MAX_COLUMNS = 140
 MAX_CODE_COLUMNS = 102
 """What fits beside the site's menu in a window of 1,280 pixels: ``docs/_static/cargohold.css``."""
@@ -34,6 +37,11 @@ MAX_WORDS = 45
 def main() -> int:
     """Check every Markdown file; returns the exit status."""
     problems = [problem for file in sorted(markdown_files()) for problem in problems_of(file)]
+    manual = [file for file in (ROOT / "docs").rglob("*.md") if file.parent.name != "api"]
+    problems += [
+        *too_long("README.md", [ROOT / "README.md"], MAX_README_WORDS),
+        *too_long("docs", manual, MAX_MANUAL_WORDS),
+    ]
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
     return 1 if problems else 0
@@ -80,6 +88,12 @@ def unnatural(text: str, name: Path) -> Iterator[str]:
     for sentence in SENTENCE_END.split("\n".join(line for line in prose.splitlines() if not line.startswith(TABLE))):
         if len(words := sentence.split()) > MAX_WORDS:
             yield f"{name}: {len(words)} words in one sentence, which begins {' '.join(words[:6])!r}: make two of it"
+
+
+def too_long(name: str, files: Iterable[Path], limit: int) -> Iterator[str]:
+    """Whether files have more words than they may, code and tables included."""
+    if (words := sum(len(file.read_text(encoding="utf-8").split()) for file in files)) > limit:
+        yield f"{name}: {words:,} words; at most {limit:,}: shorten what readers need least"
 
 
 def code_lines(text: str) -> Iterator[tuple[int, str]]:

@@ -58,10 +58,10 @@ def headlines() -> Iterator[Text]:
     yield line("README.md", "The first token of an answer", text)
     yield line("README.md", "Inside vLLM, a restore takes", f" {over:.2f} times as long as a hit on the device.")
     case, (least, most) = result("generating")["rows"][0], extremes()
-    load = f"while {case['requests']} requests with prompts of {case['prompt_tokens']:,} tokens generate"
-    cases = f" {least:.0f} to {most:.0f} % [in other cases](docs/policies.md#per-step-inside-vllm)."
-    yield line("README.md", "Of what vLLM's own", f" offloading adds to a step {load}, Cargohold adds {percent:.0f} %;")
-    yield line("README.md", "it adds", cases)
+    load = f" {case['requests']} requests with prompts of {case['prompt_tokens']:,} tokens generate"
+    cases = f" {least:.0f} to {most:.0f} % [in other cases](docs/api/policies.md#per-step-inside-vllm)."
+    yield line("README.md", "In a step in which", f"{load}, Cargohold adds {percent:.0f} %")
+    yield line("README.md", "of what vLLM's own offloading adds;", cases)
     for name, words in (
         ("restore", f"The first token of a context that comes back: {row['times_sooner']:.0f} times sooner"),
         ("vllm", f"A restore inside vLLM: {over:.2f} times the time of a hit on the device"),
@@ -165,7 +165,7 @@ def steps() -> Iterator[Text]:
         "| requests | tokens of their prompts | while | Cargohold | with a disk below | vLLM's own | ours over vLLM's | "
         "Cargohold, prompts alone | vLLM's own, prompts alone |"
     )
-    yield table("docs/policies.md", titles, rows)
+    yield table("docs/api/policies.md", titles, rows)
 
 
 def all_metrics() -> Iterator[Text]:

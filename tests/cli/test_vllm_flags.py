@@ -187,10 +187,10 @@ def test_it_needs_no_package_of_the_terminal(cargohold: Command, monkeypatch: py
     lacking = {"typer", "rich", "packaging", "torch", "transformers"}
     imported = builtins.__import__
 
-    def refuse(name: str, *rest: Any) -> Any:
+    def refuse(name: str, *rest: Any, **named: Any) -> Any:
         if name.partition(".")[0] in lacking:
             raise ImportError(name)
-        return imported(name, *rest)
+        return imported(name, *rest, **named)
 
     for name in [name for name in sys.modules if name.startswith("cargohold.cli.")]:
         monkeypatch.delitem(sys.modules, name)

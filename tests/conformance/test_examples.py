@@ -80,7 +80,7 @@ def test_the_examples_for_authors_of_policies_run() -> None:
     assert names["codec"].encode(key("a"), memoryview(b"abc"), None)[1] == b"abc"
 
 
-@pytest.mark.parametrize("suite", ["TestShelf", "TestOldestEnds", "TestEvictedUnused", "TestFolder"])
+@pytest.mark.parametrize("suite", ["TestShelf", "TestOldestEnds", "TestEvictedUnused"])
 def test_the_document_shows_their_suites_as_they_are(suite: str) -> None:
     (shown,) = (block for block in python_blocks() if f"class {suite}(" in block)
     file = "test_connectors.py" if suite == "TestShelf" else "test_examples.py"

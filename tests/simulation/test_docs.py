@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,7 @@ def test_every_connector_is_named(played: str) -> None:
     assert all(f"`{name}`" in played for name in CONNECTORS)
 
 
-def test_mutants_are_counted_and_each_example_is_one(text: str) -> None:
-    table = text.partition("| mutants of |")[2].partition("\n\n")[0]
-    examples = re.findall(r"(?m)^\| (?!the adapter)[\w ]+ \| (.*) \|$", table)
-    named = {what for cell in examples for what in cell.split("; ")}
-    assert named and named <= {mutant.what for mutant in MUTANTS}
+def test_mutants_are_counted(text: str) -> None:
     assert f" {len(MUTANTS)} mutants" in text
 
 

@@ -241,8 +241,6 @@ def test_without_mutants_nothing_is_caught() -> None:
     assert [play_seed(recipe, seed).failure for seed in range(5)] == [None] * 5
 
 
-def test_the_document_counts_mutants_and_each_example_is_one() -> None:
+def test_the_document_counts_mutants() -> None:
     text = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text(encoding="utf-8")
-    examples = text.split("\n| the adapter | ")[1].split(" |\n")[0]
-    assert set(examples.split("; ")) <= {mutant.what for mutant in MUTANTS}
     assert f" {len(MUTANTS)} mutants of the adapter" in text
