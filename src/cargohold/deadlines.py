@@ -183,7 +183,7 @@ MAX_GRACE_S: Final = 1.0
 
 
 class Patience:
-    """Tells something that does not end from something that ended while nobody looked.
+    """Distinguishes something that does not end from something that ended unobserved.
 
     A caller that looks once a step may be away for minutes: no step is needed, or the process was stopped for a while. A job
     that is overdue at the first look after that has probably ended long ago, and the next steps will report it. So the job

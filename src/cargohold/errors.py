@@ -1,4 +1,4 @@
-"""Every error that Cargohold raises on purpose, and a log for warnings whose number somebody else decides.
+"""Every error that Cargohold raises on purpose, and a log for warnings whose number others decide.
 
 ::
 
@@ -11,9 +11,9 @@
     │   └── PromptTooLongError     its prompt has more tokens than fit
     ├── BlockError               a block pool was asked for something that breaks its rules
     │   ├── NullBlockError         the null block was touched, freed or cached
-    │   ├── BlockNotHeldError      a reference was given back that nobody holds
+    │   ├── BlockNotHeldError      a reference was given back that is not held
     │   ├── OutOfBlocksError       more blocks were asked for than are free
-    │   └── StaleCursorError       the block a walk should resume behind has left the free queue
+    │   └── StaleCursorError       the block a walk should resume after has left the free queue
     ├── ContractError            a connector broke a rule of the contract
     ├── LifecycleError           a chunk or job was asked for a move that its state does not allow
     ├── MissingChunkError        a load was planned for a chunk that is not there
@@ -175,7 +175,7 @@ class OutOfBlocksError(BlockError):
 
 
 class StaleCursorError(BlockError):
-    """The block that a walk should resume behind is no longer in the free queue; start again at the head."""
+    """The block that a walk should resume after is no longer in the free queue; start again at the head."""
 
     def __init__(self, block_id: int) -> None:
         super().__init__(f"block {block_id} has left the free queue; restart the walk at its head")

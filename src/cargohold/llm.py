@@ -93,7 +93,7 @@ class LLM(BaseLLM):
         """Complete one prompt, yielding an output per new piece; the last one is ``finished``.
 
         Nothing happens before the first output is asked for: then the request starts, or is refused. It is aborted when the
-        iterator is closed early, or is dropped. It does not wait for its reader: who reads slowly gets several pieces at once.
+        iterator is closed early, or is dropped. It does not wait for its reader: a slow reader gets several pieces at once.
 
         Raises:
             ConfigError: there is no such option; raised at once.
@@ -389,7 +389,7 @@ class AsyncLLM(BaseLLM):
 
 
 class _Bell:
-    """Wakes those who wait in one event loop. However many a step wakes, the loop is interrupted once."""
+    """Wakes the callers that wait in one event loop. However many a step wakes, the loop is interrupted once."""
 
     def __init__(self) -> None:
         self._due: deque[asyncio.Event] = deque()

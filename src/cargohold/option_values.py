@@ -76,7 +76,7 @@ def parse_path(key: str, value: str | PathLike[str]) -> Path:
         value: what was given.
 
     Raises:
-        ConfigError: nobody says where that is, as in containers for a user whom the system does not know.
+        ConfigError: the directory is unknown, as in containers for a user that the system does not know.
     """
     try:
         return Path(value).expanduser()

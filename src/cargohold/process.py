@@ -167,7 +167,7 @@ def interrupt_thread(thread: threading.Thread) -> None:
     instead, and its starter would wait for it for ever. So this waits until no thread is being started.
     """
     for _ in range(_MOST_LOOKS):
-        # The thread that wakes up has the interpreter for some milliseconds, in which nobody else starts a thread.
+        # The thread that wakes up has the interpreter for some milliseconds, in which no other thread can start one.
         time.sleep(_LOOK_S)
         if all(one.ident is not None for one in threading.enumerate()):
             break
@@ -238,13 +238,13 @@ class WorkerPool(ProcessPoolExecutor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a function called in one of the processes."""
-        # The base class starts processes here. Its ``__init__`` has already made locks, and thereby started the process that
+        # The base class starts processes here. Its ``__init__`` has already made locks, and so started the process that
         # keeps track of them: starting that one here would unblock Ctrl-C.
         with held_back_in_processes():
             return super().submit(fn, *args, **kwargs)
 
     def __exit__(self, *_: object) -> None:
-        """End all processes at once: nobody wants the results of unfinished work, which may take minutes."""
+        """End all processes at once: the results of unfinished work, which may take minutes, are not needed."""
         self._lifeline.close()
         self.shutdown(cancel_futures=True)
         self._their_end.close()

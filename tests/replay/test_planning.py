@@ -208,7 +208,7 @@ class TestRecommendation:
         planner, plan, words = planned(workload, SizingBudget(host_bytes=MIB, disk_bytes=MIB), costs)
         assert plan.recommendation is None and told.lower() in words.lower()
         assert as_facts(planner, plan)["recommended_host_bytes"] is None
-        assert "cannot be told without times and a prefill rate" in words
+        assert "is unknown without times and a prefill rate" in words
 
     @given(st.lists(st.tuples(st.integers(1, 100), st.floats(-10, 10)), min_size=1))
     def test_gains_are_evened_out_until_they_fall(self, widths: list[tuple[int, float]]) -> None:
@@ -331,7 +331,7 @@ class TestDisk:
     def test_one_that_the_trace_cannot_fill_may_pay_later(self) -> None:
         _, plan, words = self.plan(disk_bytes=1 << 42, disk_price_s=1e6)
         assert plan.disk is not None and not plan.disk.is_judged
-        assert "Whether 4.0 TiB of disk pays cannot be told: the trace is too short to fill it." in words
+        assert "Whether 4.0 TiB of disk pays is unknown: the trace is too short to fill it." in words
         assert "at least" in words
 
     @pytest.mark.long

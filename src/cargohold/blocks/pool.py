@@ -89,7 +89,7 @@ class FreeQueue:
         return block
 
     def walk(self, after: KVCacheBlock | None = None) -> Iterator[KVCacheBlock]:
-        """Yield blocks in eviction order, behind ``after`` if given.
+        """Yield blocks in eviction order, after ``after`` if given.
 
         Raises:
             StaleCursorError: from this call if ``after`` is not in the queue; from the walk if the block to come next has

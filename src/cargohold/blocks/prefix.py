@@ -139,7 +139,7 @@ def longest_hit(
     ]
     length = num_tokens if limit_tokens is None else limit_tokens
     if len(prefixes) == 1 and step_tokens == groups[0].unit_tokens and length > num_computed_tokens:
-        length = prefixes[0].shorten(length)  # what one group can use, nobody makes shorter
+        length = prefixes[0].shorten(length)  # what one group can use is not shortened
         return PrefixHit(max(length, num_computed_tokens), prefixes[0].undecided)
     while length > num_computed_tokens:
         before = length
@@ -172,7 +172,7 @@ class _FullAttention:
             run = self._units.states.run(self._num_local, length // unit_tokens)
             absent_at = run.find(_ABSENT)
             num_present = len(run) if absent_at < 0 else absent_at
-            # A "not yet" counts as present for now, so that units behind it are asked for as well.
+            # A "not yet" counts as present for now, so that units after it are asked for as well.
             self.undecided = _NOT_YET in run[:num_present]
             self._longest = (self._num_local + num_present) * unit_tokens
         return min(length, self._longest) // unit_tokens * unit_tokens

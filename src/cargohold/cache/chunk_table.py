@@ -4,7 +4,7 @@ The life of a slot::
 
     FREE --place--> WRITING --publish--> READY --remove--> LEAVING --last pin given back--> FREE
       ^                |                   |
-      +---- remove ----+                   +-- evict; remove, if nobody reads it --> FREE
+      +---- remove ----+                   +-- evict; remove, if it is not read --> FREE
 
 Where the device pool is part of the cache (see ``pooled``), a chunk that the device holds may be listed without a place.
 
@@ -35,7 +35,7 @@ NO_SLOT: Final = -1
 _MAX_ONE_DICT: Final = 1 << 16
 _NUM_DICTS: Final = 256
 _STRETCH: Final = 128
-"""Maximum number of neighbours that are compared at once: where a prefix is scattered over the tier, no more are in vain."""
+"""Maximum number of neighbours that are compared at once: in a prefix that is scattered over the tier, more are useless."""
 
 
 def spread_dicts(capacity: int) -> list[dict[bytes, Any]]:
@@ -174,7 +174,7 @@ class ChunkTable:
         self.owners, self.used = bytearray(self.capacity), [0] * num_owners
 
     def add_slots(self, count: int) -> None:
-        """Add ``count`` free slots behind those that there are. Low ones are used first."""
+        """Add ``count`` free slots after those that there are. Low ones are used first."""
         first, self.num_slots = self.num_slots, self.num_slots + count
         assert self.num_slots <= self.capacity, "more slots than the table was made for"
         self._free[:0] = self._numbers[first : self.num_slots][::-1]

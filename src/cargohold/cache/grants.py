@@ -32,7 +32,7 @@ class Grant:
 
     Attributes:
         hint: the hint.
-        tenant: who gave it.
+        tenant: the sender.
         level: the level that its chunks get.
         ends_at: when it ends.
         ttl_s: by how long a use renews it, if it is a lease.
@@ -41,7 +41,7 @@ class Grant:
         num_tokens: number of leading tokens whose chunks it covers.
         alone: itself: what most of its chunks have.
         is_dropping: whether its chunks are worth nothing from now on: they leave host memory as soon as nothing needs them.
-        is_told: whether it was told how the hint has ended.
+        is_told: whether its end was reported.
         is_over: whether it has ended.
         told_until: until when it lasts as far as lower tiers know.
     """
@@ -168,7 +168,7 @@ class Grants:
             self._leases[grant.tenant, grant.hint.lease] = grant
 
     def renew(self, grant: Grant, now_s: float) -> None:
-        """Let a grant last its time from now on. Lower tiers are told when half of what they know is over."""
+        """Let a grant last its time from now on. Lower tiers are notified when half of what they know is over."""
         grant.ends_at = now_s + grant.ttl_s
         self._ends.set(grant, grant.ends_at)
         if grant.told_until - now_s < grant.ttl_s / 2:

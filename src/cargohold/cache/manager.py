@@ -188,7 +188,7 @@ class OffloadManager(ABC):
             keys: the chunks; those that are not ready are left alone.
             level: a priority from 0, evicted first, to 100, evicted last; 101 (``HELD``) means never. With 50, which is normal,
                 what was said before is void; for all others, chunks of other tenants with a quota are left alone.
-            tenant: who says so.
+            tenant: the sender.
 
         Returns:
             How many of them are ready and were ranked.
@@ -315,7 +315,7 @@ class OffloadManager(ABC):
           ever;
         * none of these: it is not worth a slot, or will never find one. Do not offer it again for this request.
 
-        Slots go to the leading chunks of each offer, because chunks behind a hole are worth nothing. In ``keys`` and
+        Slots go to the leading chunks of each offer, because chunks after a hole are worth nothing. In ``keys`` and
         ``deferred`` the chunks of an offer are in order; the offers need not be. A chunk in several offers is stored once.
 
         Never evicts a chunk that is pinned, being written or on offer. Nor does it evict chunks before those on offer in their
@@ -385,7 +385,7 @@ class OffloadManager(ABC):
 
     @property
     def num_obtainable(self) -> int:
-        """Number of slots that are free, or whose chunks nobody uses now; or less."""
+        """Number of slots that are free, or whose chunks are unused now; or less."""
         return max(0, self.num_free + self.num_ready - self.num_pins)
 
     @abstractmethod

@@ -30,9 +30,9 @@ class Retention:
 
     Attributes:
         level: its level: a priority from 0 to 100, or ``HELD`` for a lease.
-        ends_s: when it is normal again, in seconds of the clock of who keeps this; in a message, from now on. A level below
+        ends_s: when it is normal again, in seconds of the clock of its holder; in a message, from now on. A level below
             ``NORMAL`` has no end.
-        tenant: 8 bytes that stand for the tenant who asks; zeros if that has no name.
+        tenant: 8 bytes that stand for the tenant that asks; zeros if that has no name.
     """
 
     level: int = NORMAL

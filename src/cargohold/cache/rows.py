@@ -216,7 +216,7 @@ class RowTable(ChunkTable):
         return len(self._free_rows)
 
     def add_rows(self, count: int) -> None:
-        """Add ``count`` free rows behind those that there are. Low ones are used first."""
+        """Add ``count`` free rows after those that there are. Low ones are used first."""
         first, self.num_rows = self.num_rows, self.num_rows + count
         self._free_rows[:0] = range(first, self.num_rows)[::-1]
         self.add_slots(self.num_rows // self._least - self.num_slots)

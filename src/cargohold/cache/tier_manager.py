@@ -390,7 +390,7 @@ class TierManager(OffloadManager):
         return handle
 
     def _worths_to_save(self, slots: Sequence[int]) -> list[float]:
-        """Return what listed chunks are worth: no less than those behind them."""
+        """Return what listed chunks are worth: no less than those after them."""
         table = self._pooled
         assert table is not None
         level_of = (lambda _: NORMAL) if self._shares is None else self._shares.level_of
@@ -401,7 +401,7 @@ class TierManager(OffloadManager):
         behind = Counter(table.parents[slot] for slot in slots)
         for slot in reversed(slots):  # ends of prefixes first
             if table.children[slot] > 1 + behind[slot]:
-                worths[slot] = inf  # something behind it has a slot, or stays on the device
+                worths[slot] = inf  # something after it has a slot, or stays on the device
             if (parent := table.parents[slot]) in worths:
                 worths[parent] = max(worths[parent], worths[slot])
         return [worths[slot] for slot in slots]
@@ -546,7 +546,7 @@ class TierManager(OffloadManager):
             pending = {
                 key for offer in left for key in offer.keys if find(key) == NO_SLOT and key not in placement.missed
             }
-            # Keys that are not digests of prefixes may claim to be behind each other in a circle: then one must begin.
+            # Keys that are not digests of prefixes may claim to be after each other in a circle: then one must begin.
             begun = [offer for offer in left if offer.parent not in pending] or left[:1]
             for offer in begun:
                 self._place_offer(placement, offer, find(offer.parent), find_each(offer.keys))
@@ -591,7 +591,7 @@ class TierManager(OffloadManager):
             missed.update(dict.fromkeys(deferred, True))
 
     def _place(self, placement: _Placement, keys: Sequence[OffloadKey], before: int) -> tuple[int, bool]:
-        """Place the leading ones of absent chunks, consecutive in one prefix, behind the chunk in slot ``before``.
+        """Place the leading ones of absent chunks, consecutive in one prefix, after the chunk in slot ``before``.
 
         Evicts others if need be. Mutates everything. Returns how many were placed, and whether the policy refuses the rest.
         """

@@ -288,7 +288,7 @@ def _tell_remarks(holdings: Sequence[Holding]) -> None:
 
 
 def _use(holding: Holding) -> str:
-    """A namespace's use in words. What has a remark may be another user's, of which nobody else can tell."""
+    """A namespace's use in words. What has a remark may be another user's, whose use is unknown."""
     return "perhaps in use" if holding.remark else "in use"
 
 
@@ -335,7 +335,7 @@ def _shown(fact: str) -> Text:
 
 
 def _printable(text: str) -> str:
-    """Text made safe for a terminal: people who can write to a store must not control the terminal of who looks at it."""
+    """Text made safe for a terminal: people who can write to a store must not control the reader's terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

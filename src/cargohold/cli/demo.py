@@ -170,7 +170,7 @@ def _restored(metrics: RequestMetrics) -> str:
 
 
 _DISK_BYTES: Final = "4GiB"
-# What both demonstrations can be told.
+# Options of both demonstrations.
 _Model: TypeAlias = Annotated[str, typer.Option("--model", help="Any model with a chat template.")]
 _Turns: TypeAlias = Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")]
 _AnswerTokens: TypeAlias = Annotated[int, typer.Option("--answer-tokens", min=1, help="Length of an answer.")]

@@ -144,7 +144,7 @@ def chat(
         conversation = TerminalChat(llm, params)
         conversation.run()
     if conversation.has_failed and not _is_in_terminal():
-        raise typer.Exit(EXIT_FAILED)  # nobody has read why
+        raise typer.Exit(EXIT_FAILED)  # the reason was not shown
 
 
 @dataclass(slots=True)
@@ -258,7 +258,7 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where the server listens, for whom, and how much it takes on; see ``ServeConfig``."""
+    """Where the server listens, who has access, and its limits; see ``ServeConfig``."""
 
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 allows other machines.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000

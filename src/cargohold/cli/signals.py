@@ -47,7 +47,7 @@ class Termination:
 
     def _interrupt(self, _signal: int, frame: FrameType | None) -> None:
         self.is_asked_for = True
-        # Whoever holds Ctrl-C back until it does no harm holds this back, too. Jobs in the background ignore Ctrl-C.
+        # Code that holds Ctrl-C back until it does no harm holds this back, too. Jobs in the background ignore Ctrl-C.
         handler = signal.getsignal(signal.SIGINT)
         if not callable(handler):
             raise KeyboardInterrupt

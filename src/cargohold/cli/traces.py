@@ -169,7 +169,7 @@ class LoadedTrace:
     Attributes:
         workload: its requests.
         is_trie: whether ids stand for whole prefixes.
-        remarks: sentences that the user was told.
+        remarks: sentences that the user saw.
     """
 
     workload: Workload

@@ -1,4 +1,4 @@
-"""``cargohold vllm-flags``: the options to paste behind ``vllm serve``, once what can be checked here has been; and
+"""``cargohold vllm-flags``: the options to paste after ``vllm serve``, once what can be checked here has been; and
 ``cargohold vllm-bench``: a benchmark as large as the caches of a server that runs.
 
 Written with the standard library alone: inside vLLM's environment, Cargohold comes without the packages of its other commands.
@@ -327,7 +327,7 @@ FORMATS: Final[Mapping[str, Callable[[Launch], str]]] = MappingProxyType(
 )
 
 
-# --- a benchmark of one's own -----------------------------------------------------------------------------------------
+# --- your own benchmark -----------------------------------------------------------------------------------------------
 
 PREFIX_TOKENS: Final = 2048
 SUFFIX_TOKENS: Final = 64

@@ -181,7 +181,7 @@ _NAMES_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "spec_name": "the second half of connector=MODULE:FACTORY for a connector of your own; leave it out for ours",
         "store_threshold": "admission=reused of a tier, for a threshold of 2; in host memory, the policy decides what stays",
         "use_page_cache": "direct_io of a disk tier, inverted",
-        # LMCache, whose names may also stand behind "lmcache."
+        # LMCache, whose names may also stand after "lmcache."
         "cache_policy": f"policy, one of {POLICY_NAMES}",
         "chunk_size": "blocks_per_chunk, which counts blocks of the device pool, not tokens",
         "local_cpu": "host_bytes; host memory is always used",

@@ -202,7 +202,7 @@ def tiers_of(offload: Offload | Sequence[Offload] | None) -> Iterator[tuple[str,
 def _is_in_the_way(shared: Path, disk: Path) -> bool:
     """Whether a shared directory would use up a disk tier's budget, which counts all that is below the disk tier's directory.
 
-    A disk tier's directory may be below a shared one, where nobody looks at it, unless it is in a namespace of the shared one.
+    A disk tier's directory may be below a shared one, which ignores it, unless it is in a namespace of the shared one.
     """
     if shared.is_relative_to(disk):
         return True

@@ -44,7 +44,7 @@ class MultiConnectorScheduler(HookDispatcher):
     """Composes any number of connectors; a child may itself be composed.
 
     * A request is loaded by the first child that has something for it. "Not yet" from a child counts as an answer: children
-      behind it are not asked.
+      after it are not asked.
     * Every child is notified of every request, step and end, and stores what it wants.
     * A request that several children keep is released when all of them are done.
     * A child that breaks a rule is turned off; the others go on.
@@ -82,7 +82,7 @@ class MultiConnectorScheduler(HookDispatcher):
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
-        """Tell all children of the request. If one refuses it, the children told before are notified that it ended."""
+        """Announce the request to all children. If one refuses it, the children before it are notified that it ended."""
         for at, child in enumerate(self._children):
             try:
                 child.on_new_request(request)

@@ -91,7 +91,7 @@ class MultiWorkerMetadata:
 
     Attributes:
         children: the report of each child, by position.
-        stopped: positions of the children that have stopped in this step, as they were told to.
+        stopped: positions of the children that have stopped in this step, as requested.
     """
 
     children: tuple[ChildReport, ...]

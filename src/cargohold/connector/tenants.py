@@ -1,7 +1,7 @@
 """Tenants: who may use an engine, with which key, and how much of host memory; and the salts that keep their caches apart.
 
 A front in front of an engine and the connector inside it read the same file, each in its own process. A salt is an HMAC of the
-tenant's name under a secret that is stored next to that file: it tells nothing of a key, and nobody outside can make one. Under
+tenant's name under a secret that is stored next to that file: it reveals no key, and can't be made without the secret. Under
 it, chunks on disk are found again after a restart, or with another key. All engines behind a front, and all that share a store,
 need the same secret: under another one, no tenant is known, and requests have the least rights that there are.
 """
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Somebody with a key, and a share of host memory. Checked when made; raises ``ConfigError`` naming the option.
+    """A client with a key, and a share of host memory. Checked when made; raises ``ConfigError`` naming the option.
 
     Attributes:
         name: what metrics and people call the tenant.
@@ -250,7 +250,7 @@ def stored_secret(file: Path, *, may_make: bool = True) -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Make a secret. Whoever makes it at the same time makes the same: only one of them gives the file its name."""
+    """Make a secret. Processes that make it at the same time get the same: only one of them gives the file its name."""
     drawn = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     descriptor = os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -52,7 +52,7 @@ _MAX_ENDED: Final = 1024
 _MAX_LINKS: Final = 15
 _DONE: Final = TransferOutcome.DONE.name.lower()
 _EXPORT_TIMEOUT_S: Final = 2.0
-"""How long an export may take. The last one delays the end of the engine where nobody collects traces."""
+"""How long an export may take. The last one delays the end of the engine if no collector runs."""
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Spans:
             return
         try:
             work(*args)
-        except Exception as error:  # noqa: BLE001  # who only watches must not turn off what is watched, whatever it raises
+        except Exception as error:  # noqa: BLE001  # an observer must not turn off what it observes, whatever it raises
             self._is_off = True
             logger.warning("traces have ended: %s", one_line(error))
 
@@ -256,10 +256,10 @@ def _open_tracer() -> tuple[Tracer, Callable[[], None]]:
     Our own exports to the endpoint in OpenTelemetry's usual environment variables, by default to this machine's port 4318.
     """
     from opentelemetry import trace  # noqa: PLC0415  # may be absent
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415  # likewise
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # likewise
-    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415  # likewise
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # likewise
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415  # the same
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # the same
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415  # the same
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # the same
 
     provider: Any = trace.get_tracer_provider()
     if isinstance(provider, TracerProvider):

@@ -1,6 +1,6 @@
 """The engine's own thread: the only one that uses the engine, and torch. It steps while there is work, and sleeps otherwise.
 
-Callers post commands and wait for what comes back. Whoever posts waits for no lock, so a signal handler, the garbage collector
+Callers post commands and wait for what comes back. Posting waits for no lock, so a signal handler, the garbage collector
 and an event loop may post at any moment, also in the middle of another call of theirs::
 
     caller                       engine's thread
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _BUSY_PAUSE_S: Final = 0.0005
 """Pause after a step in which nothing happened. Requests wait for a transfer, so the next step must notice its end soon."""
 _QUIET_PAUSE_S: Final = 0.01
-"""Longest pause while nobody waits for the transfers in flight: the program needs the processor more."""
+"""Longest pause while no request waits for the transfers in flight: the program needs the processor more."""
 _INTERRUPTED_START_S: Final = 5.0
 """Longest time to wait for a start to end that was interrupted."""
 
@@ -57,7 +57,7 @@ class Mailbox:
     """Outputs of one call's requests until the call takes them. The engine's thread puts them in, one other takes them.
 
     Keeps at most one output per request, however slowly it is read. Each output has all of a request's text and tokens so far,
-    so those of a long answer that nobody reads would together take memory with the square of its length.
+    so those of a long answer that is not read would together take memory with the square of its length.
 
     Args:
         num_requests: requests of the call.
@@ -166,7 +166,7 @@ class EngineThread:
         self._engine: LLMEngine
         self._receivers: dict[str, tuple[Mailbox, int]] = {}
         self._settling: list[_Question] = []
-        # Whoever interrupts the start must know whether it has begun.
+        # An interrupt during the start must know whether it has begun.
         self._beginning = threading.Lock()
         self._has_begun = self._is_closing = self._is_hurried = False
         self._end: EngineDeadError | None = None
@@ -200,7 +200,7 @@ class EngineThread:
         self._post(lambda: self._add(asked, mailbox))
 
     def abandon(self, mailbox: Mailbox) -> None:
-        """Abort what is left of a call's requests, of which nobody wants to hear any more. May be called at any moment."""
+        """Abort what is left of a call's requests, whose results are no longer wanted. May be called at any moment."""
         self._commands.put(lambda: self._drop(mailbox))
 
     def abort(self, request_id: str) -> None:
@@ -283,14 +283,14 @@ class EngineThread:
             self._serve()
         except EngineDeadError as error:
             end = error
-        except BaseException as error:  # noqa: BLE001  # goes to everyone who waits for the engine
+        except BaseException as error:  # noqa: BLE001  # goes to every caller that waits for the engine
             end = EngineDeadError(f"the engine has stopped: {one_line(error)}")
             end.__cause__ = error
         self._end = end
         self._fail_waiting()
         try:
             self._stop()
-        except BaseException as error:  # noqa: BLE001  # goes to whoever closes it
+        except BaseException as error:  # noqa: BLE001  # goes to the caller of close
             self._close_error = error
 
     def _begin(self) -> None:
@@ -312,7 +312,7 @@ class EngineThread:
     def _pause_after_step(self, before: float | None) -> float | None:
         """How long to wait for a command before the next step; ``None`` if only a command can bring work."""
         if not self._engine.has_work():
-            # Work may end with time, so also since those who wait for that were looked at: then they are looked at again.
+            # Work may end with time, so also since waiting callers were last checked: then they are checked again.
             return 0.0 if self._settling else None
         if self._engine.made_progress:
             return 0.0
@@ -390,7 +390,7 @@ class EngineThread:
         self._is_closing = True
 
     def _fail_waiting(self) -> None:
-        """Tell everyone who waits that the engine has ended. What is posted from now on raises at once."""
+        """Notify every waiting caller that the engine has ended. What is posted from now on raises at once."""
         mailboxes = {id(mailbox): mailbox for mailbox, _ in self._receivers.values()}
         self._receivers.clear()
         for mailbox in mailboxes.values():

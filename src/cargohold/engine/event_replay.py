@@ -82,13 +82,13 @@ class ReplayBuffer:
 
     @property
     def next_sequence(self) -> int:
-        """The number behind that of the last message."""
+        """The number after that of the last message."""
         return self._next
 
     def since(self, first: int, most: int | None = None) -> list[tuple[int, bytes]]:
         """Return the messages from sequence number ``first`` on, at most ``most``; ``all_cleared`` first if some are gone."""
         with self._lock:
-            # Whoever asks may ask for any number of eight bytes.
+            # The number may be any of eight bytes.
             start = min(max(0, first - self._messages[0][0]), len(self._messages)) if self._messages else 0
             missed = list(islice(self._messages, start, None if most is None else start + most))
             if first < self._num_dropped_to:
@@ -146,7 +146,7 @@ class _Answer:
 
     Attributes:
         first: the next message to send.
-        end: number behind that of the last one: later ones go to all followers.
+        end: number after that of the last one: later ones go to all followers.
         moved: when it last took something.
         is_ended: whether the end mark was sent, too.
     """
@@ -199,13 +199,13 @@ class _Answers:
                 return
 
     def _take_requests(self) -> None:
-        """Begin to answer those who ask; if there is nothing else to do, wait for one."""
+        """Begin to answer followers; if there is nothing else to do, wait for one."""
         while len(self._answers) < _MAX_FOLLOWERS and self._socket.poll(0 if self._answers else None):
             follower, *request = self._socket.recv_multipart()
             if len(request) == 2 and not request[0] and len(request[1]) == SEQUENCE_BYTES:
                 first, end = int.from_bytes(request[1], "big"), self._buffer.next_sequence
                 self._answers[follower] = _Answer(first, end, self._clock())  # asked again, it starts over
-            # Anything else is nothing that a follower asks; whoever sends it may be anyone.
+            # Anything else does not come from a follower.
 
     def _take_turns(self) -> bool:
         """Send each follower what it has room for. Returns whether any had."""

@@ -103,7 +103,7 @@ class ZmqEventPublisher:
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         self._socket.setsockopt(zmq.TCP_MAXRT, GONE_AFTER_MS)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)  # also for a socket that nobody closes
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)  # also for a socket that is never closed
         self._buffer: ReplayBuffer | None = None
         self._replays: ReplayServer | None = None
         try:

@@ -194,7 +194,7 @@ class LLMEngine:
             prompt: the prefix: text, or token ids.
             request_id: in place of ``prompt``, a request that is being served.
             salt: the salt of the requests that have the prefix.
-            tenant: who says so; by default the salt. Not needed with ``request_id``.
+            tenant: the sender; by default the salt. Not needed with ``request_id``.
 
         Raises:
             RequestError: the prompt is not possible.
@@ -367,7 +367,7 @@ class LLMEngine:
         return self._outputs(updates)
 
     def _publish(self, publisher: ZmqEventPublisher) -> None:
-        """Publish the KV events since the last call. Nobody follows an engine that has ended."""
+        """Publish the KV events since the last call. An engine that has ended has no followers."""
         if self._end is None:
             publisher.publish(self.scheduler.take_events())
 

@@ -83,7 +83,7 @@ class EngineStatus:
         num_waiting: requests in the queue.
         num_loading: requests whose KV is being loaded, ended ones among them.
         num_blocks: blocks of the device pool, without the null block.
-        num_free_blocks: blocks that nobody uses, though they may hold KV that can be found again.
+        num_free_blocks: unused blocks, though they may hold KV that can be found again.
         num_cached_blocks: blocks' worth of KV in it that can be found again.
         connector_error: why the connector was turned off; ``None`` while it works, or if there is none.
         outages: what the connector does not use now because it has failed, with times in seconds since 1970.

@@ -94,7 +94,7 @@ class KVConnectorScheduler(ABC):
             hints: what is asked.
 
         Returns:
-            One outcome per hint, in their order. What becomes of those that go on is told by ``take_hint_events``.
+            One outcome per hint, in their order. ``take_hint_events`` reports how those that go on end.
         """
         return answers_to(hints, reason=f"the connector {self.name} takes no hints")
 

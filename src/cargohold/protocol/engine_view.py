@@ -60,7 +60,7 @@ class KVCacheGroup:
         layer_names: the layers, in the order in which a block holds them.
         window_tokens: length of the sliding window, or of the aligned runs of chunked local attention; ``None`` for other
             kinds.
-        hit_tokens: the engine goes on behind a prefix only at a multiple of so many tokens. What no query behind such a place
+        hit_tokens: the engine goes on after a prefix only at a multiple of so many tokens. What no query after such a place
             reads of a window, or of a state, is worth nothing.
         block_bytes: bytes of a block that its layers use, on one worker; ``None`` for all of it. What a worker side is given as
             the group's regions holds these, and may hold more of the block.
@@ -412,7 +412,7 @@ class BlockPoolView(Protocol):
     def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
         """Walk the free queue in eviction order, next victim first.
 
-        With ``after_block`` the walk resumes behind a block that an earlier walk yielded. If that block has left the free
+        With ``after_block`` the walk resumes after a block that an earlier walk yielded. If that block has left the free
         queue, the *call* raises ``StaleCursorError``, so that the caller restarts at the head knowingly. Touching the block
         just yielded is allowed during the walk. If the walk's next block has left the queue meanwhile, the walk raises
         ``StaleCursorError``.

@@ -209,11 +209,11 @@ class ConnectorGuard(HookDispatcher):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the connector's workers were told to stop, and its blocks are not released yet."""
+        """Whether the connector's workers are stopping, and its blocks are not released yet."""
         return self._workers is _Workers.STOPPING
 
     def stop_workers(self) -> bool:
-        """Return whether the caller must tell the workers to stop, now; from then on they count as told."""
+        """Return whether the caller must tell the workers to stop, now; from then on they count as stopping."""
         if self.broken is None or self._workers is not _Workers.RUNNING:
             return False
         self._workers = _Workers.STOPPING
@@ -259,7 +259,7 @@ class ConnectorGuard(HookDispatcher):
             self._inner.shutdown()
         except NOT_CONTAINED:
             raise
-        except BaseException as error:  # noqa: BLE001  # a third party's code: its failure must not stop the engine from stopping
+        except BaseException as error:  # noqa: BLE001  # a third party's code: its failure must not keep the engine alive
             self.break_off(f"shutdown raised {describe_raised(error)}", error)
 
     # --- inside -------------------------------------------------------------------------------------------------------

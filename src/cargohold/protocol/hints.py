@@ -57,7 +57,7 @@ class HintKind(StrEnum):
     PREFETCH = "prefetch"
     """Bring chunks up from lower tiers now, before the request comes."""
     DEMOTE = "demote"
-    """The chunks will not be used soon: their slots in host memory are for others. Lower tiers keep them, or nobody does."""
+    """The chunks will not be used soon: their slots in host memory are for others. Lower tiers keep them, or none does."""
     RELEASE = "release"
     """End leases and raised priorities."""
     SHARE = "share"
@@ -152,12 +152,12 @@ class Hint:
         action_id: its name in outcomes and events.
         start: first token that it is about. Whatever keeps a chunk also keeps those before it, so this matters only for
             ``demote`` and lowered priorities.
-        end: number of the token behind the last one; ``None`` for all, those that the request generates included.
+        end: number of the token after the last one; ``None`` for all, those that the request generates included.
         priority: for ``retain`` and ``share``: from 0, evicted first, to 100, evicted last; 50 is normal.
         ttl_s: for ``retain``, ``pin`` and ``share``: seconds that it lasts; ``None`` for as long as the configuration allows.
         lease: for ``pin``: name of the lease, which renews the tenant's lease of that name; for ``release``: the lease to end.
         to: for ``prefetch`` and ``share``: ``host``; for ``demote``: ``lower`` tiers, or ``nowhere``.
-        deadline_s: for ``prefetch`` and ``share``: seconds after which nobody needs the chunks any more.
+        deadline_s: for ``prefetch`` and ``share``: seconds after which the chunks are no longer needed.
         token_ids: of a request's hint, the prompt that it is about instead of the request's; ``None`` for the request's own.
         part: what there is of the prompt before ``end``, from 0 to 1, for clients that do not know how many tokens it has.
     """
@@ -285,7 +285,7 @@ def parse_hints(given: object, max_tokens: int = sys.maxsize) -> tuple[list[Hint
         max_tokens: number of token ids that they may bring along in all: an engine's thread reads and hashes them.
 
     Returns:
-        The hints, and an outcome for each action that is none: it is malformed, unknown, or of another version. Those behind
+        The hints, and an outcome for each action that is none: it is malformed, unknown, or of another version. Those after
         the first ``MAX_HINTS`` have one together. Never raises.
     """
     try:

@@ -142,7 +142,7 @@ WORKER_HOOKS: Final[Mapping[str, Hook]] = {
         *(Hook(name, merge=_none) for name in ("clear_connector_metadata", "shutdown")),
     )
 }
-"""The hooks of ``KVConnectorWorker`` likewise. What a worker's guard answers when off, ``NullConnectorWorker`` says."""
+"""The same for ``KVConnectorWorker``. ``NullConnectorWorker`` has the answers of a worker's guard that is off."""
 
 
 def _dispatched(method: Method, hooks: Mapping[str, Hook] = HOOKS) -> Method:

@@ -1,7 +1,7 @@
-"""What is counted: families of time series, each declared once, and their values on the way to who shows them.
+"""What is counted: families of time series, each declared once, and their values on the way to what shows them.
 
 Prometheus, vLLM's log, the page, ``cargohold top``, ``LLM.stats`` and the table in ``docs/api/metrics.md`` are made from these
-declarations. A connector or guest of one's own declares its families where it counts them::
+declarations. Your own connector or guest declares its families where it counts them::
 
     SWAPS = counter("swaps", "swaps", "Times that two chunks changed places.", "tier", start=["host"])
     ...
@@ -44,14 +44,14 @@ class Family:
     """Time series of one name: one object in a process, however it came there.
 
     Attributes:
-        name: the name, without ``cargohold_`` in front, and without the ``_total`` behind those of counters.
+        name: the name, without ``cargohold_`` in front, and without the ``_total`` after those of counters.
         kind: what kind they are.
         unit: of their values.
         help: what they say.
         labels: names of the labels that tell them apart.
         start: labels that are known before anything has happened; ``LOWER`` in them stands for each lower tier.
         bounds_s: of a histogram, the upper bounds of its buckets, in seconds; the last one is infinite.
-        is_exported: whether Prometheus is told. What is not is for connectors themselves, and for ``LLM.stats``.
+        is_exported: whether it is exported to Prometheus. What is not is for connectors themselves, and for ``LLM.stats``.
     """
 
     name: str
@@ -155,7 +155,7 @@ def _parts(series: Series, bound_s: float) -> tuple[Series, Series]:
 
 
 class Tally(dict[Series, float]):
-    """Values to count in; 0 for what nobody has counted."""
+    """Values to count in; 0 for what was never counted."""
 
     def __missing__(self, series: Series) -> float:
         return 0
@@ -254,7 +254,7 @@ def _declare(
 
 
 def from_the_start(lower: Iterable[str]) -> Iterator[Series]:
-    """Yield what is shown as 0 before anything has happened: rates are told only of what was there before.
+    """Yield what is shown as 0 before anything has happened: rates need an earlier value.
 
     Args:
         lower: names of the tiers below host memory.
@@ -340,7 +340,7 @@ IN_TOKENS: Final[Mapping[Family, Family]] = MappingProxyType(
         for family in (TIER_CAPACITY, TIER_READY, TIER_PINNED, TIER_IN_USE, OF_TENANT, QUOTA)
     }
 )
-"""What is told in tokens, too."""
+"""What is counted in tokens, too."""
 
 TOKENS_PER_GIB: Final = gauge(
     "tokens_per_gib",
@@ -401,7 +401,7 @@ REUSE_GAP: Final = histogram("reuse_gap_seconds", "Time between two uses of a ch
 LOAD: Final = histogram(
     "load_seconds", "A load to the device, from its plan until all workers reported it.", "tier", start=["host"]
 )
-STORE: Final = histogram("store_seconds", "A store from the device, likewise.", "tier", start=["host"])
+STORE: Final = histogram("store_seconds", "A store from the device, from its start to its end.", "tier", start=["host"])
 FETCH: Final = histogram("fetch_seconds", "A job that fetches chunks from a lower tier.", "tier", start=[LOWER])
 WRITE: Final = histogram("write_seconds", "A job that writes chunks to a lower tier.", "tier", start=[LOWER])
 LOOK_UP: Final = histogram("look_up_seconds", "A lower tier's answer which chunks it has.", "tier", start=[LOWER])

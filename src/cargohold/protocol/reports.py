@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# --- what took how long for whom --------------------------------------------------------------------------------------
+# --- how long each thing took ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Pin:
 
     Attributes:
         lease: the name that its client has given it; ``None`` if it has none.
-        tenant: who has it.
+        tenant: its owner.
         num_chunks: number of chunks that it covers, in the tier or still to come.
         num_tokens: number of leading tokens whose chunks it covers.
         left_s: seconds until it ends, unless a request renews it.
@@ -114,7 +114,7 @@ class TierContents:
         pins: all leases in force.
         max_pinned_chunks: number of chunks that leases may cover.
         max_pinned_chunks_each: how many of them a tenant with a name may have.
-        tenants: what each tenant has that is counted by itself, and ``others``; empty if nobody is.
+        tenants: what each tenant has that is counted by itself, and ``others``; empty if none is.
         prefixes: a limited number of prefixes that requests have left there.
     """
 

@@ -16,7 +16,7 @@ from cargohold.errors import one_line
 class TurnEnd(Enum):
     """How a request ended, as far as its engine knows.
 
-    It tells who goes on: a tool that answers within seconds, or a person who may not come back.
+    It says what continues the session: a tool that answers within seconds, or a person who may not come back.
     """
 
     UNKNOWN = "unknown"

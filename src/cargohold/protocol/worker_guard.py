@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class WorkerConnectorGuard(WorkerHookDispatcher):
     """Wraps one worker side: passes calls on, and stops the connector when it raises.
 
-    In a step, ``begin`` and ``collect`` stand for the calls before the forward pass and behind it.
+    In a step, ``begin`` and ``collect`` stand for the calls before the forward pass and after it.
 
     Args:
         inner: the connector.
@@ -54,7 +54,7 @@ class WorkerConnectorGuard(WorkerHookDispatcher):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the connector was stopped: it raised, or was told to stop."""
+        """Whether the connector was stopped, because it raised or on request."""
         return self._is_stopped
 
     def take_error(self) -> str | None:

@@ -108,7 +108,7 @@ class KeyRing(Generic[T]):
         return bool(self._owners)
 
     def find(self, key: bytes | None) -> T | None:
-        """Whose key it is; ``None`` if nobody's."""
+        """The owner of the key; ``None`` if there is none."""
         found = None
         for known, owner in self._owners:  # all of them, so that the time tells nothing
             if key is not None and secrets.compare_digest(known, key):
@@ -138,14 +138,14 @@ class VllmAccess:
     """
 
     serves_pins = True
-    """Whether the front is to serve pins, because the server behind it does not."""
+    """Whether the front is to serve pins, because the server that it wraps does not."""
 
     def __init__(self, tenants: Tenants) -> None:
         known = ((tenant.key, VllmTenant(tenant=tenant.name, tenants=tenants)) for tenant in tenants.known)
         self._ring = KeyRing[Client](known)
 
     def admit(self, scope: Scope) -> Client:
-        """Return who asks; may rewrite the scope's headers. Raises ``ApiError`` if it may not ask this."""
+        """Return the client; may rewrite the scope's headers. Raises ``ApiError`` if it may not ask this."""
         key, own = shown_key(scope), _keys_of_vllm(scope)
         if not self._ring:
             if key is not None and b"authorization" not in dict(scope["headers"]):

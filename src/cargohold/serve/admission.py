@@ -68,7 +68,7 @@ class Job:
     Attributes:
         request_id: as the client knows it.
         endpoint: the interface that it came by.
-        client: who has sent it.
+        client: the sender.
         num_answers: how many it wants.
         make_prompts: tokenizes what was sent, which takes long if that is long.
         num_bytes: size of what was sent.
@@ -218,7 +218,7 @@ class RequestAdmission:
 
     @contextmanager
     def _admitted(self, client: Client, num_answers: int) -> Iterator[None]:
-        """Take places for answers. Never waits: who comes when all are taken, and has its share of them, gets an error."""
+        """Take places for answers. Never waits: if all are taken and the client has its share of them, it gets an error."""
         places = self._places
         if num_answers > places.limit:
             raise invalid(f"{num_answers} answers at once are more than the {places.limit} that this server takes", "n")
@@ -251,7 +251,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for one in (task, gone):
             one.cancel()
-            with suppress(asyncio.CancelledError, Exception):  # what it raised was raised above, or nobody hears it
+            with suppress(asyncio.CancelledError, Exception):  # what it raised was raised above, or is ignored
                 await one
 
 

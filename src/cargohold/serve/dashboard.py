@@ -142,7 +142,7 @@ async def _look_on(engine: Engine, interval_s: float) -> None:
 def serve_dashboard(
     engines: Sequence[Engine], config: ServeConfig, interval_s: float, say: Callable[[str], object]
 ) -> None:
-    """Show engines until Ctrl-C or SIGTERM. Raises ``ConfigError`` if the address is taken; ``say`` is told where it is."""
+    """Show engines until Ctrl-C or SIGTERM. Raises ``ConfigError`` if the address is taken; ``say`` gets its address."""
     with listening(config) as listener:
         host, port = listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}")

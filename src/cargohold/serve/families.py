@@ -1,4 +1,4 @@
-"""What servers count besides connectors; told by ``/metrics`` alone."""
+"""What servers count besides connectors; only ``/metrics`` shows it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
     vllm serve MODEL --kv-transfer-config '{...}' --middleware cargohold.serve.front.Front
 
-It stands in front of vLLM's server, as a class that vLLM puts around its application, and of our own. It knows who asks
+It stands in front of vLLM's server, as a class that vLLM puts around its application, and of our own. It knows the client
 (tenants, their salts), in which session, what of a prompt will come again, and how each turn ended, and puts it as hints into
 the ``kv_transfer_params`` of requests. Answers pass as they are. It imports nothing that vLLM's environment has not.
 
@@ -217,7 +217,7 @@ class Front:
         if session is not None and is_over:
             self._sessions.close(tenant, session)
         if "cargohold_hints" in body.names or hints_in(_object(body.get("kv_transfer_params"))) is not None:
-            return [], None  # who gives hints by name has said what there is to say
+            return [], None  # explicit hints replace all others
         hints = []
         lease = None
         if may_call(body) and not is_over:

@@ -46,7 +46,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "workspace_id",
     }
 )
-"""They say who asks, or where; every prompt is cached anyway. No answer depends on them."""
+"""They name the client or its place; every prompt is cached anyway. No answer depends on them."""
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
@@ -425,5 +425,5 @@ async def with_errors(events: AsyncGenerator[bytes], describe: Callable[[ApiErro
         async with aclosing(events):
             async for event in events:
                 yield event
-    except Exception as error:  # noqa: BLE001  # the client is told
+    except Exception as error:  # noqa: BLE001  # the client gets it
         yield describe(api_error(error))

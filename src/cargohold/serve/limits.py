@@ -37,7 +37,7 @@ class Limits:
     """Refuses what it can before a byte of the body is read.
 
     Args:
-        app: what is behind it. It finds the client in the scope's ``state``.
+        app: the application that it wraps. It finds the client in the scope's ``state``.
         config: the limits.
         hosts: the names that the server may be called by.
     """
@@ -109,7 +109,7 @@ class Limits:
 
 
 def _clients(config: ServeConfig) -> Iterator[tuple[str, Client]]:
-    """Yield keys, and who shows them."""
+    """Yield keys, and the client of each."""
     for key in config.api_keys:
         yield key, Client(tenant_of(key))
     for tenant in config.tenants:
@@ -277,7 +277,7 @@ class Connection:
             min(idle, key=lambda one: (one.has_asked, one.idle_since)).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Wait for the end of the headers, once something of them has come, or of what nobody reads any more."""
+        """Wait for the end of the headers, once something of them has come, or of what is no longer read."""
         self._http.data_received(data)
         self._watch()
 

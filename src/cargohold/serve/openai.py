@@ -222,7 +222,7 @@ def _finish_reason(output: RequestOutput, reader: AnswerReader) -> str | None:
 
 
 async def _with_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The events, and behind them what tells clients that no more will come, also behind an error."""
+    """The events, and after them what tells clients that no more will come, also after an error."""
     async with aclosing(with_errors(events, _error_event)) as all_events:
         async for event in all_events:
             yield event

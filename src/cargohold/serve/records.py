@@ -61,7 +61,7 @@ class Record:
     Attributes:
         request_id: as the client knows it.
         endpoint: which interface it came by.
-        client: who has sent it.
+        client: the sender.
         sequences: one per answer.
         arrived: when, in seconds since 1970.
         state: ``running``, ``finished``, ``gone`` (its client is) or ``failed``.

@@ -156,7 +156,7 @@ def _ttl_of(mark: object, where: str) -> float:
 def _marks(body: RequestFields) -> Iterator[tuple[float | None, Any, str]]:
     """Yield marks, each with the part of the prompt up to it, and where it stands.
 
-    Nobody knows yet how many tokens a text has, so the part is estimated from its characters. It is rather too small: whether
+    The number of tokens is not known yet, so the part is estimated from its characters. It is rather too small: whether
     a template writes tools or the system's text first, a mark on one of them counts nothing of the other, and what a template
     may leave out (thoughts, pictures, white space) counts as text of the prompt, but not as text before a mark.
     """
@@ -220,7 +220,7 @@ def _sure(block: Any) -> int:
     return sum(_chars(block[key]) for key in _IN_PROMPTS if key in block)
 
 
-# --- who asks ---------------------------------------------------------------------------------------------------------
+# --- the client -------------------------------------------------------------------------------------------------------
 
 
 def session_of(headers: Mapping[bytes, bytes], body: RequestFields) -> str | None:
@@ -292,7 +292,7 @@ class TurnEndReader:
     """Reads an answer as it passes, and finds out how the turn ended.
 
     Inside a string of JSON, quotation marks are escaped, so what a model says cannot be taken for what the server says. Only
-    the arguments of a call are the model's and no string in Anthropic's answers: they come behind the call itself.
+    the arguments of a call are the model's and no string in Anthropic's answers: they come after the call itself.
     """
 
     def __init__(self) -> None:

@@ -265,7 +265,7 @@ class History:
     """What an engine's metrics say now, and what has happened since the first look, in spans of time.
 
     Args:
-        now: what they said first; ``None`` if nobody has looked.
+        now: what they said first; ``None`` before the first look.
         clock: seconds since 1970.
 
     Attributes:

@@ -123,7 +123,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:
-    """Nobody reads this answer."""
+    """This answer is not read."""
     return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
@@ -139,11 +139,11 @@ _LOOK_S = 0.05
 _OTHER_FILES = 512
 """Files besides those of connections: of tiers, of workers, of libraries."""
 _SILENT_S = 1.0
-"""How long the end may take before people are told what it waits for."""
+"""How long the end may take before a line says what it waits for."""
 
 
 class Server:
-    """Listens in a thread of its own, from the start: until there is a model, requests are told to come again.
+    """Listens in a thread of its own, from the start: until there is a model, requests get 503.
 
     ::
 
@@ -153,7 +153,7 @@ class Server:
 
     Args:
         config: its options.
-        say: is told what the end waits for.
+        say: gets what the end waits for.
 
     Attributes:
         url: where it is.
@@ -161,7 +161,7 @@ class Server:
     """
 
     def __init__(self, config: ServeConfig, say: Callable[[str], object] = lambda _: None) -> None:
-        # Without files left, nobody is let in, not even the caller how the server is.
+        # Without files left, no one can connect, not even to ask for /health.
         num_connections = allow_open_files(config.max_connections + _OTHER_FILES) - _OTHER_FILES
         config = replace(config, max_connections=max(1, num_connections))
         meters = ServerMeters()

@@ -28,9 +28,9 @@ class ServeConfig(Options):
 
     Attributes:
         host, port: where it listens; port 0 takes any free one.
-        api_keys: each is a tenant, whose requests share cached KV with nobody else's. None lets everyone in.
+        api_keys: each is a tenant, whose requests share cached KV with no other tenant. None lets everyone in.
         tenants: the same, with names and shares of host memory.
-        admin_key: may see everyone's requests, and reset the cache. Without one, nobody may reset it.
+        admin_key: may see everyone's requests, and reset the cache. Without one, it can't be reset.
         metrics_key: may read metrics, and nothing else. Without one, everyone may read those that name no tenant.
         allowed_hosts: names that clients may call the server by where it listens for its own machine alone, besides
             ``localhost`` and its address; ``*`` for any.
@@ -70,7 +70,7 @@ class ServeConfig(Options):
                 known.append(key)
 
     def label_of(self, tenant: str | None) -> str | None:
-        """What people and metrics are told in place of a tenant: of a key its place, such as ``key/2``."""
+        """What people and metrics see in place of a tenant: of a key its place, such as ``key/2``."""
         places = (f"key/{at}" for at, key in enumerate(self.api_keys, 1) if tenant_of(key) == tenant)
         return next(places, tenant)
 

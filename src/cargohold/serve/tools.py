@@ -65,7 +65,7 @@ class _Place(Enum):
     BEGINNING = auto()  # nothing but white space so far
     JSON = auto()  # the answer may be calls as a whole
     TEXT = auto()
-    TAG = auto()  # behind an opening tag
+    TAG = auto()  # after an opening tag
 
 
 class _Found(Enum):
@@ -79,7 +79,7 @@ class _Found(Enum):
 class AnswerReader:
     """Reads one answer, piece by piece, and tells text from calls.
 
-    Text is passed on as soon as it can be no call. A call is passed on when it is whole, as nobody knows before whether it is
+    Text is passed on as soon as it can be no call. A call is passed on when it is whole, because only then is it known to be
     one. White space around calls is dropped.
 
     Args:
@@ -195,7 +195,7 @@ def _num_begun(text: str) -> int:
 
 
 def _calls(text: str, tools: Collection[str]) -> list[ToolCall]:
-    """The calls that a text consists of: objects, lists of them, or several behind each other.
+    """The calls that a text consists of: objects, lists of them, or several after each other.
 
     Raises:
         ValueError: it is not JSON, or no call, or of none of these tools.

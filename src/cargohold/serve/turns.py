@@ -44,12 +44,12 @@ class Room:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """Somebody who waits, or is in.
+    """A caller that waits, or is in.
 
     Attributes:
         tenant: whose.
         weight: what it takes.
-        urgency: of one tenant, the lowest goes first; then who came first.
+        urgency: of one tenant, the lowest goes first; then in order of arrival.
         called: done once it is in.
         is_in: whether it is.
     """
@@ -80,7 +80,7 @@ class Turns:
         self._num_called = 0
 
     async def enter(self, tenant: str | None, weight: int = 1, urgency: int = 0) -> Turn:
-        """Wait until it is its turn, and go in. Whoever is cancelled meanwhile has never been there."""
+        """Wait until it is its turn, and go in. A caller that is cancelled meanwhile leaves no trace."""
         turn = Turn(tenant, weight, urgency)
         insort(self._lines.setdefault(tenant, []), turn, key=lambda one: one.urgency)
         self._call()

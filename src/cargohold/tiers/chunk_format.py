@@ -3,7 +3,7 @@
 The header says which chunk it is and how to verify it. The payload is the KV: packed if the tier is to do that and it gets
 smaller (see ``packing``), and then encrypted if there is a key. The details are what KV events need of a chunk that was found
 after a restart: its tokens above all. They are encrypted when the payload is, but by themselves, so that they can be read
-without it. A value in a store has them behind the payload, a disk in a table of their own.
+without it. A value in a store has them after the payload, a disk in a table of their own.
 
 The header has 256 bytes:
 
@@ -15,7 +15,7 @@ at    field                                          bytes
 10    flags                                          2       1: encrypted
 12    priority                                       1       0 to 100; 255: not given
 13    unused                                         1
-14    tenant                                         8       stands for whose quota it counts towards; zeros: nobody's
+14    tenant                                         8       the tenant whose quota it counts towards; zeros: none
 22    length of the payload as stored                8
 30    namespace                                      32      its SHA-256
 62    key: length, bytes                             1 + 64
@@ -277,7 +277,7 @@ class PayloadBuffer:
 
     Attributes:
         view: the part to read into; as long as the payload as stored.
-        sealed: for an encrypted payload, the memory of ``view`` with room for the tag behind it; else ``None``.
+        sealed: for an encrypted payload, the memory of ``view`` with room for the tag after it; else ``None``.
     """
 
     view: memoryview

@@ -79,7 +79,7 @@ class Cipher:
 
         Args:
             nonce: as returned by ``encrypt``.
-            sealed: the encrypted bytes with the tag behind them.
+            sealed: the encrypted bytes with the tag after them.
             about: as given to ``encrypt``.
             into: destination, as long as ``sealed`` without the tag; holds garbage if ``False`` is returned.
         """

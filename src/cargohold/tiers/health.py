@@ -8,7 +8,7 @@
 
 Look-ups, loads and writes have a breaker each, because one may work while another does not. A disk may take writes into the
 operating system's cache while every load waits for the medium: if writes that succeed closed the breaker of loads, requests
-would wait in vain for ever. And what is on a full disk can still be loaded.
+would wait forever. And what is on a full disk can still be loaded.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class CircuitBreaker:
 class MediumHealth:
     """Judges a medium by how its jobs end. Not thread-safe: its owner holds a lock.
 
-    Touches tell nothing: a medium that fails to note the use of chunks is not worse for that. Nor do jobs for which nobody
+    Touches say nothing: a medium that fails to note the use of chunks is not worse for that. Nor do jobs for which nothing
     waits; see ``SHOW_NOTHING``.
 
     Args:

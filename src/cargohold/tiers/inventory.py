@@ -29,7 +29,7 @@ class Holding:
     """The chunks of one namespace.
 
     Attributes:
-        id: id of the namespace; in a directory of several engine replicas, behind the path of the replica's subdirectory.
+        id: id of the namespace; in a directory of several engine replicas, after the path of the replica's subdirectory.
         facts: description of the namespace, as ``Namespace.describe`` gives it; empty if it is not known.
         num_chunks: number of chunks that seem to be there; they were not verified. ``None`` if they cannot be counted.
         num_bytes: bytes that its chunks take on the medium, headers, padding and descriptions included, as far as they can be
@@ -163,7 +163,7 @@ def is_good(header: Header, payload: Iterable[memoryview]) -> bool:
 
 
 def check_value(value: Iterable[memoryview], namespace_id: str, key: bytes) -> Verification:
-    """Check a header with the payload and the details behind it, which are stored under ``key``.
+    """Check a header with the payload and the details after it, which are stored under ``key``.
 
     Args:
         value: the stored bytes in pieces, the first of which is no shorter than a header.

@@ -204,7 +204,7 @@ def _shared(num_rows: int, row_bytes: int, exchange: Exchange) -> mmap.mmap:
         memory = _map(path, num_rows * row_bytes)
     except (OSError, ValueError) as error:  # or the first one could not give it its size
         fault = fault or str(error)
-    faults = exchange(fault.encode())  # after this, nobody needs the one that was offered
+    faults = exchange(fault.encode())  # after this, the one that was offered is not needed
     if offered >= 0:
         os.close(offered)
     if memory is None or any(faults):

@@ -37,7 +37,7 @@ class TierCommand:
 
 @dataclass(frozen=True, slots=True)
 class TierMessage:
-    """What all workers are told in one step.
+    """One step's message to all workers.
 
     Attributes:
         commands: jobs to start at once.

@@ -95,7 +95,7 @@ class Namespace:
     def outline(self) -> dict[str, str]:
         """Return the id, and a short digest of each field: enough to tell in which of them two namespaces differ.
 
-        But for the label, which changes nothing, and ``details_bytes``, which follows from the layout.
+        All fields except the label, which changes nothing, and ``details_bytes``, which follows from the layout.
         """
         facts = self._facts()
         del facts["label"], facts["details_bytes"]
@@ -132,7 +132,7 @@ def digest_facts(facts: Mapping[str, str]) -> bytes:
 def digest_weights(tensors: Iterable[tuple[str, memoryview]]) -> str:
     """Return a digest of the names, sizes and bytes of weights, in any order. Runs at the speed of memory.
 
-    The bytes are hashed with XXH3, 128 bits, which tells weights apart that differ by accident or training. Somebody who can
+    The bytes are hashed with XXH3, 128 bits, which separates weights that differ by accident or training. An attacker who can
     craft weights that collide can just as well serve them.
 
     Args:
@@ -221,10 +221,10 @@ def _contents(files: list[Path], place: Path) -> Iterator[tuple[str, memoryview]
 
 _CHANGED: Final = (
     "it was changed or replaced while the engine started, so the model that was loaded may not be the one that is there now, "
-    "and KV would be kept under the wrong name; start again when nobody writes there"
+    "and KV would be kept under the wrong name; start again when nothing writes there"
 )
 _FROM_LATER: Final = (
-    "it was changed in the future, by this machine's clock, so nobody can tell whether that was while the engine started; set "
+    "it was changed in the future, by this machine's clock, so it is unknown whether that was while the engine started; set "
     "the clock, or that of the file server, or, if they are right now, touch it (touch -h)"
 )
 

@@ -3,8 +3,8 @@
 Warnings at the start if other users may read or write a tier's directories, because nothing else would show that.
 
 A directory that is not private may be meant to be so, and may not even be ours to change, like a volume in a container. So it
-is used all the same. Access of groups is not reported, because somebody decided who is in a group; nor is the superuser's, who
-may do everything anyway.
+is used all the same. Access of groups is not reported, because an administrator chose their members; nor is the superuser's,
+who may do everything anyway.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class StoreOutcome(Enum):
     The scheduler side does not offer it again before it is used; see ``RetryQueue`` in ``scheduler_side.backlog``.
     """
     LATER = "later"
-    """The chunk is not there for now: somebody else is writing it, or making room. Offer it again soon."""
+    """The chunk is not there for now: another job is writing it, or making room. Offer it again soon."""
     FAILED = "failed"
     """The chunk is not there: the medium failed, but not for all chunks of the job. Only the queue says so; a tier raises."""
 
@@ -327,7 +327,7 @@ class TierJob:
         kind: what to do.
         keys: the chunks, in any order.
         deadline: time at which it must have ended, by the queue's clock.
-        buffers: for loads and stores, the destination or source of each chunk, parallel to ``keys``. Nobody else may write to
+        buffers: for loads and stores, the destination or source of each chunk, parallel to ``keys``. Nothing else may write to
             them until the job was polled; after that, the queue does not read or write them any more.
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty if none has one.
         notes: for stores and new retentions, what else is known of each, parallel to ``keys``; empty if that is nothing.
@@ -417,7 +417,7 @@ class JobLedger:
         else:
             queue = self._waiting[ACCESS_OF[job.kind]]
             while queue and queue[0].status:
-                queue.popleft()  # while every thread hangs in the medium, nobody else removes jobs that have ended
+                queue.popleft()  # while every thread hangs in the medium, nothing else removes jobs that have ended
             queue.append(job)
 
     def take(self) -> tuple[TierJob, int] | None:

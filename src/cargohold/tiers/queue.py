@@ -113,7 +113,7 @@ class IoThread(threading.Thread):
         staged = self._staging[: len(job.buffers[at])]
         outcome = self._tier.load(job.keys[at], staged)
         if outcome is LoadOutcome.LOADED and not self._copy(job, job.buffers[at], staged):
-            return LoadOutcome.ABSENT  # the job has ended, so nobody will see this answer
+            return LoadOutcome.ABSENT  # the job has ended, so this answer is not seen
         return outcome
 
     def _store(self, job: TierJob, at: int) -> StoreOutcome:
@@ -213,7 +213,7 @@ class TierQueue(JobQueue):
     def perform(self, job: TierJob) -> bool:
         """Submit a job and wait until it has ended, which is at its deadline at the latest; return whether it was taken.
 
-        For callers that may wait, in any thread; nobody polls then. The clock must be ``time.monotonic``.
+        For callers that may wait, in any thread, and do not poll. The clock must be ``time.monotonic``.
         """
         with self._changed:
             if not self.submit(job):

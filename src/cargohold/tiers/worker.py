@@ -74,7 +74,7 @@ class JobQueue:
         return NO_LOSSES
 
     def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the chunks that the tier does not have, by its index: only asked of a tier that told of losses."""
+        """Return those of the chunks that the tier does not have, by its index: only for a tier that reported losses."""
         del keys
         return []
 
@@ -164,7 +164,7 @@ class TierWorker:
         self._losses: dict[int, Losses] = {}
         self._last_begun = 0
         self._refused: list[TierCommand] = []
-        # Told once, by one worker: the others' differ only in the part of the model that they have.
+        # Reported once, by one worker: the others' differ only in the part of the model that they have.
         self._untold = dict(namespace or {}) if rank == 0 else {}
         # The queue of each job in flight.
         self._queue_of: dict[int, JobQueue] = {}

@@ -162,7 +162,7 @@ class CpuTransferWorker(TransferWorker):
             outcome = TransferOutcome.DONE if self._advance(pending) else None
         except Exception:
             logger.exception("copying for job %d failed", pending.job.job_id)
-        finally:  # whatever interrupts a copy, the job must not go on behind it
+        finally:  # whatever interrupts a copy, the job must not go on after it
             pending.copying_s += time.thread_time() - began_at
             if outcome is not None:
                 self._finish(pending, outcome)

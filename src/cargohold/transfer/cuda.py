@@ -4,7 +4,7 @@
 
     compute stream   | forward pass of step n      | step n + 1 ...
     store stream     |            waits for it --->| copies of step n's stores
-    load stream      | copies of loads (into blocks that nobody reads or writes before they have arrived)
+    load stream      | copies of loads (into blocks that are not read or written before they have arrived)
 
 Requests wait for loads, but no request waits for stores, so the load stream has the higher priority. The thread that enqueues
 copies waits neither for them nor for the model.
@@ -194,7 +194,7 @@ class CudaTransferWorker(TransferWorker):
         self._results: list[CopyResult] = []
 
     def submit(self, job: CopyJob) -> None:
-        """Enqueue a job's copies behind the work that the model has enqueued so far."""
+        """Enqueue a job's copies after the work that the model has enqueued so far."""
         lane = self._lanes[job.direction]
         try:
             # A store reads what the forward pass before it writes; a load must not overtake the last readers of its blocks.
@@ -260,7 +260,7 @@ class CudaTransferWorker(TransferWorker):
         return _Lane(stream, copies[0] if len(copies) == 1 else ViewCopies(copies, span_of(views[0])))
 
     def _measure(self, link: Link, direction: Direction, rows: Sequence[int]) -> float:
-        """Seconds that a link takes to carry rows from or to memory of the device that nobody uses."""
+        """Seconds that a link takes to carry rows from or to unused memory of the device."""
         width = link.row_bytes
         scratch = torch.empty((len(rows), width), dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)

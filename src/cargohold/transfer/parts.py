@@ -1,4 +1,4 @@
-"""Parts of blocks that are as long as a row: how the paged KV looks to those who copy row by row.
+"""Parts of blocks that are as long as a row: the paged KV, for copies row by row.
 
 Each group's blocks are cut from the front; the last part ends with the block, so it may overlap the one before it, and what
 they have in common is copied twice::
@@ -8,7 +8,7 @@ they have in common is copied twice::
                                    |---2----|
 
 All parts with the same number, of the blocks of one group, are a *view*: regions like those of the whole paged KV, only as wide
-as a row. Views lie one behind the other in the numbers of parts, with a gap, so that no run of neighbours goes over an end.
+as a row. Views lie one after the other in the numbers of parts, with a gap, so that no run of neighbours goes over an end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def span_of(regions: Sequence[Any]) -> int:
-    """Return how many numbers a view takes, the gap behind it included."""
+    """Return how many numbers a view takes, the gap after it included."""
     return int(regions[0].shape[0]) + 1
 
 

@@ -71,7 +71,7 @@ class TransferWorker(ABC):
     def submit(self, job: CopyJob) -> None:
         """Queue a job, and return at once. It starts when earlier jobs allow; loads go before stores.
 
-        Nobody else may write to the blocks and rows of a job until it has ended.
+        Nothing else may write to the blocks and rows of a job until it has ended.
         """
 
     @abstractmethod
@@ -137,7 +137,7 @@ class UnmappedTransfers(ForwardingTransfers):
         self._abandoned.append(CopyResult(job, TransferOutcome.ABANDONED, frozenset(), 0.0))
 
     def poll(self) -> list[CopyResult]:
-        """Return the abandoned jobs, behind those that had ended before."""
+        """Return the abandoned jobs, after those that had ended before."""
         abandoned, self._abandoned = self._abandoned, []
         return super().poll() + abandoned
 
@@ -256,7 +256,7 @@ class SharedStores(ForwardingTransfers):
             self._ended.append(CopyResult(job, TransferOutcome.DONE, frozenset(), 0.0))
 
     def poll(self) -> list[CopyResult]:
-        """Pass on, behind the jobs in which there was nothing to copy."""
+        """Pass on, after the jobs in which there was nothing to copy."""
         ended, self._ended = self._ended, []
         return ended + super().poll()
 

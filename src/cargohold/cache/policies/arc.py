@@ -25,7 +25,7 @@ class ARCPolicy(RunsPolicy):
     exactly what is written there.
 
     Chunks that come together are taken from the last to the first, and all of them are looked up in the ghost lists before any
-    list is changed. As in LRU, a chunk that is stored behind another one of its list joins its run, and a prefix that grows
+    list is changed. As in LRU, a chunk that is stored after another one of its list joins its run, and a prefix that grows
     counts as used again now and then. A list whose chunks are all in use, or before others, gives none; then the other does.
 
     Args:
@@ -155,7 +155,7 @@ class ARCPolicy(RunsPolicy):
         return num_evicted
 
     def _enter(self, slots: Sequence[int], parent: int, which: int) -> None:
-        """Put new chunks into a list, behind their parent if that is in it."""
+        """Put new chunks into a list, after their parent if that is in it."""
         if not slots:
             return
         self._sizes[which] += len(slots)

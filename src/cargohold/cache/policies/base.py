@@ -255,7 +255,7 @@ class LRUPolicy(FIFOPolicy):
             return
         self._refresh(parent)
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
-        if run is None or run.order is not self._order:  # without a parent, or behind one that was set aside
+        if run is None or run.order is not self._order:  # without a parent, or after one that was set aside
             super().add(keys, parent, slots)
         else:
             self._now += len(slots)

@@ -249,7 +249,7 @@ class ReuseIndexPolicy(RunsPolicy):
         return float("inf") if self._admits_all else self._index[kind & CLASS][0]
 
     def _kind_behind(self, parent: int) -> int:
-        """Return the kind of new chunks behind the chunk in slot ``parent``."""
+        """Return the kind of new chunks after the chunk in slot ``parent``."""
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
         return NEW if run is None else kind_behind(run.kind)
 
@@ -270,7 +270,7 @@ class ReuseIndexPolicy(RunsPolicy):
             runs.change(run, kind, self._cell(kind, age_bucket(self._now - run.time)))
 
     def _stem(self, parent: int, kind: int) -> Run[int] | None:
-        """Return the run that chunks of ``kind`` behind ``parent`` join, if there is one: their request goes on."""
+        """Return the run that chunks of ``kind`` after ``parent`` join, if there is one: their request goes on."""
         run = None if parent == NO_SLOT else self.runs.run_of[parent]
         if run is None or run.kind != kind or run.entries[-1] != parent or run.order is None or run.order.is_aside:
             return None

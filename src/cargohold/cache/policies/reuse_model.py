@@ -7,7 +7,7 @@ tier that keeping it can bring::
     index(a) = max over h of  P(used again by age a + h | not by a) / E[time until then, at most h | not by a]
 
 It is the Gittins index of keeping a chunk (J. Gittins, "Bandit Processes and Dynamic Allocation Indices", J. R. Statist. Soc.
-B 41, 1979). If classes told all there is to know, evicting the chunk with the lowest index would be optimal. Age matters in
+B 41, 1979). If classes were all there is to know, evicting the chunk with the lowest index would be optimal. Age matters in
 both directions: a chunk whose reuse is overdue is worth less, and one whose reuse is due soon is worth more than just after
 its last use.
 
@@ -52,7 +52,7 @@ CLASS_BITS: Final = 9
 CLASS: Final = (1 << CLASS_BITS) - 1
 """The bits of a kind that are its class."""
 NEW: Final = 1 << CLASS_BITS
-"""The kind of a chunk that was used once, behind nothing that is in the tier."""
+"""The kind of a chunk that was used once, after nothing that is in the tier."""
 _MAX_USES: Final = 255
 _CONTINUES_OFTEN: Final = 3
 
@@ -102,7 +102,7 @@ def age_bucket(age: int) -> int:
 
 
 def kind_behind(kind: int) -> int:
-    """Return the kind of a new chunk behind one of ``kind``."""
+    """Return the kind of a new chunk after one of ``kind``."""
     uses = kind >> CLASS_BITS
     if uses == 1:  # the same request goes on, whose chunks come in parts
         return NEW + (kind & CLASS) % DETAILS
@@ -367,7 +367,7 @@ class AbsentChunks:
             entry = known[tag & mask]
             uses = entry & _USES_MASK if entry ^ tag <= _USES_MASK else 0
             if uses:
-                # Times are modulo 2**32: nobody needs to know longer ages.
+                # Times are modulo 2**32: longer ages don't matter.
                 kinds.append((at, kind_used_again(uses, (now - self._times[tag & mask]) & _TIME_MASK)))
         return kinds
 

@@ -208,9 +208,9 @@ class Runs:
             self._put_back(run)
 
     def renew(self, slot: int, time: int, home: Callable[[Run[int]], Order[int]]) -> None:
-        """Let the prefix that ends in ``slot`` be used again at ``time``; what is behind it stays as old as it is.
+        """Let the prefix that ends in ``slot`` be used again at ``time``; what is after it stays as old as it is.
 
-        Its runs are linked again unchanged, so a chunk of an answer costs no more behind a long prompt. Only a run in whose
+        Its runs are linked again unchanged, so a chunk of an answer costs no more after a long prompt. Only a run in whose
         middle the prefix ends is divided first, once.
 
         Args:

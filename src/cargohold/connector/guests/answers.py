@@ -1,4 +1,4 @@
-"""What requests were told can be loaded is kept until they have blocks for it, which may be many steps later.
+"""What the answer to a request says can be loaded is kept until they have blocks for it, which may be many steps later.
 
 An engine may ask about a request that has no room yet, and give it blocks later without asking again.
 """
@@ -26,8 +26,8 @@ class _Kept(NamedTuple):
 
     Attributes:
         handle: the pins.
-        of: what it was told: its keys, and the numbers of its tokens that were on the device and that can be.
-        step: the last step in which it was told so.
+        of: what the answer promised: its keys, and the numbers of its tokens that were on the device and that can be.
+        step: the last step in which it got this answer.
     """
 
     handle: ChunkPins
@@ -36,7 +36,7 @@ class _Kept(NamedTuple):
 
 
 class KeptAnswers(Guest):
-    """Pins what requests were told, within limits. Beyond them it may be gone when the blocks come, and the load fails.
+    """Pins what requests were promised, within limits. Beyond them it may be gone when the blocks come, and the load fails.
 
     Args:
         manager: the manager of host memory.
@@ -49,7 +49,7 @@ class KeptAnswers(Guest):
         self._manager = manager
         self._mark_used = mark_used
         self._step = 0
-        # Those who were told what they can load, since the last step; and by request, what is pinned for it.
+        # Answers with something to load, since the last step; and by request, what is pinned for it.
         self._told: list[RequestState] = []
         self._kept: dict[str, _Kept] = {}
 
@@ -59,7 +59,7 @@ class KeptAnswers(Guest):
         return sum([len(kept.handle.keys) for kept in self._kept.values()])
 
     def request_asked(self, state: RequestState, is_known: bool) -> None:
-        """Note that the request was told something. A look-up changes nothing, so this is all."""
+        """Note the answer to a request. A look-up changes nothing, so this is all."""
         if is_known and (_can_load(state.lookup) or state.request.request_id in self._kept):
             self._told.append(state)
 
@@ -72,7 +72,7 @@ class KeptAnswers(Guest):
         self._release(state.request.request_id)
 
     def step_begins(self, step: StepView) -> None:
-        """Pin what was told since the last step to those who have no blocks yet, before anything is stored over it.
+        """Pin what was promised since the last step to requests without blocks, before anything is stored over it.
 
         It counts as used, once, however long they wait.
         """
@@ -80,7 +80,7 @@ class KeptAnswers(Guest):
         for state in self._told:
             lookup = state.lookup
             if lookup is None or not _can_load(lookup):
-                # It was admitted, or has ended, or was told that there is nothing now.
+                # It was admitted, or has ended, or there is nothing for it now.
                 self._release(state.request.request_id)
                 continue
             if not state.is_marked:
@@ -115,7 +115,7 @@ class KeptAnswers(Guest):
             return
         self._release(request_id)
         wanted = []
-        for keys in state.keys:  # of a window, what queries behind the hit read
+        for keys in state.keys:  # of a window, what queries after the hit read
             first = max(lookup.num_computed_tokens, keys.group.num_skipped_tokens(lookup.num_tokens))
             wanted += keys.keys[first // keys.chunk_tokens : lookup.num_tokens // keys.chunk_tokens]
         if manager.num_pins + len(wanted) <= KEPT_SHARE * manager.capacity:

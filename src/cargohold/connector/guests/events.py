@@ -149,7 +149,7 @@ def _extra_key(value: object) -> ExtraKey:
 
 
 _NUM_SPARE: Final = 1024
-"""Number of contents that are kept although nobody needs them: so many are too few to look through."""
+"""Number of contents that are kept although they are not needed: so many are too few to look through."""
 
 
 class EventSource(Protocol):
@@ -164,7 +164,7 @@ class Medium:
     """A tier whose events are translated, and its chunks that are announced.
 
     Args:
-        source: who knows which chunks it holds; must record events.
+        source: the manager that holds the chunks; must record events.
         name: name of the medium in events.
         locality: whether it is local or shared; ``None`` if its name implies it.
         max_announced: maximum number of chunks announced at the same time. A tier that evicts by itself and does not report it
@@ -251,7 +251,7 @@ class TierEvents(Guest):
             self._announce(medium, there)
 
     def shutdown(self) -> None:
-        """Take back all that was announced: nobody follows these chunks any more."""
+        """Withdraw all that was announced: these chunks are no longer followed."""
         for medium in self._media:
             self._take_back(medium, tuple(medium.announced))
         self._media = ()
@@ -293,7 +293,7 @@ class TierEvents(Guest):
     # --- contents -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, num_new: int) -> None:
-        """Forget contents that nobody needs, looking at two for each new one: so at most half of all are of no use."""
+        """Forget contents that are not needed, looking at two for each new one: so at most half of all are of no use."""
         self._translate()
         contents = self._contents
         for _ in range(min(2 * num_new, len(contents) - _NUM_SPARE)):

@@ -48,7 +48,7 @@ DEMOTED: Final = {"nowhere": 0, "lower": 10}
 """Levels of demoted chunks."""
 
 _FREE = (HintKind.RETAIN, HintKind.DEMOTE, HintKind.RELEASE)
-"""Kinds that clients may ask for who may not take what others could need."""
+"""Kinds for clients that may not take what others could need."""
 
 
 class Hints(Guest):
@@ -64,7 +64,7 @@ class Hints(Guest):
     Attributes:
         grants: the grants in force.
         ahead: prefetches under way; ``None`` without lower tiers.
-        on_ask: told of a request's keys before its chunks are fetched for a hint.
+        on_ask: called with a request's keys before its chunks are fetched for a hint.
     """
 
     name = "hints"
@@ -255,7 +255,7 @@ class Hints(Guest):
     # --- what it hears ------------------------------------------------------------------------------------------------
 
     def step_begins(self, step: StepView) -> None:
-        """Go on with prefetches, behind the requests that the engine has asked for; end what is over."""
+        """Go on with prefetches, after the requests that the engine has asked for; end what is over."""
         if self.ahead:
             self.ahead.step()
         if self.grants:
@@ -315,7 +315,7 @@ class Hints(Guest):
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
         """Learn that chunks have come into the tier: those with grants get their levels.
 
-        Grants of other tenants than the one for whom a chunk has come let go of it: they cannot hold it.
+        Grants of other tenants than the one that a chunk was fetched for release it: they cannot hold it.
         """
         grants = self.grants
         if not grants.cover_any:
@@ -370,7 +370,7 @@ class Hints(Guest):
             self._end(grant, HintEnd.EXPIRED if has_some else HintEnd.VOID)
 
     def void_all(self) -> None:
-        """Forget all grants: the tier was reset, or its connector ends. On disks, what they were told lasts for its time."""
+        """Forget all grants: the tier was reset, or its connector ends. On disks, retentions last for their time."""
         if self.ahead is not None:
             self.ahead.end_all()
         for grant in self.grants:
@@ -397,7 +397,7 @@ class Hints(Guest):
     def _end(self, grant: Grant, how: HintEnd, *, tells_tiers: bool = True) -> None:
         keys = self.grants.end(grant)
         if tells_tiers:
-            # What lower tiers were told of a lease or a raised priority ends by itself.
+            # A lease or a raised priority in lower tiers ends by itself.
             ends_alone = how is HintEnd.EXPIRED and grant.level > NORMAL
             self.grants.on_retained([key for key in keys if self.grants.of(key)] if ends_alone else keys)
         if not grant.is_told:

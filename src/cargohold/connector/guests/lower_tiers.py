@@ -1,6 +1,6 @@
 """Tiers below host memory: requests wait for what they have, and what host memory gets is written down to them.
 
-``LowerTiers`` knows what is in the tiers and what is on its way from and to them; ``Prefetcher`` knows who waits, and for what.
+``LowerTiers`` knows what is in the tiers and on its way from and to them; ``Prefetcher`` knows which requests wait for what.
 ``LowerTierGuest`` calls both when the kernel does something, and carries their messages.
 """
 
@@ -33,13 +33,13 @@ class LowerTierGuest(Below):
 
     Args:
         lower: the tiers; ``lower.host`` is the kernel's manager.
-        prefetcher: fetches chunks for those who wait.
+        prefetcher: fetches chunks for requests that wait.
         new_id: makes an id for a job, which no other job of the connector has.
         environment: facts about the engine.
 
     Attributes:
         num_announced: tells how many leading tokens of a request will come to the tiers if they are not there yet.
-        on_ask: told of a request's chunks before tiers are asked for them; ``None`` without a listener.
+        on_ask: called with a request's chunks before tiers are asked for them; ``None`` without a listener.
     """
 
     name = "lower tiers"
@@ -165,7 +165,7 @@ class LowerTierGuest(Below):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def step_begins(self, step: StepView) -> None:
-        """Do what those need who wait."""
+        """Do what waiting requests need."""
         self._prefetcher.begin_step(step)
 
     def worker_message(self) -> TierMessage | None:

@@ -53,7 +53,7 @@ class Meters(Guest):
 
     Args:
         shared: has the manager, and tells what is in flight.
-        environment: facts about the engine; tells who observes.
+        environment: facts about the engine, such as its observers.
         lower: the tiers below host memory, if there are any.
 
     Attributes:
@@ -71,9 +71,9 @@ class Meters(Guest):
         self._stats = Tally()
         self._ages = ChunkAges(shared.manager, shared.tier, clock, self._stats)
         self.prefixes = Prefixes(shared.manager, shared.layout, clock)
-        # By request, since when the engine is told to ask again, as long as it is.
+        # By request, since when it is deferred, as long as it is.
         self._not_yet_since: dict[str, float] = {}
-        # By waiting request, when the engine asked for it first, and when the answer was not "not yet"; noted for who observes.
+        # By waiting request, when the engine asked for it first, and when the answer was not "not yet"; noted for observers.
         self._asked_at: dict[str, float] = {}
         self._answered_at: dict[str, float] = {}
         self._levels: Stats = {}
@@ -94,7 +94,7 @@ class Meters(Guest):
     # --- facts --------------------------------------------------------------------------------------------------------
 
     def request_asked(self, state: RequestState, is_known: bool) -> None:  # as the port has it
-        """Note for how long a request has been told to wait. Called for every look-up, most of which change nothing."""
+        """Note for how long a request has been waiting. Called for every look-up, most of which change nothing."""
         request_id = state.request.request_id
         if self._observe is not None:
             self._asked_at.setdefault(request_id, self._clock())
@@ -107,7 +107,7 @@ class Meters(Guest):
             self._end_wait(request_id)
 
     def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
-        """Note which chunks it uses, and tell who observes what its look-up has found."""
+        """Note which chunks it uses, and report to observers what its look-up has found."""
         if self._observe is not None:
             self._tell_found(state, admission)
         if admission.is_first:
@@ -166,7 +166,7 @@ class Meters(Guest):
             self._tell("wait", (request_id,), since, now)
 
     def _tell_found(self, state: RequestState, admission: AdmissionReport) -> None:
-        """Tell who observes what the look-up of a request has found."""
+        """Report to observers what the look-up of a request has found."""
         request_id = state.request.request_id
         asked_at, ended_at = self._asked_at.pop(request_id, None), self._answered_at.pop(request_id, None)
         if asked_at is None or ended_at is None:

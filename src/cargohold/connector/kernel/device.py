@@ -82,7 +82,7 @@ class DeviceChunks:
             self._watch_block(self._context.get_block(block_id))
 
     def _watch_block(self, block: KVCacheBlockView) -> None:
-        """Note what a block holds; even if that is nothing, because then the victims behind it are next once it is used."""
+        """Note what a block holds; even if that is nothing, because then the victims after it are next once it is used."""
         if block.block_id not in self._watched:
             self._watched[block.block_id] = block, self._content(block)
 

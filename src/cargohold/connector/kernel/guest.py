@@ -10,7 +10,7 @@ out; then it costs nothing. Guests are called in the order of the list that the 
     questions   worth | is_busy
 
 Two collaborators of the kernel are more than guests, and there is one of each: ``Below``, where chunks come from that host
-memory lacks, and ``Consumer``, who waits for all chunks of a request. By default they are nothing.
+memory lacks, and ``Consumer``, which waits for all chunks of a request. By default they are nothing.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Below(Guest):
 
 
 class Consumer(Guest):
-    """Whoever waits for all chunks of a request (see ``RequestState.is_awaited``). This one waits for none."""
+    """What waits for all chunks of a request (see ``RequestState.is_awaited``). This one waits for none."""
 
     def chunks_offered(self, offers: Sequence[Offer]) -> None:
         """Note that awaited chunks are offered to host memory next; some may be there."""
@@ -283,7 +283,7 @@ class Guests(Guest):
         self.add(guests)
 
     def add(self, guests: Sequence[Guest]) -> None:
-        """Add guests behind those that are there."""
+        """Add guests after those that are there."""
         self._guests += tuple(guests)
         for name in PORT:
             methods = [method for guest in self._guests if (method := _own(guest, name)) is not None]

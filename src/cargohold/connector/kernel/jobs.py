@@ -277,7 +277,7 @@ class JobTable:
         )
 
     def load_up_to(self, keys: Sequence[ChunkKeys], first_token: int, num_tokens: int) -> int | None:
-        """Return the id of a load whose end is shared, behind ``first_token`` and at most at ``num_tokens``, with these chunks.
+        """Return the id of a load whose end is shared, after ``first_token`` and at most at ``num_tokens``, with these chunks.
 
         That of the longest if there are several; ``None`` if there is none.
         """

@@ -157,7 +157,7 @@ class TierLookup:
         """Return what host memory has of a request."""
         state.extend_keys()
         num_tokens = state.request.num_tokens
-        # An engine may hash a block only when it has some tokens behind it.
+        # An engine may hash a block only when it has some tokens after it.
         limit_tokens = min(limit_tokens, *[len(keys.keys) * keys.chunk_tokens for keys in state.keys])
         groups = [GroupUnits(keys.group, keys.chunk_tokens, ChunkStates(self._manager, keys)) for keys in state.keys]
         hit = longest_hit(groups, num_tokens, num_computed_tokens, limit_tokens)
@@ -182,7 +182,7 @@ class TierLookup:
     def _load_of_start(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> int | None:
         """Return the id of a job that loads the hit for another request, or its beginning, and ends within it.
 
-        Of any other load, windows and states before its end are not kept, so waiting for it would be in vain. Nor is a hit of
+        Of any other load, windows and states before its end are not kept, so waiting for it would be useless. Nor is a hit of
         all tokens found again: the prefix cache gives back a block less, whose window begins before the one that was loaded.
         """
         limit = min(num_hit_tokens, state.request.num_tokens - 1)

@@ -109,7 +109,7 @@ class Offering:
         yield start_store(shared, store, rows, groups)
 
     def list_on_device(self, offers: Sequence[Offer]) -> None:
-        """List chunks that stay on the device for now. Each request goes on behind them."""
+        """List chunks that stay on the device for now. Each request goes on after them."""
         shared = self._shared
         for offer in offers:
             self._offer(offer, offer.first, offer.end)
@@ -182,7 +182,7 @@ class Offering:
     # --- what the manager takes ---------------------------------------------------------------------------------------
 
     def _note_offered(self, offers: Sequence[Offer], handle: SlotReservation) -> None:
-        """Let each request go on behind what was offered, or from the first chunk that is to be offered still, or again."""
+        """Let each request go on after what was offered, or from the first chunk that is to be offered still, or again."""
         deferred = frozenset(handle.deferred)
         for offer in offers:
             next_chunk, again = offer.rest, deferred

@@ -56,7 +56,7 @@ class PendingStore:
 
     @classmethod
     def of(cls, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext) -> Self | None:
-        """Return what a request has left within its first ``num_tokens`` tokens; ``None`` if nobody knows its blocks."""
+        """Return what a request has left within its first ``num_tokens`` tokens; ``None`` if its blocks are unknown."""
         state.extend_keys()
         starts, contents = [], []
         for keys, first, table in zip(state.keys, state.next_chunk, tables, strict=True):

@@ -149,14 +149,14 @@ class RequestState:
 
     def move_to(self, keys: tuple[ChunkKeys, ...]) -> None:
         """Go on with keys of another namespace, in which nothing was looked up or offered for it yet."""
-        # What it was told before may still be given blocks: then it is loaded if it is there under these keys, too.
+        # An earlier answer may still be given blocks: then it is loaded if it is there under these keys, too.
         self.lookup = self.lookup and self.lookup._replace(basis=(-1, -1), awaited_job=None)
         self.keys, self.is_marked = keys, False
         self.hit_tokens, self.max_computed_tokens = 0, NEVER
         self.offer_from([0] * len(keys))
 
     def note_once(self, sentence: str) -> None:
-        """Tell the request why it is answered so, unless that is what it was told last: the engine may ask in every step."""
+        """Note why the request is answered so, unless that was its last note: the engine may ask in every step."""
         if not self.notes or self.notes[-1] != sentence:
             self.notes.append(sentence)
 
@@ -166,7 +166,7 @@ class RequestState:
         self._note_due()
 
     def offer_again_from(self, num_tokens: int) -> None:
-        """Offer the chunks behind the first ``num_tokens`` tokens for storing again, because the tier lost them."""
+        """Offer the chunks after the first ``num_tokens`` tokens for storing again, because the tier lost them."""
         for group, keys in enumerate(self.keys):
             self.next_chunk[group] = min(self.next_chunk[group], num_tokens // keys.chunk_tokens)
         self._note_due()

@@ -303,7 +303,7 @@ class KernelScheduler(KVConnectorScheduler):
 
     @property
     def _can_give_up_loads(self) -> bool:
-        """Whether requests need not wait for copies: the engine can be told so, and the blocks stay held."""
+        """Whether requests need not wait for copies: the engine accepts that, and the blocks stay held."""
         return self._give_up_after_s is not None and self.holds_outlive_requests
 
     def _give_up_overdue(self) -> tuple[int, ...]:
@@ -342,7 +342,7 @@ class KernelScheduler(KVConnectorScheduler):
     def _spoil_stores(self, spoiled_requests: AbstractSet[str]) -> None:
         """Give up stores in flight: a step computed with KV that was not there, and its chunks must never be found.
 
-        Which stores copy from that step cannot be told here, so all are given up, or all of ``spoiled_requests`` if it has
+        Which stores copy from that step is unknown here, so all are given up, or all of ``spoiled_requests`` if it has
         failed for these alone: failures are rare, and chunks that are given up are offered again. So are those that were
         listed: they are computed again in other blocks of the device.
         """

@@ -32,7 +32,7 @@ class Shared:
         clock: monotonic time in seconds.
         guests: the features.
         below: where chunks come from that host memory lacks.
-        consumer: who waits for all chunks of a request.
+        consumer: what waits for all chunks of a request.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
         caches_all: whether its prefix cache keeps the blocks of all groups; otherwise those of full attention alone.
@@ -79,7 +79,7 @@ class Shared:
 
     @property
     def keeps_ended(self) -> bool:
-        """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be told."""
+        """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be reported."""
         keeps_blocks = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
         return keeps_blocks and self.prefix_caching and self.context is not None
 

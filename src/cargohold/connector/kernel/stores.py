@@ -73,7 +73,7 @@ class EagerStores:
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int
     ) -> None:
-        """Offer from the first chunk on that the device has and the tier lacks, or else behind the hit.
+        """Offer from the first chunk on that the device has and the tier lacks, or else after the hit.
 
         Args:
             state: the request.

@@ -102,7 +102,7 @@ class KernelWorker(KVConnectorWorker):
             self._running.finish_stores()
 
     def start_load_kv(self) -> None:
-        """Start the loads and what a guest asks for; give up loads that nobody waits for."""
+        """Start the loads and what a guest asks for; give up loads that no request waits for."""
         for job_id in self._metadata.given_up_loads:
             if (request_id := self._waiting.pop(job_id, None)) is not None:
                 self._given_up.add(request_id)

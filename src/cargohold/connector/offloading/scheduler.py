@@ -75,16 +75,16 @@ class NamedWeights:
 class OffloadingScheduler(KernelScheduler):
     """Copies KV down as it is computed, and loads it back on a prefix hit.
 
-    This is the one place that knows both the kernel and its guests. They are told in this order, which matters: each finds done
-    what those before it do.
+    This is the one place that knows both the kernel and its guests. Their order matters: each finds done what those
+    before it do.
 
     * KV events: they note what chunks are before other guests see them.
     * kept answers: before anything of this step can take their place.
     * meters
     * hand-off
-    * hints: their prefetches stand behind all requests, and before the tiers are asked.
+    * hints: their prefetches stand after all requests, and before the tiers are asked.
     * lower tiers: they begin the step, and end the waits of requests that are admitted.
-    * guests of one's own
+    * guests that options name
 
     Args:
         config: options.
@@ -238,7 +238,7 @@ class OffloadingScheduler(KernelScheduler):
         return self._hints.take_events()
 
     def get_contents(self) -> Sequence[TierContents]:
-        """Return what is in host memory; of a tier below, nobody keeps a list by tenant or prefix."""
+        """Return what is in host memory; tiers below have no list by tenant or prefix."""
         shared, hints, meters = self._shared, self._hints, self._meters
         return [
             TierContents(

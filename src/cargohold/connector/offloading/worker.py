@@ -11,7 +11,7 @@ from cargohold.tiers.messages import TierMessage
 
 @dataclass(frozen=True, slots=True)
 class TieredMetadata(OffloadingMetadata):
-    """One step's jobs, and what the worker's part of lower tiers is told: in this type, processes decode it."""
+    """One step's jobs, and the message to the worker's part of lower tiers: processes decode this type."""
 
     worker_message: TierMessage | None = None
 

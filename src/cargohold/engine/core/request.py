@@ -190,11 +190,11 @@ class Request:
         num_computed_tokens: leading tokens whose KV is in the device pool.
         num_device_tokens: tokens found in the device pool when the request was last admitted.
         num_first_device_tokens: the same, when it was admitted for the first time.
-        num_external_tokens: tokens behind ``num_device_tokens`` that a connector loaded, or is loading, since then.
+        num_external_tokens: tokens after ``num_device_tokens`` that a connector loaded, or is loading, since then.
         num_starved_tokens: most tokens that it had when it found no more blocks although no other request ran, or lost what it
             had loaded before it ran. To have as many again is no progress.
         ask_connector: whether the connector may be asked for this request; ``False`` after a load for it has failed.
-        was_deferred: whether a connector has told it to ask again.
+        was_deferred: whether a connector has deferred it.
         tenant: whose request it is, for quotas and hints; by default the salt.
         trace_headers: the trace that the request belongs to, as HTTP headers say it; ``None`` if it belongs to none.
         hint_outcomes: the answers to its hints.
@@ -270,7 +270,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def note_starved(self) -> None:
-        """Note that it found no more blocks although no other request ran, or that it loses blocks that were loaded in vain."""
+        """Note that it found no more blocks although no other request ran, or that it loses blocks whose loads were wasted."""
         self.num_starved_tokens = max(self.num_starved_tokens, self.num_computed_tokens)
 
     def append_token(self, token_id: int) -> None:

@@ -27,7 +27,7 @@ class QueuePolicy(Enum):
 class WaitingQueue:
     """A queue sorted by urgency.
 
-    A request that comes back (preempted, or told "not yet" by a connector) regains its place among the others, because its
+    A request that comes back (preempted, or deferred by a connector) regains its place among the others, because its
     urgency has not changed. So returning requests need no special case, and several of them keep their order.
     """
 
@@ -347,10 +347,10 @@ class Verdict(Enum):
     DEFERRED = auto()
     """A connector does not know yet what it has, or has broken while it was notified of the blocks; try again in the next step.
 
-    Requests behind this one may go first.
+    Requests after this one may go first.
     """
     NO_ROOM = auto()
-    """There are not enough blocks. Requests behind this one must wait too, or it would never get them."""
+    """There are not enough blocks. Requests after this one must wait too, or it would never get them."""
 
 
 class QueueAdmission:
@@ -381,7 +381,7 @@ class QueueAdmission:
     def begin_step(self, num_places: int) -> None:
         """Begin to plan a step. A deferred request that is not tried in it waits for a place, no longer for the connector.
 
-        So do those that were behind ``num_places`` others.
+        So do those that were after ``num_places`` others.
         """
         self._deferred_before, self._deferred = dict(islice(self._deferred.items(), max(0, num_places))), {}
 

@@ -167,7 +167,7 @@ class Scheduler:
 
     @property
     def num_deferred_lookups(self) -> int:
-        """Requests so far that the connector has told to ask again: they waited for a tier, or for another request's load."""
+        """Requests so far that the connector has deferred: they waited for a tier, or for another request's load."""
         return self._admission.num_deferred_lookups
 
     @property
@@ -237,7 +237,7 @@ class Scheduler:
                     token_id = output.sampled[request.request_id]
                     assert token_id is not None, "a request whose numbers are not finite has ended"
                     self._append_token(request, token_id)
-        if self.connector.is_stopping:  # the step has told the workers to stop, and so they have
+        if self.connector.is_stopping:  # the step's message has stopped the workers
             self._reports.drop_connector()
         updates, self._updates = self._updates, []
         return updates
@@ -302,7 +302,7 @@ class Scheduler:
                 self._queues.preempt(request)
                 return False
             if victim.status is not RequestStatus.RUNNING:
-                victim.note_starved()  # it has loaded in vain
+                victim.note_starved()  # its loads were wasted
             self._queues.preempt(victim)
         return True
 

@@ -121,7 +121,7 @@ class Decodes:
     Attributes:
         rows: their rows in the batch; shape ``(requests,)``.
         half_rows: rows of ``PagedKV.half_rows`` with their keys in layer slot 0, request after request. Padding reads the
-            request's last block again: of another block nobody knows what it holds. Shape ``(requests * blocks,)``.
+            request's last block again: the content of another block is unknown. Shape ``(requests * blocks,)``.
         num_blocks: blocks per request.
         mask: additive, shape ``(requests, 1, 1, blocks * block_tokens)``.
     """
@@ -139,7 +139,7 @@ class GroupBatch:
     Attributes:
         write_rows: rows of ``PagedKV.token_rows`` where the tokens' keys go, in layer slot 0.
         written: rows of the batch that are written; ``None`` for all. The others' KV is in place already.
-        unwritten_rows: rows of ``PagedKV.token_rows`` in layer slot 0, of keys and of values, that lie behind the last token
+        unwritten_rows: rows of ``PagedKV.token_rows`` in layer slot 0, of keys and of values, that lie after the last token
             in a block that a request enters with this step; ``None`` if there are none. They must be set to zero: masks hide
             them, but a mask is added to numbers, and does not hide those that are not finite.
         num_layers: layers of the group.

@@ -59,7 +59,7 @@ def requests_not_finite(step: SchedulerStep, batch: Batch, kv: PagedKV) -> list[
 
 def _rows_by_pass(group: GroupBatch, kv: PagedKV) -> Iterator[torch.Tensor]:
     """Rows of ``PagedKV.token_rows`` that the step wrote; shape ``(halves, tokens)``, a half being one layer's K or V."""
-    # Slots behind the group's last layer are never written, and may hold anything.
+    # Slots after the group's last layer are never written, and may hold anything.
     halves = torch.arange(2 * group.num_layers, device=kv.storage.device).unsqueeze(1) * kv.block_tokens
     num_tokens = group.write_rows.shape[0]
     for some in torch.split(halves, max(1, _ROWS_PER_PASS // max(1, num_tokens))):

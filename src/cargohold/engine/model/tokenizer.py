@@ -87,7 +87,7 @@ class PieceDecoder:
         return piece
 
     def _cut_between_characters(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The prompt's last tokens that end between characters, and the tokens of an incomplete character behind them."""
+        """The prompt's last tokens that end between characters, and the tokens of an incomplete character after them."""
         last = list(prompt_token_ids[-(NUM_CONTEXT_TOKENS + 2 * (_MAX_CHARACTER_TOKENS - 1)) :])
         for num_behind in range(_MAX_CHARACTER_TOKENS):
             end = max(0, len(last) - num_behind)

@@ -56,7 +56,7 @@ def make_executor(config: ExecutorConfig, spec: RankSpec, connector: KVConnector
         try:
             return InlineExecutor(Worker(runner, worker_side), finished_count, connector.name)
         except BaseException:
-            worker_side.shutdown()  # it may have opened tiers, which nobody else could use
+            worker_side.shutdown()  # it may have opened tiers, which no other process could use
             raise
     codec, aggregator = (
         StepCodec.for_outputs_of(connector),

@@ -43,7 +43,7 @@ KILL_WAIT_S = 30.0
 """Longest time to wait for killed processes. Giving back a lot of pinned memory takes a while; I/O that the kernel cannot break
 off takes for ever."""
 EXIT_WAIT_S = 5.0
-"""Longest time to wait for each process when the program ends, which matters to nobody any more."""
+"""Longest time to wait for each process when the program ends."""
 _LENGTH = struct.Struct("!Q")
 
 _ends: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
@@ -51,7 +51,7 @@ _ends: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
 
 
 def _let_go_as_child() -> None:
-    """Close all ends in a forked child, which inherits them: else nobody would learn that its parent is gone."""
+    """Close all ends in a forked child, which inherits them: otherwise it would not be noticed that its parent is gone."""
     for end in list(_ends):
         end.close()
     _ends.clear()
@@ -131,7 +131,7 @@ def _time_until(deadline: float) -> float:
 
 
 def run_rank(spec: RankSpec, place: RankPlace, channel: Channel) -> None:
-    """Serve steps until told to stop, or until the engine's process is gone."""
+    """Serve steps until asked to stop, or until the engine's process is gone."""
     # Ctrl-C reaches every process of the terminal; the engine decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.stderr is not None:
@@ -142,13 +142,13 @@ def run_rank(spec: RankSpec, place: RankPlace, channel: Channel) -> None:
         while (step := channel.receive()) != STOP:
             channel.send(rank.execute(step))
     except ChannelClosedError:
-        pass  # the engine's process has ended: nobody is left to tell
+        pass  # the engine's process has ended
     finally:
         rank.shutdown()
 
 
 class RankProcess(SpawnProcess):
-    """A rank's process. Nobody waits for ever for its end, not even ``multiprocessing`` when the program ends.
+    """A rank's process. Nothing waits forever for its end, not even ``multiprocessing`` when the program ends.
 
     SIGKILL does not end a process while one of its threads is in I/O that cannot be broken off, as on a frozen file system or
     a network mount whose server is gone.

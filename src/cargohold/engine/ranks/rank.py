@@ -157,7 +157,7 @@ def _decode_refusal(content: bytes) -> CargoholdError:
 
 
 def describe_silence(ranks: Sequence[int], timeout_s: float) -> str:
-    """A sentence about ranks that did not answer. One that hangs cannot be told from those that wait for it in a collective."""
+    """A sentence about ranks that did not answer. One that hangs looks like those that wait for it in a collective call."""
     if len(ranks) == 1:
         return f"worker {ranks[0]} did not answer within {timeout_s:g} s: it hangs"
     names = ", ".join(map(str, ranks))

@@ -50,11 +50,11 @@ _CHANGED: Final = (
     "the weights of its adapter have changed, and vLLM's prefix cache may have KV of both: reset it, or load changed weights "
     "from another path"
 )
-_BLIND: Final = "which weights its adapter has cannot be told"
+_BLIND: Final = "which weights its adapter has is unknown"
 _TOO_MANY: Final = f"more than {MAX_ADAPTERS} adapters were used since vLLM's prefix cache was reset"
 
 Look: TypeAlias = tuple[int, int, str, str]
-"""What workers are to look at: an adapter by vLLM's number, its name and its path, behind the number of resets before."""
+"""What workers are to look at: an adapter by vLLM's number, its name and its path, after the number of resets before."""
 
 LOCAL_HASHES: Final = _LOCAL[:4]
 """How those hashes begin that only this process knows, whatever their size."""
@@ -309,7 +309,7 @@ class HeldAdapters:
         self._worker = worker_of(self._vllm_config)
 
     def look(self, looks: Mapping[Look, Any]) -> None:
-        """Note the weights of adapters, to be told. Those that are not loaded are, as when vLLM first computes with them."""
+        """Note the weights of adapters, to be reported. Those that are not loaded are, as when vLLM computes with them."""
         self._news |= {look: self._fingerprint_of(adapter) for look, adapter in looks.items()}
         self._looks |= {adapter.lora_int_id: look for look, adapter in looks.items()}
 
@@ -321,7 +321,7 @@ class HeldAdapters:
                 self._news[self._looks[number]] = now
 
     def take(self) -> Mapping[Look, str]:
-        """Return what is to be told: a fingerprint of each adapter, empty if it cannot be taken."""
+        """Return what is to be reported: a fingerprint of each adapter, empty if it cannot be taken."""
         news, self._news = self._news, {}
         return news
 
@@ -332,7 +332,7 @@ class HeldAdapters:
                 self._worker.add_lora(adapter)
             return self._taken(number, self._held()[number])
         except Exception as error:  # noqa: BLE001  # whatever is wrong with it, vLLM says so when it computes with it
-            logger.info("which weights adapter %s has cannot be told: %s", adapter.lora_name, error)
+            logger.info("which weights adapter %s has is unknown: %s", adapter.lora_name, error)
             return ""
 
     def _taken(self, number: int, model: Any) -> str:
@@ -341,7 +341,7 @@ class HeldAdapters:
             try:
                 fingerprint = fingerprint_of(model)
             except UnreadableWeightsError as error:
-                logger.info("which weights adapter %d has cannot be told: %s", number, error)
+                logger.info("which weights adapter %d has is unknown: %s", number, error)
                 fingerprint = ""
             self._known[number] = ref(model), fingerprint
         return fingerprint

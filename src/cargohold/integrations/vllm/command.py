@@ -53,7 +53,7 @@ class Command:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
-        """Read the words behind the program's name.
+        """Read the words after the program's name.
 
         Raises:
             SystemExit: the parser has printed what it does not understand.

@@ -252,7 +252,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return compat.TransferResults(sent or set(), received or set(), set(self._ended.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed loads, for versions of vLLM that cannot be told the request."""
+        """Blocks of failed loads, for versions of vLLM that don't accept the request."""
         ended, self._ended = self._ended, Ended()
         return set() if compat.TransferResults is not None else set(ended.invalid_block_ids)
 
@@ -417,7 +417,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         return make_layout(self._groups.served, config, caches, hash_block_tokens, may_differ=may_differ)
 
     def _bind(self, pool: Any, tables: BlockTables) -> None:
-        """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have told their parts."""
+        """Make the scheduler side now that the pool is known; with pipeline stages, once all workers have reported."""
         if self._obstacles or self._turn_off(_pool_obstacles(pool)):
             return
         _SERVED_POOLS.add(pool)
@@ -448,7 +448,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             keeps_partial_loads=False,
             keeps_weights=True,
             local_hashes=LOCAL_HASHES,
-            # Told by request that a load failed, vLLM frees all of the request's blocks. Told by block, it computes into them.
+            # If a failed load's request is named, vLLM frees all of its blocks. If its blocks are, vLLM computes into them.
             give_up_loads_after_s=None if compat.TransferResults is None else self._settings.load_timeout_s / 2,
         )
         with option_path("kv_connector_extra_config."):

@@ -3,7 +3,7 @@
 A class of vLLM's is known by its own name: a subclass keeps other things in its blocks and is never taken for its parent. What
 the class does not say, such as windows and whether a prefix can be found by its hash, is taken from its values.
 
-A group may be left out only if vLLM itself computes it again behind a hit of its own prefix cache. Its blocks are never stored,
+A group may be left out only if vLLM itself computes it again after a hit of its own prefix cache. Its blocks are never stored,
 loaded or looked up, and our groups are numbered without it::
 
     vLLM's groups      0: latent   1: ring    2: latent, window      3: indexer's keys

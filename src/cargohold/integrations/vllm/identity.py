@@ -1,4 +1,4 @@
-"""Which model's KV it is: whatever changes its bytes besides tokens, or the reason why that cannot be told.
+"""Which model's KV it is: whatever changes its bytes besides tokens, or the reason why that is unknown.
 
 What only rounds in another way is left out (kernels of one attention backend, compilation, sizes of batches): two runs of the
 same engine may differ by as much.
@@ -152,7 +152,7 @@ def _obstacles(vllm_config: Any) -> Iterator[str]:
     """Reasons, as sentences, why the KV may be another one after a restart without anyone noticing."""
     model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        # Whoever sends them before the first request sees no reason to reset the prefix cache.
+        # A client that sends them before the first request has no reason to reset the prefix cache.
         yield "weight_transfer_config lets other weights than those in the files be sent at any time"
     media = getattr(model, "multimodal_config", None)
     if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:

@@ -71,7 +71,7 @@ def translate(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool)
         # vLLM would go on from the first block that failed. With a window, the tokens before it, which its queries see, may not
         # have been loaded either.
         obstacles.append(
-            "with windows, recurrent state or several KV-cache groups this vLLM cannot be told that a load failed; "
+            "with windows, recurrent state or several KV-cache groups this vLLM does not accept that a load failed; "
             "0.30 and later can"
         )
     return Translation(NO_GROUPS if obstacles else groups, tuple(obstacles))
@@ -200,7 +200,7 @@ def group_sizes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> list[in
 def _planned_sizes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> list[int]:
     """Bytes of each group's blocks that are kept: those that its layers fill.
 
-    Beside much larger groups, they would be too few for a row. So a part of the padding behind the last layer is kept, too.
+    Beside much larger groups, they would be too few for a row. So a part of the padding after the last layer is kept, too.
     """
     sizes = group_sizes(kv_cache_config, groups)
     least = -(-max(sizes) // (MAX_ROWS * ALIGNMENT)) * ALIGNMENT
@@ -212,7 +212,7 @@ def _planned_sizes(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> list
 
 
 def _layer_bytes(kv_cache_config: Any, group: KVCacheGroup) -> list[tuple[int, int]]:
-    """For each layer of a group, the bytes of a block that it fills, and those of the padding behind it; none if unknown."""
+    """For each layer of a group, the bytes of a block that it fills, and those of the padding after it; none if unknown."""
     says_so = getattr(kv_cache_config, "kv_cache_layout", None) not in _HEADS_FIRST
     tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if says_so and hasattr(tensor, "layers")]
     specs = {name: spec for each in kv_cache_config.kv_cache_groups for name, spec in named_specs(each).items()}
@@ -235,7 +235,7 @@ def dropped_tokens(vllm_config: Any, groups: Sequence[KVCacheGroup]) -> int:
     """Tokens at the end of a prefix found on the device that vLLM computes again all the same; 0 if there are none.
 
     A draft model that reads the target model's hidden states needs those of the last tokens, and its KV of a block's last
-    token depends on the token behind the block.
+    token depends on the token after the block.
     """
     speculation = getattr(vllm_config, "speculative_config", None)
     if speculation is None:
@@ -255,7 +255,7 @@ def shares_loads(kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
 
 
 def marks_shared_prefixes(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether vLLM can be told where to keep windows and states for other requests, and the model has any."""
+    """Whether vLLM accepts where to keep windows and states for other requests, and the model has any."""
     return compat.KEEPS_SHARED_PREFIXES and any(group.kind in _KEPT_AT_ENDS for group in groups)
 
 

@@ -233,7 +233,7 @@ class LoadsInFlight:
         return oldest[0] if oldest is not None and self._clock() - oldest[1].since > timeout_s else None
 
     def take_news(self) -> LoadNews:
-        """Return what the workers have not been told."""
+        """Return what was not sent to the workers."""
         news, self._news = self._news, LoadNews()
         return news
 

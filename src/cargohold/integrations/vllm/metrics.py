@@ -138,7 +138,7 @@ class PromMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM'
         if family.name not in self._families:
             kind, options = self._types[_KINDS[family.kind]], dict[str, Any]()
             if family.kind is Kind.GAUGE:
-                # Each API server is told only a part of the changes, so the level is the sum over all of them.
+                # Each API server gets only a part of the changes, so the level is the sum over all of them.
                 options = {"multiprocess_mode": "sum"}
             elif family.kind is Kind.HISTOGRAM:
                 options = {"buckets": list(family.bounds_s[:-1])}

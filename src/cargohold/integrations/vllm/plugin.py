@@ -37,7 +37,7 @@ os.register_at_fork(after_in_child=_begin_as_child)
 
 
 def ran_first_at() -> float | None:
-    """When code of ours ran first in this process, in seconds since 1970; ``None`` if vLLM was told to load no such plugins.
+    """When code of ours ran first in this process, in seconds since 1970; ``None`` if vLLM loads no such plugins.
 
     In an engine's own process that is before the weights are loaded. Connectors are made later.
     """

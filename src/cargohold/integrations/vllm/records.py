@@ -18,7 +18,7 @@ class RequestRecord:
     Attributes:
         seen: the connector's view of it.
         is_bypass: whether the connector does not know it, because of what it is or asks: no cache could serve it.
-        notes: what its client is told of its way through the cache, besides the connector's own report.
+        notes: for its client, besides the connector's own report.
         outcomes: answers to the hints of its client.
         num_computed: number of its tokens on the device when vLLM last asked; ``None`` before that.
         is_admitted: whether its prompt was counted: after a failed load or a preemption it is admitted again.
@@ -28,7 +28,7 @@ class RequestRecord:
         patience: decides when it has been deferred for too long; ``None`` unless it is deferred.
         deferred_s: for how long it has been, between steps at whose ends vLLM asked again; ``None`` before the first.
         first_token: the label under which its time to the first token is counted; empty if it is not, or was.
-        blocks: its block tables as vLLM told them last, for versions in which they are to be noted.
+        blocks: its block tables as vLLM reported them last, for versions in which they are to be noted.
     """
 
     seen: SeenRequest
@@ -55,7 +55,7 @@ class RequestRecord:
         return self.seen.request_id
 
     def note(self, sentence: str) -> None:
-        """Note a sentence once: vLLM asks anew in every step in which the request waits."""
+        """Note a sentence once: vLLM asks again in every step in which the request waits."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 

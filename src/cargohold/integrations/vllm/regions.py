@@ -40,7 +40,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Byte behind block 0's part."""
+        """Byte after block 0's part."""
         return self.offset + self.width
 
 
@@ -128,7 +128,7 @@ def _contiguous(dimensions: Sequence[tuple[int, int]], width: int) -> tuple[int,
 
 
 def _block_dimension(shape: Sequence[int], num_blocks: int) -> int:
-    """Blocks come first, or second behind keys and values."""
+    """Blocks come first, or second, after keys and values."""
     for at in (0, 1):
         if at < len(shape) and shape[at] >= num_blocks and shape[at] % num_blocks == 0:
             return at

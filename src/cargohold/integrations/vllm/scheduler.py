@@ -45,7 +45,7 @@ from cargohold.protocol import (
 logger = logging.getLogger(__name__)
 
 STATS_EVERY_S: Final = 0.1
-"""How often vLLM is told counters while there are requests; when the last one has ended, at once."""
+"""How often vLLM gets counters while there are requests; when the last one has ended, at once."""
 
 _NAMED: Final = (
     "its client has named a picture or sound (uuid), which is then not hashed: the name holds for this process alone, so what "
@@ -73,7 +73,7 @@ class SideOptions:
         tool_tokens: the tokens with which the model calls tools.
         marks_shared_prefixes: whether to mark where other requests go on, at the end of a load or of what they share: there
             vLLM ends a step, and its prefix cache keeps windows and states.
-        levels: levels that are told once.
+        levels: levels that are reported once.
         max_adapters: number of adapters with which one step may compute.
         max_model_len: length of the longest prompt.
     """
@@ -192,7 +192,7 @@ class SchedulerSide:
         self._others[request.request_id] = record
 
     def _is_taken(self, record: RequestRecord) -> bool:
-        """Whether the connector takes a request, of which it is told."""
+        """Whether the connector takes a request, which it learns of here."""
         if self._options.has_tiers and self._adapters.is_named(record.seen):
             record.note(_NAMED)
             if not self._has_said_named:
@@ -247,7 +247,7 @@ class SchedulerSide:
             return False, dict(record.explanation(CacheReport())) or None
         record.seen.turn_end = turn_end_of(request, self._options.tool_tokens)
         if self._adapters.why_not(record.seen) or self._resets.is_due():
-            # Nothing of it is stored any more, for nobody knows of which weights it is.
+            # Nothing of it is stored any more: its weights are unknown.
             tables = tuple([] for _ in tables)
         keeps_blocks, params = self.guard.request_finished(record.seen, self._groups.select(tables))
         if keeps_blocks:
@@ -420,9 +420,9 @@ class SchedulerSide:
         return self._resets.reset()
 
     def take_stats(self, block_bytes: float) -> Stats:
-        """Counters of both sides since they were told last, as operators want them; ``block_bytes`` is a worker's mean.
+        """Counters of both sides since the last report, as operators want them; ``block_bytes`` is a worker's mean.
 
-        While there are requests they are told every ``STATS_EVERY_S``: vLLM asks in every step, and nobody looks that often.
+        While there are requests, they are reported every ``STATS_EVERY_S``: vLLM asks in every step, which is too often.
         """
         now = self._clock()
         if now < self._stats_due_at and self._requests:
@@ -448,7 +448,7 @@ class SchedulerSide:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _may_ask_about(self, record: RequestRecord) -> bool:
-        """Whether the connector is to be asked about a request; if not, the request is told why."""
+        """Whether the connector is to be asked about a request; if not, the request's notes say why."""
         if (why_not := why_all_computed(record.own)) is not None:
             record.bypass(why_not)
             return False
@@ -475,7 +475,7 @@ class SchedulerSide:
         return [record.seen for record in waiting]
 
     def _note_failed(self, request_ids: Collection[str]) -> None:
-        """Note requests whose load failed on a rank. They stay parked: the requests behind them run only after them."""
+        """Note requests whose load failed on a rank. They stay parked: the requests after them run only after them."""
         for request_id in request_ids:
             if (record := self._requests.get(request_id)) is not None:
                 record.has_failed = True
@@ -511,7 +511,7 @@ class SchedulerSide:
 def _found_on_device(record: RequestRecord, num_external_tokens: int) -> int:
     """Return how many tokens of a request vLLM has found on the device.
 
-    If nothing is loaded behind them, these may be more than it has asked with: where prefixes may end inside a block, it asks
+    If nothing is loaded after them, these may be more than it has asked with: where prefixes may end inside a block, it asks
     with whole blocks (``--prefix-match-unit``).
     """
     asked_with = record.num_computed or 0

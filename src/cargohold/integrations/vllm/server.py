@@ -87,7 +87,7 @@ def why_turned_off(log: Path) -> str | None:
 
 @contextmanager
 def _signals_that_end() -> Iterator[None]:
-    """Exit by an exception when this process is told to end or loses its terminal, so that no server is left behind."""
+    """Exit by an exception when this process is asked to end or loses its terminal, so that no server is left behind."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as of nohup
     for number in ours:
@@ -111,7 +111,7 @@ def _command(model: str) -> list[str]:
 def _environment() -> dict[str, str]:
     """Environment variables for the server.
 
-    Unless it is told, vLLM's CPU build uses another number of threads with a connector than without.
+    By default, vLLM's CPU build uses another number of threads with a connector than without.
     """
     cores = sorted(os.sched_getaffinity(0))
     defaults = {
@@ -123,7 +123,7 @@ def _environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody uses at the moment."""
+    """Return a port of this machine that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

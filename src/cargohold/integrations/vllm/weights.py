@@ -6,7 +6,7 @@ In the host's memory, bytes are hashed (XXH3, 128 bits). On a device they are no
 random odd numbers of 64 bits and added up, modulo 2**64; twice, with other numbers, for each stretch of 16 MiB of a tensor.
 Contents that differ, in signs alone or in a single place, have the same two sums with a probability of about 2**-64. A stretch
 is read twice, and needs 32 MiB besides: of 16 GB on a device with 2 TB/s, about 0.1 s. This tells apart what differs by
-accident or training, not what somebody has crafted.
+accident or training, not what an attacker has crafted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HeldWeights:
         except Exception as error:  # noqa: BLE001  # whatever a model's tensors are: not to know is an answer
             if str(error) != self._why_not:
                 self._why_not = str(error)
-                logger.info("which weights the model holds cannot be told: %s; so a reset drops what is kept", error)
+                logger.info("which weights the model holds is unknown: %s; so a reset drops what is kept", error)
             return ""
 
 

@@ -53,7 +53,7 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
         new_sends: requests that ended, whose blocks the connector keeps.
         synchronous: those of the new loads that end within this step.
         stop: the connector was turned off: let its transfers end and do without it.
-        look: number of a look at what the model holds, to be told before anything is computed; 0 for none.
+        look: number of a look at what the model holds, to be reported before anything is computed; 0 for none.
         adapters: adapters to look at, too, as vLLM describes them.
     """
 
@@ -74,7 +74,7 @@ class RankReport:
         output: the connector's own report.
         failed_loads: requests whose load ended in failure on this rank.
         error: the rule that the connector's worker side broke; it has stopped.
-        stopped: whether it stopped in this step as it was told to.
+        stopped: whether it stopped in this step, as requested.
         weights: fingerprints of what the model holds, by the number of the look; 0 is the one at the start.
         adapters: fingerprints of adapters: of those to look at, and of those that changed before this step.
     """
@@ -164,7 +164,7 @@ def stage_obstacles(vllm_config: Any) -> list[str]:
         return []
     obstacles = []
     if getattr(vllm_config, "speculative_config", None) is not None:
-        # Stages before the last are never told that a step is over: they would not start a store, nor take the next message.
+        # Stages before the last don't know when a step is over: they would not start a store, nor take the next message.
         obstacles.append("pipeline parallelism together with speculative decoding is not served")
     if getattr(vllm_config.model_config, "runner_type", None) == "pooling":
         obstacles.append("pipeline parallelism of models that make embeddings is not served")
@@ -172,7 +172,7 @@ def stage_obstacles(vllm_config: Any) -> list[str]:
         return [*obstacles, "vLLM does not say how it runs stages"]
     executor = compat.Executor.get_class(vllm_config)
     if not issubclass(executor, compat.MultiprocExecutor):
-        # With other executors only the last stage answers: nobody would learn that a copy has ended on earlier stages.
+        # With other executors only the last stage answers: the end of a copy on earlier stages would stay unknown.
         obstacles.append(
             f"with pipeline parallelism {executor.__name__} passes on the last stage's reports only; use mp"
         )
@@ -206,7 +206,7 @@ class WorkerSide:
         rank: which worker this is, from 0.
         obstacle: why this rank cannot take part, as a sentence; ``None`` if it can. The scheduler side receives it in the first
             report, if it has not turned the connector off by itself.
-        look_at_weights: returns a fingerprint of what the model holds; empty if that cannot be told.
+        look_at_weights: returns a fingerprint of what the model holds; empty if that is unknown.
         adapters: the adapters that vLLM's worker holds; ``None`` if there cannot be any.
     """
 
@@ -231,7 +231,7 @@ class WorkerSide:
         self._loading: dict[str, tuple[int, ...]] = {}
         self._sending: set[str] = set()
         self._failed: set[str] = set()
-        # What the scheduler side has not heard of yet.
+        # What was not reported to the scheduler side yet.
         self._untold_error = None if obstacle is None else f"rank {rank} cannot take part: {obstacle}"
 
     def register_kv_caches(
@@ -337,7 +337,7 @@ class WorkerSide:
         return Ended(sent, received, failed, invalid)
 
     def _with_synchronous(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """Add the end of the loads that ended within this step: nobody else reports them."""
+        """Add the end of the loads that ended within this step: nothing else reports them."""
         synchronous = () if self._message is None else self._message.synchronous
         if not synchronous:
             return output
@@ -394,7 +394,7 @@ def as_regions(kv_caches: Mapping[str, Any], layout: KVCacheLayout) -> tuple[KVC
 
 
 def _reaching(regions: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """The regions with so much of the padding behind the last one that they have ``size`` bytes of a block."""
+    """The regions with so much of the padding after the last one that they have ``size`` bytes of a block."""
     *others, last = regions
     width = size - sum(region.shape[1] for region in others)
     return [*others, last.as_strided((last.shape[0], width), last.stride())] if width > last.shape[1] else regions

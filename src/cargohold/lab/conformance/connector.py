@@ -259,7 +259,7 @@ class ConnectorConformance(ABC):
 
     @pytest.mark.parametrize("failure", Failure)
     def test_what_a_failed_step_computed_is_never_found(self, failure: Failure) -> None:
-        """What a step computed behind blocks that another connector failed to load must never be restored.
+        """What a step computed after blocks that another connector failed to load must never be restored.
 
         The step fails, the prompt is computed again, evicted from the device pool, and asked for once more.
         """

@@ -24,7 +24,7 @@ from cargohold.lab.conformance.policy import ManagerTraffic, key
 
 _CAPACITY = 24
 _KEYS = [key(f"{at}") for at in range(14)]
-"""Chunks of one prefix, and behind them those of another."""
+"""Chunks of one prefix, and after them those of another."""
 
 
 class _CheckedTraffic(ManagerTraffic):
@@ -86,7 +86,7 @@ class _CheckedTraffic(ManagerTraffic):
         assert held == list(handle.keys), "a slot holds another chunk than the one that it is said to hold"
 
     def remove(self) -> None:
-        """Remove chunks that nobody writes."""
+        """Remove chunks that are not being written."""
         writing = {key for handle in self.stores for key in handle.keys}
         gone = [key for key in self.tree.any_path(self.random)[-2:] if key not in writing]
         self.manager.remove(gone)
@@ -130,7 +130,7 @@ class ManagerConformance(ABC):
         return _CheckedTraffic(self.manager(_CAPACITY, record_events=True), seed)
 
     def test_every_slot_holds_its_chunk_under_any_traffic(self) -> None:
-        """Slots in use are given to nobody else; the books are right, and so are the events, after every move."""
+        """Slots in use are given to no other chunk; the books are right, and so are the events, after every move."""
         for seed in range(self.num_seeds):
             traffic = self._traffic(seed)
             for _ in range(200):
@@ -150,7 +150,7 @@ class ManagerConformance(ABC):
         assert manager.lookup(again.keys) == bytes([READY] * len(again.keys))
 
     def test_equal_generations_mean_equal_answers(self) -> None:
-        """Whoever remembers an answer with the generation may go on with it while that stays the same."""
+        """An answer that is remembered with its generation stays valid while that stays the same."""
         traffic = self._traffic(1)
         remembered: dict[int, bytes] = {}
         every = traffic.tree.keys

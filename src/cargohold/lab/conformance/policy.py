@@ -73,7 +73,7 @@ class PolicyConformance(ABC):
                 assert left.manager.take_events() == right.manager.take_events(), "the same traffic has other victims"
 
     def test_no_prefix_has_holes(self) -> None:
-        """No chunk stays while the one before it in its prefix is gone: chunks behind such a hole could never be used."""
+        """No chunk stays while the one before it in its prefix is gone: chunks after such a hole could never be used."""
         for seed in range(self.num_seeds):
             traffic = self._traffic(15, seed, self.policy, all_goes_well=True)
             for _ in range(NUM_OPERATIONS):
@@ -216,7 +216,7 @@ class StrictPolicy(ReplacementPolicy):
 
     @contextmanager
     def _evicts_rightly(self, parents: Sequence[int], num_slots: int) -> Iterator[None]:
-        """Assert that what is evicted meanwhile is no more than is wanted, and not in front of newcomers behind ``parents``."""
+        """Assert that what is evicted meanwhile is no more than is wanted, and not in front of newcomers after ``parents``."""
         table = self.table
         pins, num_free, num_evicted = list(table.pins), table.num_free, len(table.evicted)
         in_front = {key for parent in parents if parent != NO_SLOT for key in table.keys_at(table.ancestors(parent))}

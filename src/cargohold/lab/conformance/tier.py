@@ -275,7 +275,7 @@ class TierConformance(ABC):
         tier.close()
 
     def test_who_reads_its_list_and_follows_its_losses_knows_all_chunks(self, place: Path) -> None:
-        """Whatever it stores, evicts or removes: nobody has to ask it which chunks it has. Nor after a restart."""
+        """Whatever it stores, evicts or removes, it need not be asked which chunks it has. Nor after a restart."""
         if not self.is_listed:
             pytest.skip("no engine relies on its list")
         names = [f"{number}" for number in range(6 * (self.max_chunks or 10))]

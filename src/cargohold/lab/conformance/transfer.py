@@ -154,7 +154,7 @@ class _Jobs:
             assert (self._memory.rows == host).all(), "a row holds other bytes"
 
     def _batch(self) -> list[CopyJob]:
-        """Jobs whose blocks and rows nobody else in the batch uses."""
+        """Jobs whose blocks and rows no other job in the batch uses."""
         blocks = self._dice.sample(range(_NUM_BLOCKS), _NUM_BLOCKS)
         rows = self._dice.sample(range(_NUM_ROWS), _NUM_ROWS)
         jobs: list[CopyJob] = []

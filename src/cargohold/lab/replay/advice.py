@@ -1,4 +1,4 @@
-"""A plan in words, for those who have to decide how much memory to buy; and as plain values that are ready for JSON."""
+"""A plan in words, for readers who decide how much memory to buy; and as plain values that are ready for JSON."""
 
 from __future__ import annotations
 
@@ -210,9 +210,9 @@ def _on_disk(planner: Planner, use: DiskUse) -> str:
         return f"Not recommended: {what}. {why}{limit * wears_out}"
     does = _disk_does(planner, use)
     if not (planner.has_rates and planner.has_seconds):
-        return f"Whether {what} can keep up and pays cannot be told without times and a prefill rate: {does}."
+        return f"Whether {what} can keep up and pays is unknown without times and a prefill rate: {does}."
     if not use.is_judged and use.gib_gain < planner.budget.disk_price_s:
-        return f"Whether {what} pays cannot be told: the trace is too short to fill it. So far, {does}."
+        return f"Whether {what} pays is unknown: the trace is too short to fill it. So far, {does}."
     return f"Recommended below {format_bytes(planner.budget.host_bytes or 0)} of host memory: {what}. There, {does}.{limit}"
 
 

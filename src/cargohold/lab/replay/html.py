@@ -59,7 +59,7 @@ def line_chart(lines: Mapping[str, Sequence[tuple[float, float]]], axes: Axes) -
 
     Bounds are grey. Its text and its paper have the page's colours.
     """
-    from matplotlib import rc_context  # noqa: PLC0415  # half a second, for those who ask for a page
+    from matplotlib import rc_context  # noqa: PLC0415  # half a second, only for pages
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     xs = sorted({x for points in lines.values() for x, _ in points})

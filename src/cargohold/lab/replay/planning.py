@@ -192,7 +192,7 @@ class Planner:
 
     @property
     def has_rates(self) -> bool:
-        """Whether requests have times, so that amounts can be told per hour; otherwise they are per 1,000 requests."""
+        """Whether requests have times, so that amounts can be given per hour; otherwise they are per 1,000 requests."""
         return self.workload.is_timed and self.workload.duration_s > 0
 
     @property
@@ -281,7 +281,7 @@ class Planner:
         yield everything
 
     def _evicts_at(self, num_chunks: int) -> int:
-        """The first request that finds a tier of this size full; if it is never full, the one behind the last new chunk."""
+        """The first request that finds a tier of this size full; if it is never full, the one after the last new chunk."""
         num_chunks += self.workload.device_chunks
         if num_chunks >= len(self._first_uses):
             return int(self._first_uses[-1]) + 1
@@ -429,7 +429,7 @@ def _middle(workload: Workload) -> int:
 
 
 def _falling(gains: Sequence[Gain]) -> list[Gain]:
-    """The gains, where a larger one behind a smaller one is evened out: who buys the one must buy the other before.
+    """The gains, where a larger one after a smaller one is evened out: the one can't be bought without the other.
 
     That leaves the slopes of the upper convex hull of what is saved against size ("pool adjacent violators").
     """

@@ -45,7 +45,7 @@ class ReplayResult:
         num_lookups: chunks of their prompts.
         num_prefix_hits: chunks found with all chunks before them, without those that the device pool finds by itself: the hits
             that save prefill.
-        num_block_hits: chunks found, behind a hole or not, without the same.
+        num_block_hits: chunks found, after a hole or not, without the same.
         num_hit_tokens: tokens of the prefix hits; ``None`` if the trace does not tell how many a block has.
         tiers: traffic of each tier; empty for the optimum, for which it is not known.
         seconds: real time that the replay took.
@@ -81,7 +81,7 @@ def replay(
 
     Args:
         workload: the requests.
-        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` behind it, hints are given.
+        policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` after it, hints are given.
         capacities: the sizes. For an infinite cache there is only one result.
         disk_policy: policy of a second tier.
 
@@ -156,7 +156,7 @@ def _infinite(workload: Workload) -> ReplayResult:
     _, first_uses = np.unique(workload.chunks, return_index=True)
     is_hit = np.ones(num_used + 1, dtype=bool)
     is_hit[first_uses] = False
-    # Counts as a miss behind the last chunk, so that every request has a next miss.
+    # Counts as a miss after the last chunk, so that every request has a next miss.
     is_hit[num_used] = False
     misses = np.flatnonzero(~is_hit)
     starts, prompt_ends = workload.starts, workload.prompt_ends
@@ -252,7 +252,7 @@ class OfflineTrace:
         num_asked: for each request, how many of its leading chunks are looked up; by default all.
 
     Raises:
-        ValueError: a chunk comes back behind another one than before: the names do not form a trie.
+        ValueError: a chunk comes back after another one than before: the names do not form a trie.
 
     Attributes:
         num_chunks: number of different chunks.

@@ -38,7 +38,7 @@ class Report:
 
     @property
     def has_time(self) -> bool:
-        """Whether hits can be told in seconds of prefill."""
+        """Whether hits can be given in seconds of prefill."""
         return self.costs.prefill_tokens_per_s is not None and self.chunk_bytes is not None
 
     @property

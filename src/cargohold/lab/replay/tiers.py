@@ -89,7 +89,7 @@ class TierRun:
 
     Attributes:
         hits: per request, number of leading chunks of its prompt that were found in a tier or on the device.
-        present: per request, chunks of its prompt that were found there, behind a hole or not.
+        present: per request, chunks of its prompt that were found there, after a hole or not.
         tiers: what each tier did, first tier first; empty if that is not known.
     """
 
@@ -130,7 +130,7 @@ class _Tier:
         manager.check()
         assert manager.num_writing == manager.num_pins == manager.num_leaving == 0, "something is still in flight"
         assert manager.num_free + manager.num_ready == manager.capacity, "slots are lost"
-        assert manager.num_ready <= self.stored, "chunks are there that nobody stored"
+        assert manager.num_ready <= self.stored, "chunks are there that were not stored"
         loaded, stored, held = np.array(self._log, dtype=np.int64).T
         return TierLog(self.name, self.capacity, np.diff(loaded, prepend=0), np.diff(stored, prepend=0), held)
 
@@ -259,7 +259,7 @@ def _names(num_chunks: int) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
 
 
 def _pieces(first: int, ends: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The ranges between the ends of chunks that are stored together: first chunk, and the one behind the last."""
+    """The ranges between the ends of chunks that are stored together: first chunk, and the one after the last."""
     for end in ends:
         if end > first:
             yield first, end
@@ -267,7 +267,7 @@ def _pieces(first: int, ends: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _prompt_pieces(workload: Workload, num_hits: int, num_prompt: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a prompt's chunks that are stored together, behind those that were found."""
+    """The ranges of a prompt's chunks that are stored together, after those that were found."""
     step, chunk = workload.step_tokens, workload.chunk_tokens
     computed = () if step is None or chunk is None else range(num_hits * chunk + step, num_prompt * chunk, step)
     return _pieces(num_hits, [*(tokens // (chunk or 1) for tokens in computed), num_prompt])
@@ -311,7 +311,7 @@ def _promote(tiers: Sequence[_Tier], prompt: Keys, num_hits: int) -> int:
             found = len(tier.manager.lookup_run(prompt[num_hits:]))
             if found:
                 rest = prompt[num_hits : num_hits + found]
-                # The first tier may have some of these chunks, behind the hole. They are offered, too, so that they are not
+                # The first tier may have some of these chunks, after the hole. They are offered, too, so that they are not
                 # evicted for the others.
                 states = first.manager.lookup(rest)
                 tier.manager.touch([key for key, state in zip(rest, states, strict=True) if state == ABSENT])

@@ -50,7 +50,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         input_length: tokens of the prompt.
         output_length: tokens generated.
         session_id: requests of one conversation have the same.
-        output_hash_ids: blocks behind the prompt's that the answer completed. The first may hold the end of the prompt.
+        output_hash_ids: blocks after the prompt's that the answer completed. The first may hold the end of the prompt.
         block_tokens: tokens per block.
         step_tokens: most tokens of a prompt that the recording engine computed in a step.
         reused_blocks: leading blocks that the recording engine reused when this request ran.
@@ -394,7 +394,7 @@ def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], _Decompressor
     for part in parts:
         data = part
         while data:
-            if frame.eof:  # a file may consist of several compressed ones, one behind the other
+            if frame.eof:  # a file may consist of several compressed ones, one after the other
                 frame = new_frame()
             yield _decompress(frame, data)
             data = frame.unused_data if frame.eof else b""

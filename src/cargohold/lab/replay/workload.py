@@ -48,8 +48,8 @@ class Workload:
 
     Attributes:
         chunks: numbers of all chunks used, request after request.
-        prompt_ends: per request, index behind the last chunk of its prompt.
-        ends: per request, index behind the last chunk that its answer completed; in most traces the same.
+        prompt_ends: per request, index after the last chunk of its prompt.
+        ends: per request, index after the last chunk that its answer completed; in most traces the same.
         prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
         arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
@@ -183,7 +183,7 @@ class Workload:
         return np.searchsorted(self.ends, np.sort(first_uses), side="right")
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Per request: index of its first chunk, index behind its prompt's last chunk, and index behind its last chunk."""
+        """Per request: index of its first chunk, index after its prompt's last chunk, and index after its last chunk."""
         return zip(self.starts.tolist(), self.prompt_ends.tolist(), self.ends.tolist(), strict=True)
 
     def tokens_in(self, hits: Ints, first: int = 0) -> int | None:
@@ -199,7 +199,7 @@ class Workload:
         return int(tokens[first:].sum())
 
     def count_misplaced(self) -> int:
-        """Number of uses of a chunk behind another chunk than at its first use; 0 if ids form a trie, standing for prefixes."""
+        """Number of uses of a chunk after another chunk than at its first use; 0 if ids form a trie, standing for prefixes."""
         before = np.empty_like(self.chunks)
         before[:1] = UNKNOWN
         before[1:] = self.chunks[:-1]
@@ -230,7 +230,7 @@ class DevicePool(Generic[Name]):
         return next((at for at, chunk in enumerate(chunks) if chunk not in self._held), len(chunks))
 
     def end(self, chunks: Sequence[Name], num_prompt: int) -> list[Name]:
-        """Use a request's chunks once more at its end, with those behind its prompt, and return what is evicted for them."""
+        """Use a request's chunks once more at its end, with those after its prompt, and return what is evicted for them."""
         return self.use([chunk for at, chunk in enumerate(chunks) if at >= num_prompt or chunk in self._held])
 
     def use(self, chunks: Sequence[Name]) -> list[Name]:
@@ -346,7 +346,7 @@ class WorkloadBuilder:
             return
         if wanted.needs_times and arrival_ms is None:
             raise ConfigError("from/until", "a time window", "the trace must say when each request arrived")
-        # A later line may have an earlier request. That only moves this one further behind the first: it stays too late.
+        # A later line may have an earlier request. That only moves this one further after the first: it stays too late.
         if (
             wanted.until_s is not None
             and arrival_ms is not None

@@ -60,7 +60,7 @@ class Recipe:
         return None
 
     def script(self, scenario: Scenario, error: Exception, command: str) -> str | None:
-        """A file that shows a failure without us; ``None`` if it is our own, which nobody else looks for."""
+        """A file that shows a failure without us; ``None`` if it is our own."""
         return None
 
 

@@ -102,7 +102,7 @@ class SimulatedOffloading(HostMemoryShards):
     def open_namespace(self) -> None:
         """Make the tier empty for engines made from now on. No engine that still reads or writes may be left."""
         if not self.manager.reset():
-            raise RuntimeError("somebody still writes to the tier")
+            raise RuntimeError("the tier is still being written to")
 
 
 @dataclass(frozen=True, slots=True)

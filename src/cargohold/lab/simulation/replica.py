@@ -55,7 +55,7 @@ class Replica(ABC):
         on_update: called with each update of a request.
         dedupes_blocks: whether the device pool keeps each prefix at most once.
         has_own_hashes: whether block hashes are those of ``cargohold.blocks``, so that events can be checked.
-        takes_less: whether it may take less than a connector has found, or later, when others have been told the same.
+        takes_less: whether it may take less than a connector has found, or later, when others have got the same answer.
         scheduler: its scheduler, or what shows another one in the same way.
         chains: the fingerprints of its requests' prefixes.
     """

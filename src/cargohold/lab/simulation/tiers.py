@@ -35,7 +35,7 @@ class SimulatedMedium:
         retained: what hints ask for chunks, in virtual time.
         inherited: chunks that an earlier engine has left.
         max_chunks: most chunks that it holds; the oldest are evicted first.
-        lost: evicted chunks that its worker was not told of.
+        lost: evicted chunks that were not reported to its worker.
     """
 
     def __init__(self, max_chunks: int = 10**9) -> None:
@@ -50,7 +50,7 @@ class SimulatedMedium:
 
     def open(self) -> None:
         """Begin to serve an engine."""
-        self.lost.clear()  # what an earlier engine was not told of
+        self.lost.clear()  # what was not reported to an earlier engine
         self.inherited = frozenset(self.chunks)
 
     def access(self, job: TierJob, at: int, now: float) -> Answer:  # one per kind of job
@@ -266,7 +266,7 @@ class LinkedQueue(JobQueue):
                 answer = job.answers[at] = self._medium.access(job, at, self._source.clock())
                 if answer is StoreOutcome.STORED and self._source.strikes(Fault.TORN):
                     self._medium.corrupt(key)
-                if pending.ends < _NEVER:  # what a medium that hangs has done, nobody learns
+                if pending.ends < _NEVER:  # what a medium that hangs has done stays unknown
                     self._health.note_answers(job, [answer])
             elif job.kind is JobKind.LOAD and buffer is not None:
                 copy_bytes(buffer, memoryview(bytes([GARBAGE_BYTE]) * len(buffer)))
@@ -307,7 +307,7 @@ class ListedMedium:
 
     @property
     def is_certain(self) -> bool:
-        """Whether no job has ended of which nobody knows how much it has done."""
+        """Whether it is known of every job that has ended how much it has done."""
         return not any(queue.is_uncertain for queue in self.queues)
 
     def retention(self, key: OffloadKey) -> Retention | None:

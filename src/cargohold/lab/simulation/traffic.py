@@ -74,7 +74,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class SendHints:
-    """Somebody gives hints about a prefix, without a request."""
+    """Hints about a prefix, without a request."""
 
     at: float
     prompt: Tokens
@@ -116,7 +116,7 @@ class Sender:
     """Who sends requests and hints.
 
     Attributes:
-        salt: what keeps its KV apart from that of others; ``None`` if it shares prefixes with all who have none.
+        salt: what keeps its KV apart from that of others; ``None`` if it shares prefixes with all others that have none.
         tenant: its name, if that is not its salt.
     """
 

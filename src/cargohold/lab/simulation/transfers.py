@@ -57,13 +57,13 @@ def by_rows(
 
 
 class HeldTransfers(TransferWorker):
-    """Carries out each job at the next poll, or only when told to: then the test decides when and how it ends.
+    """Carries out each job at the next poll, or only on request: then the test decides when and how it ends.
 
     Args:
         region: the paged KV, as bytes.
         rows: the tier's memory.
         clock: virtual time.
-        auto: whether jobs are carried out at the next poll, without being told to.
+        auto: whether jobs are carried out at the next poll, without a request.
     """
 
     def __init__(self, region: ByteRows, rows: ByteRows, clock: Clock, *, auto: bool = True) -> None:
@@ -146,7 +146,7 @@ class CopiesInFlight:
     Attributes:
         num_jobs: number of copies in flight; with 0, callers can skip the checks.
         begun: the last copies that have begun, for timelines.
-        half_loaded: blocks of loads that go on or have failed although a step computes with them. The step was told: it and its
+        half_loaded: blocks of loads that go on or have failed although a step computes with them. The step knows: it and its
             stores may read them, and nothing that comes of it may be used.
     """
 

@@ -219,10 +219,10 @@ def full_hit(load: DrawnWorkload) -> None:
         if random.random() < 0.2:
             writer.abort(ask, 0.2)
     if random.random() < 0.7:
-        # The last query sees one block more than the query behind the hit: it may be the only one that a small tier has lost.
+        # The last query sees one block more than the query after the hit: it may be the only one that a small tier has lost.
         load.groups = (GroupPlan(AttentionKind.SLIDING_WINDOW, 4, 4 * random.randint(1, 4) + 1),)
         load.options |= {"tier_slots": random.randint(4, 16), "blocks_per_chunk": 1, "num_spare_blocks": 0}
-        load.options["eviction"] = "fifo"  # takes what others keep for what is behind it
+        load.options["eviction"] = "fifo"  # takes what others keep for what is after it
 
 
 def remote_decode(load: DrawnWorkload) -> None:
@@ -235,7 +235,7 @@ def remote_decode(load: DrawnWorkload) -> None:
         if random.random() < 0.5:
             writer.ask(prompt, 1, params={"do_remote_decode": True})
         else:
-            # Some of them were told of more than there ever is.
+            # Some of them were promised more than there ever is.
             told = {"num_tokens": random.choice((0, len(prompt) // 2, len(prompt), 10**6))}
             writer.ask(prompt, random.randint(1, 8), params={"do_remote_prefill": True, HANDOFF: told})
 
@@ -347,7 +347,7 @@ def hints(load: DrawnWorkload) -> None:
 
 
 def shared_beginnings(load: DrawnWorkload) -> None:
-    """One system prompt or two, and behind it questions longer than a block, one by one, on a device that forgets."""
+    """One system prompt or two, and after it questions longer than a block, one by one, on a device that forgets."""
     writer, random = load.writer, load.random
     _forget(load)
     systems = [writer.text(32, 110) for _ in range(random.choice((1, 1, 2)))]

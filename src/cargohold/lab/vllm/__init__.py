@@ -8,8 +8,8 @@ simulated. ``cargohold simulate --engine vllm`` runs it.
     worker         one rank: a fingerprint model, called as vLLM's model runner calls one
     engine         all of it with any connector of vLLM's interface, stepped as vLLM's engine core does
     adapter        our connector over simulated tiers: what is seen of it, and done to it, beyond any other
-    late_blocks    blocks of which the connector is told late, or never
-    oracles        nobody remembers what is over
+    late_blocks    blocks that the connector learns of late, or never
+    oracles        nothing remembers what is over
     recipe         scenarios, what surrounds their engines, and runs
     others         connectors of others in the place of ours
 """

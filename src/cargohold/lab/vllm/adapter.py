@@ -77,13 +77,13 @@ class AdapterEngine(VllmEngine):
 
     @property
     def num_half_reported(self) -> int:
-        """Transfers that the adapter has heard of from some workers and not from others."""
+        """Transfers that some workers have reported to the adapter and others have not."""
         return int(self.side._aggregator.num_incomplete)
 
     def announce_reset(self) -> bool:
         """Pause or not, as chance has it; whether the pause aborts all requests."""
         reset = VllmReset.draw(self._random)
-        if self._late is not None and reset.mode != "wait":  # blocks of which nobody was told forbid it
+        if self._late is not None and reset.mode != "wait":  # blocks that were not reported forbid it
             reset = VllmReset(is_of_connector=reset.is_of_connector)
         self.view.announce_reset(reset)
         return reset.mode == "abort"
@@ -96,7 +96,7 @@ class AdapterEngine(VllmEngine):
     def load_weights(self, version: int) -> None:
         """Compute with other weights from now on. They come while the device sleeps or not, as chance has it."""
         num_naps = self._random.choice((0, 1, 2))
-        self._run_workers(len(self._in_flight))  # they hear of it behind the steps that were sent before
+        self._run_workers(len(self._in_flight))  # they hear of it after the steps that were sent before
         for worker in self.workers * num_naps:
             worker.sleep()
         super().load_weights(version)

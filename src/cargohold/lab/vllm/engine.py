@@ -88,7 +88,7 @@ class RepeatableAsyncScheduler(_Repeatable, AsyncScheduler):  # type: ignore[mis
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A scheduled step whose result the scheduler has not been told yet.
+    """A scheduled step whose result the scheduler does not know yet.
 
     Attributes:
         output: vLLM's scheduler output.

@@ -18,7 +18,7 @@ MAX_STEPS: Final = 12
 
 @dataclass(slots=True)
 class _Late:
-    """Blocks of which the connector is told later.
+    """Blocks that the connector learns of later.
 
     Attributes:
         request: vLLM's request.

@@ -1,4 +1,4 @@
-"""What must hold in vLLM with any connector: nobody remembers what is over."""
+"""What must hold in vLLM with any connector: nothing remembers what is over."""
 
 from __future__ import annotations
 

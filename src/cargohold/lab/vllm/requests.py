@@ -48,7 +48,7 @@ class RequestBook:
     """Makes vLLM's requests, and keeps for each one a request of our own, which has what its client knows.
 
     Args:
-        own: our requests so far by id, with what their clients have been told.
+        own: our requests so far by id, with what their clients have received.
         hash_tokens: tokens per block hash of vLLM's.
         tell: called with every update that a client gets.
 
@@ -268,7 +268,7 @@ class CacheView:
     def reference_counts(self) -> Counter[int]:
         """References that requests hold by block id, including those that vLLM gives back when a step in flight has ended.
 
-        Where it is not told what the connector holds, that is counted as well.
+        Where what the connector holds is not reported, that is counted, too.
         """
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         tables = [table for manager in managers for table in manager.req_to_blocks.values()]

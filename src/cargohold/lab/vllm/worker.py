@@ -45,7 +45,7 @@ class _Row:
 
     Attributes:
         num_prompt_tokens: tokens of its prompt.
-        tables: its block ids per group, as far as this worker was told.
+        tables: its block ids per group, as far as this worker knows.
     """
 
     num_prompt_tokens: int
@@ -209,7 +209,7 @@ class WriteFirstRunner(FingerprintRunner):
         self._lost_states = request_ids
 
     def reject(self, share: ScheduledTokens, num_tokens: int) -> None:
-        """Write the KV of speculative tokens that are wrong, behind what a request computes in a step."""
+        """Write the KV of speculative tokens that are wrong, after what a request computes in a step."""
         for group in self._groups:
             for at in range(end_of(share), end_of(share) + num_tokens):
                 block_id = share.block_ids[group.index][at // group.block_tokens]

@@ -179,7 +179,7 @@ class Segment:
         return os.pread(self._headers.number, HEADER_BYTES, slot * HEADER_BYTES)
 
     def write_header(self, slot: int, header: bytes = _NO_HEADER) -> None:
-        """Write a slot's header, or wipe it with zeros, the default; and those of the slots behind it if there are more."""
+        """Write a slot's header, or wipe it with zeros, the default; and those of the slots after it if there are more."""
         _require(os.pwrite(self._headers.number, header, slot * HEADER_BYTES) == len(header))
 
     def read_details(self, slot: int) -> bytes:
@@ -195,7 +195,7 @@ class Segment:
         return os.pread(self._headers.number, self._geometry.link_bytes * self.num_slots, self._link_offset(0))
 
     def write_links(self, slot: int, links: bytes) -> None:
-        """Write the link of a slot, and those of the slots behind it if there are more."""
+        """Write the link of a slot, and those of the slots after it if there are more."""
         _require(os.pwrite(self._headers.number, links, self._link_offset(slot)) == len(links))
 
     def read_uses(self) -> bytes:
@@ -208,7 +208,7 @@ class Segment:
         _require(os.pwrite(self._uses.number, uses, 0) == len(uses))
 
     def read_payload(self, slot: int, into: memoryview, skipped: int = 0) -> None:
-        """Fill ``into`` from the start of a slot on, or from behind its first ``skipped`` bytes, which must be whole pages."""
+        """Fill ``into`` from the start of a slot on, or from after its first ``skipped`` bytes, which must be whole pages."""
         at = self._offset(slot) + skipped
         if not self._is_direct:
             _require(os.preadv(self._data.number, [into], at) == len(into))

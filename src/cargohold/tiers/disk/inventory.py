@@ -221,7 +221,7 @@ def _count_headers(path: Path) -> Counter[tuple[int, int]]:
     count: Counter[tuple[int, int]] = Counter()
     with suppress(FileNotFoundError):  # deleted meanwhile: an engine that starts deletes segments above its budget
         for piece in read_pieces(path):
-            # Only headers begin like this. Details lie behind them, in steps of a header's size.
+            # Only headers begin like this. Details lie after them, in steps of a header's size.
             starts = [at for at in range(0, len(piece), HEADER_BYTES) if piece.startswith(MAGIC, at)]
             count.update([lengths_in(piece[at : at + HEADER_BYTES]) for at in starts])
     return count
@@ -330,7 +330,7 @@ class _Verification:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return Verification.DAMAGED  # a bad place on the disk; the slots behind it may well be good
+            return Verification.DAMAGED  # a bad place on the disk; the slots after it may well be good
         return Verification.GOOD if is_sound else Verification.DAMAGED
 
     def _pieces(self, slots: Sequence[int], num_bytes: int) -> Iterator[memoryview]:

@@ -56,7 +56,7 @@ class Owner(Enum):
     OTHERS = "others"
     """It has something that no shard has, such as the files of a third party's tier."""
     NOBODY = "nobody"
-    """It is empty, or gone. Nobody can tell what will be in it."""
+    """It is empty, or gone. What will be in it is unknown."""
     HIDDEN = "hidden"
     """It cannot be listed. It may be another user's shard; what cannot be listed, we cannot delete either."""
 

@@ -207,7 +207,7 @@ class SlotIndex:
         self._table.unpin([slot])
 
     def discard(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Remove chunks that are ready; return their numbers. Their slots are free once nobody reads them any more."""
+        """Remove chunks that are ready; return their numbers. Their slots are free once they are no longer read."""
         slots = [self._table.find(key) for key in dict.fromkeys(keys) if self.contains(key)]
         self._withdraw(slots)
         return slots
@@ -328,7 +328,7 @@ def restore_index(
     """Fill an index of free slots with the chunks whose headers are good.
 
     The index's policy learns of stores and last uses in the order in which they happened, as far as that is known. Chunks that
-    were stored one after the other along a prefix are told to it together.
+    were stored one after the other along a prefix are added together.
 
     Args:
         index: has as many slots as there are headers, all free; mutated.

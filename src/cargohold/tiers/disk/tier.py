@@ -198,7 +198,7 @@ class DiskTier(Tier):
     def _note_lost(self, keys: Sequence[OffloadKey]) -> None:
         """Note losses. The caller holds the lock."""
         self._lost += keys
-        if len(self._lost) > MAX_LOSSES:  # nobody asks
+        if len(self._lost) > MAX_LOSSES:  # they are not asked for
             self._lost, self._is_all_lost = [], True
 
     def usage(self) -> TierUsage:
@@ -336,7 +336,7 @@ class DiskTier(Tier):
             self._index.discard(keys)
             self._note_lost(keys)
         try:
-            # While slots are pinned, nobody writes to them.
+            # Pinned slots are not written to.
             for number in pinned:
                 self._shard.wipe_header(self._index.slots_of(number)[0])
         finally:

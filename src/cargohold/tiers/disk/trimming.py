@@ -161,7 +161,7 @@ def _headers(segments: Sequence[Segment]) -> Iterator[tuple[int, bytes, int]]:
 def least_worth_first(headers: Mapping[int, Header], used_ns: Mapping[int, int]) -> Iterator[int]:
     """Yield chunks in the order in which they go: those used longest ago first.
 
-    A chunk goes after those behind it in its prefix, which cannot be found without it.
+    A chunk goes after its successors in its prefix, which cannot be found without it.
 
     Args:
         headers: by the place of the first slot.
@@ -187,7 +187,7 @@ def carry_out(planned: TrimPlan, segments: Sequence[Segment]) -> None:
     Raises ``OSError``; with ``EOPNOTSUPP``, the file system cannot give back parts of files, and nothing was deleted.
     """
     for segment in segments:
-        segment.give_back(segment.num_slots, 1)  # behind the end, where there is nothing: only to try whether it can
+        segment.give_back(segment.num_slots, 1)  # after the end, where there is nothing: only to try whether it can
     per_segment = segments[0].num_slots if segments else 1
     for slot in planned.doomed:
         segments[slot // per_segment].write_header(slot % per_segment)

@@ -114,7 +114,7 @@ class Fetches:
         tasks: the table that load jobs are added to.
         clock: time in which the engine steps.
         timeout_s: maximum time that a request waits; afterwards it has the same time to be admitted.
-        on_arrived: told of the tier's index and the chunks that have come from there, each with the one before it.
+        on_arrived: called with the tier's index and the chunks that have come from there, each with the one before it.
 
     Attributes:
         arriving: chunks that are being brought up.
@@ -158,7 +158,7 @@ class Fetches:
             return None
         pins = self._host.prepare_load(kept)
         parts, has_to_wait = self._reserve(chains, tenant)
-        # If nobody else uses slots, none becomes free while the request waits: its own chunks fill host memory.
+        # If nothing else uses slots, none becomes free while the request waits: its own chunks fill host memory.
         if has_to_wait and is_shared and (fits_as_whole or not parts):
             for _, handle in parts:
                 handle.forfeit()
@@ -249,7 +249,7 @@ class Fetches:
         if not good:
             handle.forfeit()
             return
-        # A handle commits all its chunks or none, so chunks that did not arrive are ready until the next line. Nobody looks
+        # A handle commits all its chunks or none, so chunks that did not arrive are ready until the next line. Nothing looks
         # them up in between.
         handle.commit()
         self._host.remove(bad)

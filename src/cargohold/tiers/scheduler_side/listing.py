@@ -1,4 +1,4 @@
-"""Finds again what an earlier engine has left in a tier: a few chunks at a time, and behind everything else.
+"""Finds again what an earlier engine has left in a tier: a few chunks at a time, and after everything else.
 
 First which chunks the tier has: from then on it need not be asked, because it tells what it loses (``TierState.knows_all``).
 Then, if events are on, what these say of each chunk, which was stored with it and takes longer to read::
@@ -38,7 +38,7 @@ class InventoryScan:
 
     Args:
         at: index of the tier.
-        tier: what is known of it; is told what was found.
+        tier: what is known of it; what is found is added.
         tasks: the table that jobs are added to.
         clock: time in which the engine steps.
     """

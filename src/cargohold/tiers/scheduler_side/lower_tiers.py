@@ -35,7 +35,7 @@ from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, Ti
 from cargohold.tiers.scheduler_side.writing import Writes
 
 RANKED_AT_ONCE = 256
-"""Number of chunks whose new retentions tiers are told in one step."""
+"""Number of chunks whose new retentions are sent to tiers in one step."""
 
 _NOT_WAITED_FOR = frozenset({JobKind.STORE, *LISTED_AT_ONCE})
 _ABSENT = bytes([ABSENT])
@@ -61,7 +61,7 @@ class LowerTiers:
         promises: the chunks that other engines were promised.
         namespace: what the chunks' bytes depend on in the first shared tier, as the first worker says; empty until it has.
         config: as given.
-        on_arrived: told of chunks that have come up into host memory.
+        on_arrived: called with chunks that have come up into host memory.
         max_look_up: maximum number of chunks in one look-up. All of its answers must be remembered until the last has come. If
             they were not, the first chunks would be asked for again, and push out the answers for the last, without end.
         clock: time in which the engine steps; the owner calls its ``begin_step`` and ``end_step``. Deadlines are in this time.
@@ -102,7 +102,7 @@ class LowerTiers:
         self._tasks.notes_of = notes_of
 
     def rank(self, keys: Iterable[OffloadKey]) -> None:
-        """Learn that hints ask something else for chunks now: tiers that have them are told, a few with each step."""
+        """Note that hints ask something else for chunks now: tiers that have them are notified, a few with each step."""
         if any(tier.ranks for tier in self.tiers):
             self._to_rank.update(dict.fromkeys(keys))
             self._expect_writes()
@@ -328,7 +328,7 @@ class LowerTiers:
                 full.add(task.tier)
                 self._tasks.want(task)
             elif not task.is_cancelled and tier.takes(task.kind):
-                # Nobody waits for a list or a write: on a slow medium, too, it is to end.
+                # No request waits for a list or a write: on a slow medium, too, it is to end.
                 is_waited_for = task.kind not in _NOT_WAITED_FOR
                 timeout_s = self.config.restore_timeout_s if is_waited_for else self.config.store_timeout_s
                 commands.append(self._tasks.begin(new_id(), task, timeout_s))
@@ -497,7 +497,7 @@ class LowerTiers:
 
 
 def _nothing_follows(task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
-    """Do nothing at the end of a task: a tier that has not heard of a hint goes on as before."""
+    """Do nothing at the end of a task: a tier that does not know of a hint goes on as before."""
 
 
 def _over(upper: bytes, lower: bytes) -> bytes:

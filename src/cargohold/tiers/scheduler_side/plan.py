@@ -17,7 +17,7 @@ from cargohold.tiers.scheduler_side.tier_state import UNKNOWN
 
 _UNREAD: Final = 255
 _AT_ONCE: Final = 512
-"""Chunks looked up before it is known whether those behind them matter: a prompt has thousands."""
+"""Chunks looked up before it is known whether those after them matter: a prompt has thousands."""
 _ABSENT = bytes([ABSENT])
 _NOWHERE = bytes([ABSENT, ABSENT])
 _UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     Attributes:
         keys: the prompt's chunks, per group.
         num_tokens: number of tokens of the prompt.
-        num_computed_tokens: number of leading tokens that are on the device, so that nobody needs them.
+        num_computed_tokens: number of leading tokens that are on the device and need no load.
         limit_tokens: maximum number of leading tokens that are wanted, computed tokens included.
         tenant: whose chunks they will be in host memory, for quotas.
     """
@@ -164,8 +164,8 @@ class FetchPlanner:
     def may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
         """Whether lower tiers may have more leading tokens than were found in host memory, as far as is known without asking.
 
-        They do not if nobody has the next chunk of a group of full attention, which cannot do without: so it is with nearly all
-        prompts that are new.
+        They do not if no tier has the next chunk of a group of full attention, which needs every chunk. That is so for nearly
+        all new prompts.
         """
         for keys in wanted.keys:
             at = num_found_tokens // keys.chunk_tokens

@@ -46,7 +46,7 @@ _NOT_ENOUGH_TIME = "there was not enough time to ask {} for more chunks"
 
 
 class Prefetcher:
-    """Fetches chunks from lower tiers for those who wait for them.
+    """Fetches chunks from lower tiers for requests that wait for them.
 
     Args:
         host: the manager of host memory.
@@ -74,14 +74,14 @@ class Prefetcher:
         # How many requests the engine can admit before the next step, and how many it has asked for.
         self._num_places = environment.max_num_seqs
         self._num_asked = 0
-        # Those who have asked since the last step began, and those who had before it.
+        # Requests that have asked since the last step began, and those that had before it.
         self._asked: list[Waiting] = []
         self._current: list[Waiting] = []
-        # Within one call time stands still: what was compared with a limit is not compared with a later time behind it.
+        # Within one call time stands still: what was compared with a limit is not compared with a later time after it.
         self._now = self._counted_to = self._clock()
         self._are_slots_taken = False
 
-    # --- look-ups: they read, and change nothing but the record of who waits ------------------------------------------
+    # --- look-ups: they read, and change only the record of what waits -----------------------------------------------
 
     @property
     def namespace(self) -> Mapping[str, str]:
@@ -172,7 +172,7 @@ class Prefetcher:
     # --- effects: twice per step --------------------------------------------------------------------------------------
 
     def begin_step(self, step: StepView) -> None:
-        """Note that a step begins; do what those need who have asked since the last one, in their order.
+        """Note that a step begins; do what requests need that have asked since the last one, in their order.
 
         Asks tiers, reserves slots, begins loads. Mutates host memory, lower tiers and the waits.
         """
@@ -261,7 +261,7 @@ class Prefetcher:
         return is_missing and waiting.phase is Phase.ASK and waiting.asking_s > 0 and self._lower.is_readable
 
     def _ask(self, waiting: Waiting, unknown: Sequence[OffloadKey]) -> None:
-        """Ask the tiers for chunks; if nobody can be asked now, other requests' chunks are waited for."""
+        """Ask the tiers for chunks; if no tier can be asked now, other requests' chunks are waited for."""
         waiting.probes = self._lower.probe(
             unknown, skipped=waiting.skipped, num_found=waiting.num_found, within_s=waiting.asking_s
         )
@@ -388,9 +388,9 @@ class Ahead:
 
     Attributes:
         hint: what asked for it.
-        tenant: who gave the hint.
+        tenant: the hint's sender.
         wanted: what is to be fetched.
-        deadline: time after which nobody needs it.
+        deadline: time after which it is not needed.
         on_ask: called before tiers are asked for its chunks, or chunks are fetched.
         waiting: the wait for its chunks; ``None`` before the next step.
         notes: why chunks were not fetched.

@@ -27,7 +27,7 @@ from cargohold.tiers.port import (
 )
 
 _MAX_NAMES: Final = 2**18
-"""Maximum number of names of which it is remembered whose they are. Of further chunks, nobody hears when tiers lose them."""
+"""Maximum number of names whose chunks are remembered. Of further chunks, losses of tiers are not reported."""
 _MAX_LASTING: Final = 256
 """Maximum number of namespaces with lasting names: chunks of further ones that host memory still has die with the process."""
 _IS_DONE: Final = bytes(verdict & DONE for verdict in range(256))
@@ -36,7 +36,7 @@ _SomeKey = TypeVar("_SomeKey", OffloadKey, OffloadKey | None)
 
 
 def random_epoch() -> bytes:
-    """Return 16 random bytes: a name that no other engine has and that nobody can predict."""
+    """Return 16 random bytes: a name that no other engine has and that can't be predicted."""
     return secrets.token_bytes(16)
 
 
@@ -52,12 +52,12 @@ class TierTask:
             whether the job was carried out as a whole.
         parents: the chunk before each in its prefix, or ``None``, parallel to ``keys``; empty where that does not matter.
         slots: for loads and stores, their slots in host memory, parallel to ``keys``.
-        owner: whom it is for; the owner may cancel it.
+        owner: what it is for; the owner may cancel it.
         num_before: for a probe, number of chunks that the same look-up has found in the tier before.
         num_after: for a probe, number of chunks that the look-up will ask the tier for if all of these are there.
         num_found: for a probe, number of chunks that are there, once it is answered.
         begun_at: time at which it was handed out.
-        took_s: seconds that the tier itself took, as far as that was told. Until its end is known here, a long step may pass.
+        took_s: seconds that the tier itself took, if reported. Until its end is known here, a long step may pass.
         answers: one byte per chunk: the merged ``TierJob.verdicts`` of all workers that have answered.
         num_answers: number of workers that have answered.
         listing: what the first worker has listed, for a task that lists.

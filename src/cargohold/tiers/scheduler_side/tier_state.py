@@ -20,7 +20,7 @@ from cargohold.tiers.port import ACCESS_OF, SHOW_NOTHING, Access, Found, JobKind
 from cargohold.tiers.scheduler_side.tasks import TierTask
 
 _TIMES: Final = {JobKind.PROBE: metrics.LOOK_UP, JobKind.LOAD: metrics.FETCH, JobKind.STORE: metrics.WRITE}
-"""Whose jobs' times are told."""
+"""The kinds of job whose times are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ _KEEP_LATEST = 0.5
 class LookUpGain:
     """Predicts which part of what a tier is asked for it has.
 
-    Most prompts may be new: then a request that asks an object store waits in vain, even if that is faster than computing.
+    Most prompts may be new: then a request that asks an object store waits for nothing, even if that is faster than computing.
     Both the average of many look-ups and that of the latest few count, whichever is more: a store in which one prompt in twenty
     is found may be worth asking, and one that others have just filled is soon asked again.
     """
@@ -333,7 +333,7 @@ class TierState:
             )
             self.clear()
         elif not self.can_be_relied_on:
-            # Nobody can load its chunks now. Those still there when the tier is back are announced again when found.
+            # Its chunks can't be loaded now. Those still there when the tier is back are announced again when found.
             self._note_events(AllChunksRemoved())
 
     def retire(self) -> None:
@@ -388,7 +388,7 @@ class TierState:
         """Return how many of ``num_chunks`` to ask for now in a look-up that has found ``num_found`` here before.
 
         Where each chunk that is asked for has its price, the first few are asked for first: most prompts are new, and what is
-        behind an absent chunk is of no use. If they are there, four times as many follow; but no more than it is expected to
+        after an absent chunk is of no use. If they are there, four times as many follow; but no more than it is expected to
         answer for ``within_s`` seconds.
         """
         at_once = self.options.num_asked_at_once
@@ -482,7 +482,7 @@ class TierState:
     def clear(self, *, is_empty: bool = False) -> None:
         """Forget what the tier holds, because it is off, or has lost everything or its list of losses.
 
-        After a reset it ``is_empty``: nobody asks for what it has under the names before.
+        After a reset it ``is_empty``: what it has under the names before is not asked for.
         """
         self.lookup_cache.clear()
         self._held.clear()
@@ -507,7 +507,7 @@ class TierState:
         self._note_events(ChunksStored(there), ChunksRemoved(absent))
 
     def announce_found(self, found: tuple[Found, ...]) -> None:
-        """Record that the tier has chunks that nobody has asked for."""
+        """Record that the tier has chunks that were not asked for."""
         if found and self.can_be_relied_on:
             self._note_events(ChunksFound(found))
 

@@ -83,7 +83,7 @@ class Waiting:
         begun_at: time at which it began.
         limit_s: seconds that it may take.
         timeout_note: what to note if it ends because its time is up.
-        waited_s: seconds that it has taken, without those in which nobody asked or the engine had no place.
+        waited_s: seconds that it has taken, without those in which it was not asked or the engine had no place.
         has_place: whether the engine could have admitted the request when it asked last.
         phase: see ``NEXT``.
         probes: questions to the tiers that are waited for.

@@ -44,7 +44,7 @@ class Writes:
         promised: chunks that wait to be written before all others, because another engine was promised them.
         untaken: chunks that the tier did not take when they were offered to it last.
         num_writing: number of chunks that are being written.
-        touching: chunks that the tier is being asked for and told of.
+        touching: chunks whose use the tier is being notified of.
         is_promised: whether another engine waits for a chunk.
     """
 
@@ -270,7 +270,7 @@ class Writes:
             self._puts_off_since = min(self._puts_off_since, now)
 
     def is_busy_with(self, key: OffloadKey) -> bool:
-        """Whether the tier is being asked for a chunk or told of it, or the chunk is being written or waits to be."""
+        """Whether the tier is being notified of a chunk's use, or the chunk is being written or waits to be."""
         chunks = (self.touching, self.tier.probing, self._writing, self.backlog, self.promised)
         return any(key in some for some in chunks) or self.untaken.is_coming(key)
 
@@ -281,8 +281,8 @@ class Writes:
 
         A tier sees nothing of their use otherwise, and would evict them. It is notified of all that it is thought to have: if
         only of some, the start of a prefix might count as used before its end, and be evicted first. For the same reason, of
-        several jobs the end of a prefix goes first. Where each chunk has its price, a few are asked for with each use: nobody
-        waits for the answers, and requests that wait for others should not stand behind thousands of these.
+        several jobs the end of a prefix goes first. Where each chunk has its price, a few are asked for with each use: nothing
+        waits for the answers, and requests that wait for others should not queue after thousands of these.
         """
         lookup_cache, options = self.tier.lookup_cache, self._options
         idle = ready

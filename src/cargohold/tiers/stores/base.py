@@ -45,7 +45,7 @@ class SharedTier(Tier):
         return json.dumps({**self._codec.namespace.describe(), **packed}, indent=2).encode()
 
     def staging(self) -> memoryview:
-        """Return memory with room for a header before it and details behind it, so that a chunk is sent as it lies there."""
+        """Return memory with room for a header before it and details after it, so that a chunk is sent as it lies there."""
         value = self._value_memory()
         view = value[HEADER_BYTES : HEADER_BYTES + self.chunk_bytes]
         self._staged[address_of(view)] = value

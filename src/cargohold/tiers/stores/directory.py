@@ -11,7 +11,7 @@ chunks. So ``DirectoryPlace`` remembers the file system.
 Lists, reads and deletes the objects of a store that are ours.
 
 In a directory, anyone who may write there can replace one of our files by something else, such as a link, or a pipe. To
-open a pipe is to wait until somebody writes to it. So only regular files are opened, and everything else counts as absent; the
+opening a pipe waits for a writer. So only regular files are opened, and everything else counts as absent; the
 next store of the chunk takes its place. The package ``obstore`` opens whatever is there, even to say its size. So it is not
 used to look for files of a directory or to read them.
 """

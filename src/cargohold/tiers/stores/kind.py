@@ -31,7 +31,7 @@ MAX_VALUE_BYTES: Final = {
     "s3": 5 * 1024**3,
     "az": 5000 * 1024**2,
 }
-"""Bytes that a store takes as one value, by scheme: what servers allow unless told otherwise. Other stores have no limit."""
+"""Bytes that a store takes as one value, by scheme: what servers allow by default. Other stores have no limit."""
 _URL: Final = checked(lambda _, url: places.require_place(url))
 
 

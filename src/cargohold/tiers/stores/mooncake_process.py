@@ -36,7 +36,7 @@ class MooncakeStore:
     def __init__(self, settings: dict[str, Any]) -> None:
         master, num_bytes = settings["master"], settings["num_bytes"]
         host, _, port = master.rpartition(":")
-        # Where nothing listens, `setup` tries for 90 s, and nobody can interrupt it.
+        # Where nothing listens, `setup` tries for 90 s, and can't be interrupted.
         with socket.create_connection((host.strip("[]"), int(port)), settings["limit_s"]) as connection:
             own_host = connection.getsockname()[0]
         from mooncake.mooncake_config import MooncakeConfig  # noqa: PLC0415  # takes long
@@ -75,7 +75,7 @@ class MooncakeStore:
         return [code, *(self.exist([key]) if code == 0 else [0])]
 
     def remove(self, keys: list[str]) -> list[int]:
-        """Remove values, also those that somebody has a lease on; return 0 or a negative code for each."""
+        """Remove values, also those with a lease; return 0 or a negative code for each."""
         return list(self._store.batch_remove(keys, True))
 
     def serve(self, line: socket.socket) -> None:
@@ -97,7 +97,7 @@ def reached(settings: dict[str, Any], control: socket.socket) -> MooncakeStore:
     while os.getppid() == settings["parent"]:
         try:
             return MooncakeStore(settings)
-        except Exception as error:  # noqa: BLE001  # goes to the one who can report it
+        except Exception as error:  # noqa: BLE001  # goes to the process that can report it
             if not settings["lent_bytes"]:
                 control.sendall(str(error).encode())
                 break

@@ -95,7 +95,7 @@ class StoreBudget:
 
     def __init__(self, store: ObjectStore, max_bytes: int, num_workers: int = 1, value_bytes: int = 0) -> None:
         if num_workers == 1:
-            self._share = max_bytes  # nobody else needs room, so it may write on while it looks
+            self._share = max_bytes  # no other engine needs room, so it may write on while it looks
             self._due = max_bytes // _LOOKS_PER_BUDGET
         else:
             self._share = max(max_bytes // (_SHARES_PER_BUDGET * num_workers), value_bytes)
@@ -185,7 +185,7 @@ class StoreBudget:
         return total
 
     def _list(self, behind: tuple[float, str] = _OLDEST) -> tuple[int, list[StoredObject]]:
-        """Return the bytes of our objects, and the oldest of them behind a place in the order of their ages."""
+        """Return the bytes of our objects, and the oldest of them after a place in the order of their ages."""
         total = 0
 
         def counted() -> Iterator[StoredObject]:

@@ -243,7 +243,7 @@ def open_inventory(url: str) -> RedisInventory:
 
 @contextmanager
 def _other_types_left_out() -> Iterator[None]:
-    """End the ``with`` if it asks about a value that is a list, a hash or the like, which somebody put in a chunk's place."""
+    """End the ``with`` if it asks about a value that is a list, a hash or the like, which stands in a chunk's place."""
     try:
         yield
     except redis.exceptions.ResponseError as error:

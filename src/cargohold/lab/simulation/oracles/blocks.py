@@ -154,7 +154,7 @@ class EventOracle(Oracle):
         media: yields each tier that lists its chunks and tells which it loses, with what its scheduler side knows and the
             shards of its medium. In the end, what is announced must be there, whatever has happened; and all that is there must
             be announced, also what earlier engines have left. After a fault, only what the engine knows to be there must be.
-        is_excused: whether a fault has struck: then nobody may have learnt that a chunk is there.
+        is_excused: whether a fault has struck: then it may not have become known that a chunk is there.
     """
 
     name = "events"
@@ -201,7 +201,7 @@ class EventOracle(Oracle):
         announced = {offload_key(*prefix) for prefix in self._stored.get("LOCAL", Counter())}
         sides = live_sides(self._engine.scheduler.connector)
         if not any(side.lower is medium.lower for side in sides) or not medium.tier.can_be_relied_on:
-            self.require(not announced, f"{len(announced)} blocks are announced in a tier that nobody can use")
+            self.require(not announced, f"{len(announced)} blocks are announced in a tier that is unusable")
             return
         there = medium.find({*announced, *self._keys_of_requests()})
         if medium.blocks_per_chunk == 1:
@@ -210,8 +210,8 @@ class EventOracle(Oracle):
         hidden = {offload_key(*prefix) for prefix in self._unpublished()}
         described = {key for key, note in there.items() if key not in hidden and self._is_described(key, note)}
         if not medium.is_certain or self._is_excused():
-            # After a fault, nobody may know of some; but what the engine itself would look for there was announced. Of a list
-            # that kept failing, nobody has read what chunks are: then only what the tier has answered to questions was.
+            # After a fault, some may be unknown; but what the engine itself would look for there was announced. Of a list
+            # that kept failing, the chunks were never read: then only what the tier has answered to questions was.
             order, tier = sorted(described), medium.tier
             known = tier.lookup_cache.last(order) if tier.list_failed else tier.last_known(order)
             described = {key for key, is_there in zip(order, known, strict=True) if is_there}
@@ -224,7 +224,7 @@ class EventOracle(Oracle):
         return {offload_key(h, group) for request in requests for h in request.block_hashes for group in groups}
 
     def _is_described(self, key: bytes, note: Note) -> bool:
-        """Whether it was written down with a chunk what is in it, and that may be told."""
+        """Whether a chunk's content was written down with it, and may be published."""
         contents = contents_in(note.details, self._engine.layout.groups[split_key(key)[1]].block_tokens)
         return contents is not None and (self._engine.config.emit_salted_events or not contents.is_salted)
 
@@ -249,7 +249,7 @@ class EventOracle(Oracle):
             self.require(announced.total() == num_ready, f"{announced.total()} blocks announced, {num_ready} held")
 
     def _unpublished(self) -> set[tuple[bytes, int]]:
-        """The prefixes of salted requests, of which nothing is to be heard unless that is wanted."""
+        """The prefixes of salted requests, which must not be announced unless that is wanted."""
         if self._engine.config.emit_salted_events:
             return set()
         salted = [request for request in self._engine.requests.values() if request.salt is not None]

@@ -1,4 +1,4 @@
-"""Oracle of hints and quotas: they hold what they say, for whom they are, and nothing more."""
+"""Oracle of hints and quotas: each holds what it says, for its tenant, and nothing more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HintOracle(Oracle):
     * A tenant's hints do what its rights allow, cover nothing outside their range, and end no grant of another.
     * Only the tenant's own requests renew its leases.
     * A chunk under a lease is not evicted.
-    * No tenant has more than its hard limit; nobody else's store pushes a tenant below what is reserved for it.
+    * No tenant has more than its hard limit; no store of another tenant pushes one below its reservation.
     * What has expired, was released or is void weighs nothing: no chunk is out of the policy's order then.
     * In the end, disks know of leases and priorities what the hints in force ask, unless a fault has struck.
 
@@ -93,7 +93,7 @@ class HintOracle(Oracle):
                     self.fail(f"{side.name}: {num_aside} chunks are out of order although there are no hints")
 
     def at_end(self) -> None:
-        """Compare what hints ask with what disks were told."""
+        """Compare what hints ask with what disks know."""
         sides = {id(side.lower): side for side in live_sides(self._engine.scheduler.connector)}
         for medium in self._media():
             side = sides.get(id(medium.lower))
@@ -107,7 +107,7 @@ class HintOracle(Oracle):
             told, asked = medium.retention(key), side.hints.grants.retention_of(key)
             if told is None:
                 continue
-            what = f"{side.name}: of chunk {key.hex()[:8]}, the disk was told {told}, and hints ask {asked}"
+            what = f"{side.name}: of chunk {key.hex()[:8]}, the disk knows {told}, and hints ask {asked}"
             if asked == NO_RETENTION:
                 self.require(told.level_at(now + _LATE_S) == NORMAL, what)
             elif asked.level_at(0.0) != NORMAL:

@@ -73,7 +73,7 @@ class RequestOracle(Oracle):
         expected.has_ended = True
         match request.finish_reason:
             case FinishReason.ABORT:
-                self.require(expected.is_aborted, f"{name} was aborted, and nobody asked for it")
+                self.require(expected.is_aborted, f"{name} was aborted without being asked")
             case FinishReason.ERROR:
                 self.require(self._may_fail, f"{name} failed: {request.error}")
                 self.require(bool(request.error), f"{name} failed without a reason")
@@ -92,7 +92,7 @@ class StatsOracle(Oracle):
     Counters never fall, no more tokens are found than were asked for, and levels equal what there is.
 
     Args:
-        engine: the replica. Its connectors are offloading connectors, and nobody else takes their counters.
+        engine: the replica. Its connectors are offloading connectors, and nothing else takes their counters.
     """
 
     name = "stats"
@@ -158,13 +158,13 @@ class ContainmentOracle(Oracle):
 
 
 NUM_SURPRISES = 4
-"""So many requests may wait in vain in any run, to find out that a tier is slow."""
+"""So many requests may wait for nothing in any run, to find out that a tier is slow."""
 NUM_FAILURES = BreakerConfig().failures_to_open
 """So many more may do so whenever a tier begins to hang: so many failures in a row open its breaker."""
 NUM_STEPS = 4
 """Steps that each wait may cost: look-ups and loads are handed out and reported with steps."""
 ALLOWED_PART = 0.2
-"""All other requests together may wait in vain for this part of the time that computing takes them."""
+"""All other requests together may wait for nothing for this part of the time that computing takes them."""
 LONGEST_WAIT = 3
 """A request may wait for so many times the time that computing takes: twice, and a deadline is only noticed in a step."""
 _HARMLESS: Final = frozenset({Fault.HANGS, Fault.RESTART})
@@ -194,13 +194,13 @@ class _RequestWait:
 
 
 class PatienceOracle(Oracle):
-    """Checks that requests do not wait in vain again and again: a tier that does not pay must be left alone.
+    """Checks that requests do not wait for nothing again and again: a tier that does not pay must be left alone.
 
     Each request must not wait much longer than computing takes. That is not enough: if each waits for a tier that hangs no
-    longer than it may, all of them are slower than without the tier. So what they wait in vain is added up, too. Waits are not
+    longer than it may, all of them are slower than without the tier. So these useless waits are added up, too. Waits are not
     in vain if the time saved is at least half as long.
 
-    Some requests are forgiven: those that arrived before one of a quarter of their length had ended, as nobody knew then how
+    Some requests are forgiven: those that arrived before one of a quarter of their length had ended, as it was unknown then how
     long computing takes; some for every time that a fault struck; and a few surprises.
 
     Args:
@@ -244,7 +244,7 @@ class PatienceOracle(Oracle):
         self._waits.append(_RequestWait(request.request_id, times.load_wait_s, vain_s, excess_s, compute_s))
 
     def at_end(self) -> None:
-        """Add up what requests waited in vain, except those that are forgiven."""
+        """Add up the useless waits of requests, except those that are forgiven."""
         if self._is_excused():
             return
         if _HARMLESS.issuperset(self._struck):
@@ -256,7 +256,7 @@ class PatienceOracle(Oracle):
         allowed_s = ALLOWED_PART * sum(wait.compute_s for wait in self._waits)
         self.require(
             vain_s <= allowed_s,
-            f"requests waited in vain for {vain_s:.2f} s, and {num_forgiven} more are forgiven; {allowed_s:.2f} s are "
+            f"requests waited for nothing for {vain_s:.2f} s, and {num_forgiven} more are forgiven; {allowed_s:.2f} s are "
             f"allowed. Those that waited longest: {'; '.join(map(str, longest[: num_forgiven + 3]))}",
         )
 

@@ -174,7 +174,7 @@ class TierOracle(Oracle):
         self.require(not twice, f"chunks {twice} are being loaded more than once at a time")
 
     def _own_keys(self, load: Load, num_tokens: int) -> set[OffloadKey]:
-        """The chunks with a request's last token: the prefix cache never gives back their blocks, so nobody shares them."""
+        """The chunks with a request's last token: the prefix cache never gives back their blocks, so they are not shared."""
         last_starts = {num_tokens - group.block_tokens for group in self._engine.layout.groups}
         return {key for key, start in zip(load.block_keys, load.block_starts, strict=True) if start in last_starts}
 
@@ -220,7 +220,7 @@ NUM_EARLY: Final = 50
 """One look-up in so many is checked, the first included: to write everything down before and after takes long. Where requests
 wait for tiers in trouble, there are thousands of look-ups that find all as it was."""
 _APART = (SteppedClock, VirtualClock, FunctionType, MethodType, BuiltinFunctionType, MappingProxyType, memoryview)
-"""Of these, only who they are is compared: of clocks, which move by themselves, of code, and of what cannot change."""
+"""Of these, only the identity is compared: of clocks, which move by themselves, of code, and of what cannot change."""
 
 
 class LookUpOracle(Oracle):
@@ -283,14 +283,14 @@ def _bytes_of(part: object, apart: set[int]) -> bytes:
 
 
 class _Writer(pickle.Pickler):
-    """Writes objects down, and only who they are of those that are ``apart`` and of those that cannot be written down."""
+    """Writes objects down, and only the identity of those that are ``apart`` and of those that cannot be written down."""
 
     def __init__(self, stream: io.BytesIO, apart: set[int]) -> None:
         super().__init__(stream)
         self._apart = apart
 
     def reducer_override(self, obj: object) -> Any:
-        """Write down who an object is, if no more is to be said of it, and of a manager with faults only the one inside.
+        """Write down an object's identity, if no more is to be said of it, and of a manager with faults only the one inside.
 
         Faults are drawn again whenever such a manager is asked. Most of a state is numbers, texts and containers, of which
         this is not asked.

@@ -220,7 +220,7 @@ class SimulatedBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """In the place of the ``torch.Event`` behind a copy."""
+    """In the place of the ``torch.Event`` after a copy."""
 
     stream: CopyStream
     copy: Copy

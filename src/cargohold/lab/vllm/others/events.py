@@ -29,7 +29,7 @@ class HostEventOracle(Oracle):
     cleared does not say where. If the device says so, host memory may be cleared or not; if a connector says so, followers must
     not have to forget blocks of the device that are still there.
 
-    What is wrong first is told at the end: a missing event must not hide a wrong token.
+    The first error is reported at the end: a missing event must not hide a wrong token.
 
     Args:
         engine: the replica; it must emit events.
@@ -71,7 +71,7 @@ class HostEventOracle(Oracle):
 
 
 class _Follower:
-    """What somebody knows who hears all of one connector's events.
+    """What a follower of all of one connector's events knows.
 
     Attributes:
         announced: what is there.

@@ -120,7 +120,7 @@ class _Thread:
 
 
 def _flush_and_look(lookups: Any) -> None:
-    """In the place of ``AsyncLookupManager.flush``, behind which its thread would go to work."""
+    """In the place of ``AsyncLookupManager.flush``, after which its thread would go to work."""
     _flush(lookups)
     if not lookups._thread.is_late():
         lookups._lookup_queue.put(None)

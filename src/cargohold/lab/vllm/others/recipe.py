@@ -45,7 +45,7 @@ class StrangerRun(VllmRun):
     _world: StrangerWorld
 
     def play(self) -> RunResult:
-        """Play to the end, or to the first failure; what others' code raises is told with the place where it did."""
+        """Play to the end, or to the first failure; what others' code raises is reported with its place."""
         with (
             simulated_copies(),
             simulated_files(),

@@ -1,4 +1,4 @@
-"""A failing run for somebody who knows vLLM and not us: a script that shows it alone."""
+"""A failing run for readers who know vLLM and not Cargohold: a script that shows it alone."""
 
 from __future__ import annotations
 
