@@ -115,6 +115,29 @@ def test_uses_are_reported_to_children_behind_the_one_that_loads(shape: str) -> 
     assert [len(tier.media[0][0].chunks) for tier in (reused, refusing)] == [7, 7]
 
 
+@pytest.mark.parametrize("shape", ["flat", "nested"])
+def test_what_the_device_loses_to_another_childs_load_is_kept(shape: str) -> None:
+    """Nothing is asked of the children behind the one that loads, nor do they load: the notice is all that they have."""
+    loading, worker = Scripted("loading"), ScriptedWorker("loading")
+    tier = SimulatedOffloading(24, lookahead=1)
+    children: list[Any] = [ClassFactory(lambda _: loading, lambda _: worker), SimulatedOffloading(1), tier]
+    engine = SimulatedEngine(simulated_layout(30), SHAPES[shape](children))
+    for name, tokens in (("kept", prompt(0, 100)), ("short", prompt(2, 5))):
+        engine.add(name, tokens, 1)
+        finish(engine, tier)
+    assert tier.manager.num_listed == 26 and not tier.manager.num_ready, "they are on the device, and nowhere else"
+    loading.matched = (80, True)
+    engine.add("loaded", prompt(1, 110), 1)
+    engine.step()
+    loading.matched = (0, False)
+    of_load = frozenset({"loaded"})
+    worker.finished = KVConnectorTransferResults(finished_recving=of_load, failed_recving=of_load)
+    finish(engine, tier)
+    engine.add("again", prompt(0, 100), 1)
+    finish(engine, tier)
+    assert engine.outputs["again"].cache_report.restored_tokens["host"] == 96, "all but the first and the last chunk"
+
+
 # --- scripted children ------------------------------------------------------------------------------------------------
 
 

@@ -481,6 +481,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "on_hints": (Request(), [Hint.retain()]),
     "get_num_new_matched_tokens": (Request(), 0),
     "get_shared_prefix_end": (Request(),),
+    "expect_tokens": (Request(), 4),
     "update_state_after_alloc": (Request(), (), 0),
     "build_connector_meta": (None,),
     "update_connector_output": (None,),

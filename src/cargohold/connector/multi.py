@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from cargohold.connector.multi_worker import (
@@ -33,7 +34,6 @@ from cargohold.protocol import (
     SchedulerEnvironment,
     Stats,
     StepView,
-    TransferOutcome,
     WorkerEnvironment,
     add_stats,
 )
@@ -106,18 +106,14 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def explain(self, request_id: str) -> CacheReport:
         """Return all children's reports merged: tokens per tier are summed, notes have the child's name in front."""
-        restored: Counter[str] = Counter()
-        notes: list[str] = []
-        for child in self._children:
-            report = child.explain(request_id)
-            restored.update(report.restored_tokens)
-            notes += [f"{child.name}: {note}" for note in report.notes]
-        return CacheReport(dict(restored), tuple(notes))
+        reports = [(child.name, child.explain(request_id)) for child in self._children]
+        restored = sum([Counter(report.restored_tokens) for _, report in reports], Counter())
+        return CacheReport(restored, tuple(f"{name}: {note}" for name, report in reports for note in report.notes))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the answer of the first child that does not answer 0."""
+        """Return the answer of the first child that does not answer 0; notify the others of the load."""
         self._chosen.pop(request.request_id, None)
         for at, child in enumerate(self._children):
             num_tokens, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -125,6 +121,8 @@ class MultiConnectorScheduler(HookDispatcher):
                 return None, False
             if num_tokens:
                 self._chosen[request.request_id] = at, is_async
+                for other in self._children[:at] + self._children[at + 1 :]:
+                    other.expect_tokens(request, num_computed_tokens + num_tokens)
                 return num_tokens, is_async
         return 0, False
 
@@ -177,14 +175,11 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return all children's locks and unlocks, in new tuples."""
-        locks: list[int] = []
-        unlocks, self._unlocks_of_stopped = self._unlocks_of_stopped, []
-        for child in self._children:
-            report = child.report_to_scheduler()
-            if report is not None:
-                locks += report.block_ids_to_lock
-                unlocks += report.block_ids_to_unlock
-        return KVConnectorSchedulerOutput(tuple(locks), tuple(unlocks)) if locks or unlocks else None
+        reports = [report for child in self._children if (report := child.report_to_scheduler()) is not None]
+        locks = tuple(chain.from_iterable(report.block_ids_to_lock for report in reports))
+        stopped, self._unlocks_of_stopped = self._unlocks_of_stopped, []
+        unlocks = (*stopped, *chain.from_iterable(report.block_ids_to_unlock for report in reports))
+        return KVConnectorSchedulerOutput(locks, unlocks) if locks or unlocks else None
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
@@ -216,16 +211,12 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def _own_output(self, at: int, output: KVConnectorOutput, meta: MultiWorkerMetadata | None) -> KVConnectorOutput:
         """Return the part of the workers' output that concerns child ``at``."""
-        jobs: dict[int, TransferOutcome] = {}
-        for composed, outcome in output.jobs.items():
-            child, job_id = split_job_id(composed, len(self._children))
-            if child == at:
-                jobs[job_id] = outcome
+        jobs = ((*split_job_id(composed, len(self._children)), outcome) for composed, outcome in output.jobs.items())
         own = KVConnectorTransferResults(
             finished_sending=frozenset(i for i in output.finished_sending if at in self._sending.get(i, ())),
             finished_recving=frozenset(i for i in output.finished_recving if self._loading.get(i) == at),
             failed_recving=frozenset(i for i in output.failed_recving if self._loading.get(i) == at),
-            jobs=jobs,
+            jobs={job_id: outcome for child, job_id, outcome in jobs if child == at},
             step_failed=output.step_failed,
             spoiled_requests=output.spoiled_requests,
         )

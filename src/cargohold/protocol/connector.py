@@ -124,6 +124,12 @@ class KVConnectorScheduler(ABC):
         """
         return 0
 
+    def expect_tokens(self, request: RequestView, num_tokens: int) -> None:  # noqa: B027  # a default, not an omission
+        """Note that another connector may load a request's first ``num_tokens`` tokens, into blocks that are allocated now.
+
+        Called right after ``get_num_new_matched_tokens``, whether that was asked here or not.
+        """
+
     @abstractmethod
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of ``num_external_tokens`` into ``blocks``, the whole block tables that the request was allocated.

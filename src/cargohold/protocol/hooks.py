@@ -104,6 +104,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
         Hook("take_hint_events", checked_hint_events, _always(()), _united),
         Hook("get_num_new_matched_tokens", checked_matched, _always((0, False))),
         Hook("get_shared_prefix_end", lambda answer, _: checked_number(answer, "tokens") or 0, lambda *_: 0, max),
+        Hook("expect_tokens", merge=_none),
         Hook("update_state_after_alloc"),
         Hook("build_connector_meta", off=_always(EmptyMetadata())),
         Hook("update_connector_output"),
@@ -173,6 +174,7 @@ class HookDispatcher(KVConnectorScheduler):
     take_hint_events = _dispatched(KVConnectorScheduler.take_hint_events)
     get_num_new_matched_tokens = _dispatched(KVConnectorScheduler.get_num_new_matched_tokens)
     get_shared_prefix_end = _dispatched(KVConnectorScheduler.get_shared_prefix_end)
+    expect_tokens = _dispatched(KVConnectorScheduler.expect_tokens)
     update_state_after_alloc = _dispatched(KVConnectorScheduler.update_state_after_alloc)
     build_connector_meta = _dispatched(KVConnectorScheduler.build_connector_meta)
     update_connector_output = _dispatched(KVConnectorScheduler.update_connector_output)

@@ -61,6 +61,8 @@ class PooledStores(EagerStores):
         # Blocks evicted for one step, at most, lately; and chunks that were not worth a slot when they came near eviction.
         self._peak = 0.0
         self._refused: set[OffloadKey] = set()
+        # Requests that another connector loads; the rest of their prompts follows when that has ended.
+        self._loaded_elsewhere: set[str] = set()
 
     def use_context(self) -> None:
         """Make the device pool part of the cache, if the manager can."""
@@ -73,8 +75,10 @@ class PooledStores(EagerStores):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def expect(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> None:
+    def expect(self, state: RequestState, num_hit_tokens: int, *, is_elsewhere: bool = False) -> None:
         """Watch what may be evicted for the request, whose hit is loaded, or computed on from there."""
+        if is_elsewhere:
+            self._loaded_elsewhere.add(state.request.request_id)
         if (device := self._listing) is not None:
             # Blocks that it has hit may be among the next victims, until it takes them out of the queue.
             num_tokens = min(state.request.num_tokens, num_hit_tokens + self._shared.pace.max_step_tokens)
@@ -90,6 +94,7 @@ class PooledStores(EagerStores):
             if offers and not self._must_store(sum([offer.end - offer.first for offer in offers])):
                 self._offering.list_on_device(offers)
         super().end_request(state, block_ids)
+        self._loaded_elsewhere.discard(state.request.request_id)
         if (listing := self._listing) is not None:
             for table in block_ids:
                 listing.watch_ended(table)
@@ -256,7 +261,11 @@ class PooledStores(EagerStores):
         """Return how many blocks may be allocated for requests that run, or whose load ends, before the next step."""
         counts = step.num_scheduled_tokens
         num_tokens, max_step_tokens = sum(counts.values()), self._shared.pace.max_step_tokens
-        if self._shared.jobs.num_loads or num_tokens > 2 * len(counts):  # there are prompts among them
+        if self._loaded_elsewhere:
+            self._loaded_elsewhere.difference_update(counts)
+        if (
+            self._shared.jobs.num_loads or self._loaded_elsewhere or num_tokens > 2 * len(counts)
+        ):  # there are prompts among them
             num_tokens = max_step_tokens
         if not num_tokens:
             return 0

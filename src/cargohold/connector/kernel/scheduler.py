@@ -155,7 +155,7 @@ class KernelScheduler(KVConnectorScheduler):
         self._guests.request_asked(state, num_tokens is not None)
         if num_tokens is None:
             return None, False
-        self._stores.expect(state, num_computed_tokens, num_tokens)
+        self._stores.expect(state, num_tokens)
         num_external_tokens = num_tokens - num_computed_tokens
         state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
         return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
@@ -165,10 +165,14 @@ class KernelScheduler(KVConnectorScheduler):
         lookup = self._requests[request.request_id].lookup
         return 0 if lookup is None else lookup.shared_end
 
+    def expect_tokens(self, request: RequestView, num_tokens: int) -> None:
+        """Expect the device to lose what lies in the blocks that the request gets for another connector's load."""
+        self._stores.expect(self._requests[request.request_id], num_tokens, is_elsewhere=True)
+
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
         state = self._requests[request.request_id]
-        self._stores.note_blocks(state, blocks)
+        state.max_computed_tokens = request.num_tokens  # how many are computed by now is to be asked
         lookup, state.lookup = state.lookup, None
         if lookup is None and state.was_admitted:
             return  # the load has ended

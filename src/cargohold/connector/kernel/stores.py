@@ -45,8 +45,8 @@ class EagerStores:
     def use_context(self) -> None:
         """Note that the engine has shown its block pool, before the first request."""
 
-    def expect(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> None:
-        """Note that a request may get blocks next, for what follows its computed tokens."""
+    def expect(self, state: RequestState, num_hit_tokens: int, *, is_elsewhere: bool = False) -> None:
+        """Note that a request may get blocks next, for its hit and what follows; the hit may be another connector's."""
 
     def plan_saves(self) -> tuple[CopyJob, ...]:
         """Return the stores of what was evicted since the last step, to be carried out before this one."""
@@ -65,10 +65,6 @@ class EagerStores:
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are in a store, or in a pending one."""
         return {key for key in keys if self._shared.jobs.is_coming(key)} | self._pending.among(set(keys))
-
-    def note_blocks(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Do nothing with the blocks, of which each step tells. How many of the tokens are computed by now is to be asked."""
-        state.max_computed_tokens = state.request.num_tokens
 
     def begin_request(
         self, state: RequestState, num_ready: Sequence[int], num_computed_tokens: int, num_hit_tokens: int

@@ -8,19 +8,16 @@ from cargohold.cache import OffloadKey, TierManager
 from cargohold.cache.chunk_table import READY
 from cargohold.cache.manager import ForwardingManager, OffloadManager, SlotReservation
 from cargohold.connector.kernel.shared import Shared
-from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.lab.simulation.replica import Oracle, Replica
-from cargohold.protocol import BlockIds, RequestView
 
 
 class LossOracle(Oracle):
     """Checks that nothing which the device alone held is lost while host memory has a free slot, or that of a copy, for it.
 
     Under pressure it may be: what a request held when the last step ended, preempted or left behind by a window, may be freed
-    and allocated again in one go. Where another connector loads, ours is not asked and sees nothing coming; what it has noted
-    of the free queue is stale from then on, so nothing more is required of a composed connector.
+    and allocated again in one go. Of several connectors, one that has kept a chunk is enough.
 
     Args:
         engine: the replica.
@@ -31,18 +28,14 @@ class LossOracle(Oracle):
 
     def __init__(self, engine: Replica, is_excused: Callable[[], bool]) -> None:
         self._is_excused = is_excused
-        sides = [side for side, _ in offloading_sides(engine.scheduler.connector)]
-        self._shared = [side.shared for side in sides]
+        self._shared = [side.shared for side, _ in offloading_sides(engine.scheduler.connector)]
         # By connector, what only blocks that are free held when the last step ended, and whether there was room then; what was
         # to be saved since; and of that, what was refused although there was room.
         self._before: list[tuple[set[OffloadKey], bool]] = [(set(), False) for _ in self._shared]
         self._offered: set[OffloadKey] = set()
         self._refused: list[OffloadKey] = []
-        self._asked: set[tuple[int, str]] = set()
-        self._is_unasked = False
-        for at, side in enumerate(sides):
-            self._watch(at, side.shared)
-            self._watch_admissions(at, side)
+        for at, shared in enumerate(self._shared):
+            self._watch(at, shared)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """What the device alone held is there still, or has a slot, or there is none."""
@@ -50,11 +43,10 @@ class LossOracle(Oracle):
         for at, shared in enumerate(self._shared):
             (held, had_room), now = self._before[at], _held_and_room(shared)
             self._before[at] = now
-            if had_room and now[1] and not self._is_unasked:
+            if had_room and now[1]:
                 lost += _gone(shared, held - now[0] - self._offered)
         self._offered.clear()
-        self._asked = {asked for asked in self._asked if asked[1] not in step.preempted_req_ids}
-        self._is_unasked &= len(self._shared) > 1
+        lost = [key for key in lost if not any(_keeps(shared, key) for shared in self._shared)]
         if lost and not self._is_excused():
             self.fail(f"{len(lost)} chunks are lost, {lost[0].hex()[:8]} among them, and there is room for them")
 
@@ -76,18 +68,10 @@ class LossOracle(Oracle):
 
         vars(shared.manager).update(prepare_saves=save, reset=forget)
 
-    def _watch_admissions(self, at: int, side: OffloadingScheduler) -> None:
-        look_up, admit = side.get_num_new_matched_tokens, side.update_state_after_alloc
 
-        def note_asked(request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-            self._asked.add((at, request.request_id))
-            return look_up(request, num_computed_tokens)
-
-        def note_admitted(request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-            self._is_unasked |= (at, request.request_id) not in self._asked
-            admit(request, blocks, num_external_tokens)
-
-        vars(side).update(get_num_new_matched_tokens=note_asked, update_state_after_alloc=note_admitted)
+def _keeps(shared: Shared, key: OffloadKey) -> bool:
+    """Whether host memory has a chunk, or is copying it."""
+    return bool(shared.manager.num_known([key])) and not shared.manager.listed([key])
 
 
 def _gone(shared: Shared, keys: Collection[OffloadKey]) -> list[OffloadKey]:
