@@ -197,7 +197,7 @@ class SimulatedTiering:
         self.transfers, self.queues = [], []
         side = scheduler_side(self.config, environment, host, self.options)
         assert side.lower is not None
-        self.manager, self.lower = side.manager, side.lower
+        self.manager, self.lower = side.shared.manager, side.lower
         return side
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:

@@ -287,12 +287,14 @@ class SteppedClock:
         self._looked_at = now
         return self._time
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> float:
         """Note that the workers get a step; time counts until ``end_step``, however long it takes. Steps may overlap."""
-        self()
+        now = self()
         self._num_in_flight += 1
+        return now
 
-    def end_step(self) -> None:
+    def end_step(self) -> float:
         """Note that the workers have reported a step."""
-        self()
+        now = self()
         self._num_in_flight = max(0, self._num_in_flight - 1)
+        return now

@@ -94,6 +94,7 @@ def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up()
     context = EngineContext(engine.scheduler.kv, WaitingQueue(QueuePolicy.FCFS))
     request = engine.requests["r"]
     state = RequestState.create(request, chunk_keys(engine.scheduler.kv.layout, 2))
+    state.extend_keys()  # as the kernel does when a request ends
     pending = PendingStore.of(state, engine.scheduler.kv.block_ids(request), 17, context)
     assert pending is not None and pending.unstored(2, context, limit=8)[0].end == 2
     engine.run()
@@ -109,7 +110,9 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     pool = kv.pool
 
     def left() -> PendingStore | None:
-        return PendingStore.of(RequestState.create(request, chunk_keys(kv.layout, 2)), (table,), 25, context)
+        state = RequestState.create(request, chunk_keys(kv.layout, 2))
+        state.extend_keys()
+        return PendingStore.of(state, (table,), 25, context)
 
     pending = left()
     assert pending is not None

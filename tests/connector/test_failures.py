@@ -287,7 +287,7 @@ def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else
     assert isinstance(side, OffloadingScheduler)
     assert broken_rule(engine) == "" and engine.tokens("second") == alone(tokens, 1)
     assert set(connector.held_references()) == set(job.block_ids)
-    assert side.jobs.num_stuck == 1
+    assert side.shared.jobs.num_stuck == 1
     slow.auto, slow.pending = True, []  # others go on, the stuck one still does not
     evict_everything(engine)
     engine.add("third", [*prompt(0, 30), 7], 1)
@@ -303,7 +303,7 @@ def test_a_stuck_copy_takes_its_blocks_and_slots_out_of_service_and_nothing_else
     if direction is Direction.LOAD:
         num_bad = len(job.block_ids) if outcome is TransferOutcome.FAILED else 0
         assert offloading.manager.num_ready == num_ready - num_bad, "what could not be read is not found again"
-    assert not connector.held_references() and not side.jobs
+    assert not connector.held_references() and not side.shared.jobs
     assert engine.scheduler.reset_cache()
     assert sum(engine.connector.get_kv_connector_stats().get(metrics.STUCK_COPIES, 0) for _ in range(2)) == 0
 
@@ -331,11 +331,12 @@ def test_a_load_that_is_given_up_holds_its_blocks_until_its_copy_has_ended(
     assert engine.clock() < 1 and engine.tokens("second") == alone(prompt(0, 30), 1)
     report = engine.outputs["second"].cache_report
     assert not report.restored_tokens and any("was abandoned" in note for note in report.notes)
-    assert set(connector.held_references()) >= set(job.block_ids) and side.jobs.num_awaited and not side.jobs.num_stuck
+    assert set(connector.held_references()) >= set(job.block_ids)
+    assert side.shared.jobs.num_awaited and not side.shared.jobs.num_stuck
     slow.pending = [job]
     slow.complete(job, outcome, job.block_ids if outcome is TransferOutcome.FAILED else ())
     finish(engine, offloading)
-    assert not connector.held_references() and not side.jobs
+    assert not connector.held_references() and not side.shared.jobs
     assert metrics.FAILURES.of("load") not in side.get_kv_connector_stats()
     evict_everything(engine)
     engine.add("third", [*prompt(0, 30), 7], 1)

@@ -119,8 +119,8 @@ def test_who_may_find_more_in_a_moment_is_told_to_wait(unknown: int) -> None:
     scheduler = asked_of("full", request, unknown=unknown)
     for _ in range(5):
         assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert isinstance(scheduler.manager, Slow)
-    assert scheduler.manager.num_lookups == 1, "in vain while nothing has changed"
+    assert isinstance(scheduler.shared.manager, Slow)
+    assert scheduler.shared.manager.num_lookups == 1, "in vain while nothing has changed"
     assert scheduler.get_num_new_matched_tokens(request, 12) == ((None, False) if unknown == 3 else (4, True))
     assert scheduler.get_num_new_matched_tokens(request, 16) == (0, False)
 

@@ -6,7 +6,7 @@ Each mutant breaks one thing, as a plausible mistake would, and names the traffi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
@@ -58,7 +58,6 @@ from cargohold.protocol import (
     Hint,
     HintEnd,
     HintOutcome,
-    KVCacheBlockView,
     KVCacheGroup,
     KVConnectorOutput,
     KVConnectorTransferResults,
@@ -153,8 +152,8 @@ def releases_the_blocks_of_a_stuck_copy(patch: Patch) -> None:
 
     def hasty(self: OffloadingScheduler, job: Load | Store, limit_s: float) -> None:
         note_stuck(self, job, limit_s)
-        self._shared.jobs.end(job.job_id)
-        self._shared.holder.release(job.block_ids)
+        self.shared.jobs.end(job.job_id)
+        self.shared.holder.release(job.block_ids)
 
     patch.setattr(OffloadingScheduler, "_note_stuck", hasty)
 
@@ -292,9 +291,9 @@ def remembers_ended_requests_for_ever(patch: Patch) -> None:
     explain = OffloadingScheduler.explain
 
     def remembers(self: OffloadingScheduler, request_id: str) -> Any:
-        state = self._requests[request_id]
+        state = self.requests[request_id]
         report = explain(self, request_id)
-        self._requests[request_id] = state
+        self.requests[request_id] = state
         return report
 
     patch.setattr(OffloadingScheduler, "explain", remembers)
@@ -756,23 +755,23 @@ def finds_evicted_blocks(patch: Patch) -> None:
 
 @mutant()
 def frees_shared_blocks_at_once(patch: Patch) -> None:
-    def free_blocks(self: BlockPool, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
+    def give_back(self: BlockPool, blocks: Sequence[KVCacheBlock], *, evict_first: bool) -> None:
         del evict_first
-        for block in self._own(blocks, "free"):
+        for block in blocks:
             if block.ref_cnt:
                 block.ref_cnt = 0
                 self._free.append(block)
 
-    patch.setattr(BlockPool, "free_blocks", free_blocks)
+    patch.setattr(BlockPool, "_give_back", give_back)
 
 
 @mutant()
 def touches_without_leaving_the_free_queue(patch: Patch) -> None:
-    def touch(self: BlockPool, blocks: Iterable[KVCacheBlockView]) -> None:
-        for block in self._own(blocks, "touch"):
+    def touch_ids(self: BlockPool, block_ids: Sequence[int]) -> None:
+        for block in self._own(block_ids, "touch"):
             block.ref_cnt += 1
 
-    patch.setattr(BlockPool, "touch", touch)
+    patch.setattr(BlockPool, "touch_ids", touch_ids)
 
 
 @mutant()

@@ -39,7 +39,7 @@ def test_one_engine_prefills_and_another_decodes(
     (answer,) = decode.ask([prompt], wishes={HANDOFF: first.params[HANDOFF]})
     assert (answer.restored, answer.tokens) == (320, alone.tokens)
     assert first.tokens == alone.tokens[:1]
-    assert decode.side.guard.inner.manager.num_ready == 320 // 32, "what it decoded is not stored"
+    assert decode.side.guard.inner.shared.manager.num_ready == 320 // 32, "what it decoded is not stored"
 
 
 def test_another_split_of_the_tokens_is_told_and_not_waited_for(

@@ -68,7 +68,7 @@ def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Call
     assert capacity["host"] == 4 * 2**20 // block_bytes * BLOCK_TOKENS
     assert capacity["device"] == (layout.num_blocks - 1) * BLOCK_TOKENS
     stored, gone = series("cargohold_stored_chunks_total")["host"], series("cargohold_removed_chunks_total")["host"]
-    num_ready = engine.side.guard.inner.manager.num_ready
+    num_ready = engine.side.guard.inner.shared.manager.num_ready
     assert gone > 0
     assert series("cargohold_connector_level")["num_ready_chunks"] == stored - gone == num_ready
     assert series("cargohold_tier_ready_bytes")["host"] == num_ready * block_bytes
@@ -267,7 +267,7 @@ def test_an_index_built_from_events_is_what_the_tier_holds(
     engine.settle()
     engine.ask(make_prompts(1, 20), 1)
     assert removed > 0
-    assert len(held) == engine.side.guard.inner.manager.num_ready
+    assert len(held) == engine.side.guard.inner.shared.manager.num_ready
 
 
 def test_events_say_of_adapters_and_salts_what_vllm_says(

@@ -100,21 +100,23 @@ def test_requests_that_never_cease_do_not_put_a_reset_off(
         engine.add(str(number), prompt[number % 70 :], max_tokens)
     for _ in range(40):
         engine.step()
-    while not (inner.jobs and inner.manager.num_ready):
+    while not (inner.shared.jobs and inner.shared.manager.num_ready):
         engine.step()
-    in_flight = {store.job_id for store in inner.jobs.stores()}
-    reset, was_reset = inner.manager.reset, [False]
+    in_flight = {store.job_id for store in inner.shared.jobs.stores()}
+    reset, was_reset = inner.shared.manager.reset, [False]
 
     def reset_and_note() -> bool:
         was_reset.append(reset())
         return was_reset[-1]
 
-    monkeypatch.setattr(inner.manager, "reset", reset_and_note)
+    monkeypatch.setattr(inner.shared.manager, "reset", reset_and_note)
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     while engine.is_busy and not was_reset[-1]:
-        assert in_flight.issuperset(store.job_id for store in inner.jobs.stores()), "nothing new is stored meanwhile"
+        assert in_flight.issuperset(store.job_id for store in inner.shared.jobs.stores()), (
+            "nothing new is stored meanwhile"
+        )
         engine.step()
-    while engine.is_busy and not (inner.jobs or inner.manager.num_ready):
+    while engine.is_busy and not (inner.shared.jobs or inner.shared.manager.num_ready):
         engine.step()
     assert engine.is_busy, "neither the reset waited for the last request, nor what is stored again"
     for number in range(96):

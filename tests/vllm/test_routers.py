@@ -146,7 +146,7 @@ class Replica:
         per_chunk = int(self._extra.get("blocks_per_chunk", 1))
         keys = [offload_key(hashes[end - 1], 0) for end in range(per_chunk, len(hashes) + 1, per_chunk)]
         connector: Any = self.engine.side.guard.inner
-        manager = connector.manager
+        manager = connector.shared.manager
         in_host = [state == READY for state in manager.lookup(keys)]
         on_disk = self._disks[-1].probe(connector.lower.names_of(keys))
         num_device = len(list(takewhile(on_device.__contains__, hashes)))

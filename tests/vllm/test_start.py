@@ -153,7 +153,7 @@ def test_a_producer_stores_and_loads_where_vllm_protects_loads(
     engine = start(vllm_model("llama"), EAGER, transfer=role, async_scheduling=async_scheduling)
     assert restored(ask_twice(engine, make_prompts(2, 330))) == (0 if async_scheduling else 640)
     assert ("nothing is loaded" in caplog.text) == async_scheduling
-    assert engine.side.guard.inner.manager.num_ready > 0
+    assert engine.side.guard.inner.shared.manager.num_ready > 0
 
 
 def test_a_consumer_stores_nothing(

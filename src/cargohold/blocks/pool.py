@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError, StaleCursorError
-from cargohold.protocol import KVCacheBlockView
+from cargohold.protocol import NULL_BLOCK_ID, KVCacheBlockView
 
 
 class KVCacheBlock:
@@ -193,11 +193,7 @@ class BlockPool:
         Raises:
             NullBlockError: the null block is among them; nothing was changed.
         """
-        own = self._own(blocks, "touch")
-        for block in own:
-            if block.ref_cnt == 0:
-                self._free.remove(block)
-            block.ref_cnt += 1
+        self.touch_ids([block.block_id for block in blocks])
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
         """Give back one reference on each block, in order.
@@ -210,23 +206,18 @@ class BlockPool:
             BlockNotHeldError: a block is given back more often than it is referenced; nothing was changed.
             NullBlockError: the null block is among them; nothing was changed.
         """
-        own = self._own(blocks, "free")
-        self._check_held(own)
-        for block in reversed(own) if evict_first else own:
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                if evict_first or block.block_hash is None:
-                    self._free.prepend(block)
-                else:
-                    self._free.append(block)
+        self._give_back(self._own([block.block_id for block in blocks], "free"), evict_first=evict_first)
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:
         """Do ``touch`` for the blocks with these ids. Raises ``IndexError`` if there is none with one of them."""
-        self.touch([self.get_block(block_id) for block_id in block_ids])
+        for block in self._own(block_ids, "touch"):
+            if block.ref_cnt == 0:
+                self._free.remove(block)
+            block.ref_cnt += 1
 
     def free_ids(self, block_ids: Sequence[int]) -> None:
         """Do ``free_blocks`` for the blocks with these ids. Raises ``IndexError`` if there is none with one of them."""
-        self.free_blocks([self.get_block(block_id) for block_id in block_ids])
+        self._give_back(self._own(block_ids, "free"), evict_first=False)
 
     def lookup(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
         """Return a block that holds the prefix ``block_hash`` for a group, or ``None``. Takes no reference."""
@@ -288,14 +279,25 @@ class BlockPool:
         cached = sum(block.block_hash is not None for block in self._blocks)
         assert indexed == cached, f"{indexed} blocks indexed, {cached} cached"
 
-    def _own(self, blocks: Iterable[KVCacheBlockView], operation: str) -> Sequence[KVCacheBlock]:
-        own = [self._blocks[block.block_id] for block in blocks]
-        if any(block.is_null for block in own):
+    def _own(self, block_ids: Sequence[int], operation: str) -> Sequence[KVCacheBlock]:
+        if min(block_ids, default=1) < 0:
+            raise IndexError(f"block {min(block_ids)} does not exist")
+        if NULL_BLOCK_ID in block_ids:
             raise NullBlockError(operation)
-        return own
+        return [self._blocks[block_id] for block_id in block_ids]
+
+    def _give_back(self, own: Sequence[KVCacheBlock], *, evict_first: bool) -> None:
+        self._check_held(own)
+        for block in reversed(own) if evict_first else own:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                if evict_first or block.block_hash is None:
+                    self._free.prepend(block)
+                else:
+                    self._free.append(block)
 
     def _check_held(self, blocks: Sequence[KVCacheBlock]) -> None:
-        if all(block.ref_cnt > 0 for block in blocks) and len(set(blocks)) == len(blocks):
+        if min([block.ref_cnt for block in blocks], default=1) > 0 and len(set(blocks)) == len(blocks):
             return
         for block, given_back in Counter(blocks).items():
             if given_back > block.ref_cnt:

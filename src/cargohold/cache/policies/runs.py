@@ -188,7 +188,8 @@ class Runs:
         run_of = self.run_of
         for slot in slots:
             run_of[slot] = run
-        self._put_back(run)
+        if run.older is None:
+            self._put_back(run)
 
     def _branch(self, run: Run[int], slots: Sequence[int]) -> None:
         branch = self._run_with(list(slots), run.time, run.kind)
@@ -326,8 +327,9 @@ class Runs:
     def change(self, run: Run[int], kind: int, order: Order[int]) -> None:
         """Make a run one of another kind, in another order, unless it was set aside."""
         run.kind = kind
-        if run.older is not None and run.order is not None and not run.order.is_aside:
-            run.order.take_out(run)
+        older, newer = run.older, run.newer
+        if older is not None and newer is not None and run.order is not None and not run.order.is_aside:
+            older.newer, newer.older = newer, older
             order.append(run)
 
     def evict(self, order: Order[int], num_chunks: int) -> list[tuple[Run[int], list[int]]]:

@@ -90,6 +90,8 @@ class KeptAnswers(Guest):
             self._manager.renew(keys[end - 1] for keys, end in ends if end)
             self._pin(state, lookup)
         self._told.clear()
+        if not self._kept:
+            return
         for request_id in [name for name, kept in self._kept.items() if kept.step <= self._step - KEPT_STEPS]:
             self._release(request_id)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import eq
 from types import MappingProxyType
 from typing import Final, Self
 
@@ -310,8 +311,6 @@ class _Left:
     """A prefix that requests have left.
 
     Attributes:
-        tenant: whose requests they were.
-        first: its first chunk; most prompts differ there already.
         num_chunks: number of its chunks.
         apart: one of so many of them is a mark.
         marks: these, in order, and the last one.
@@ -320,8 +319,6 @@ class _Left:
         is_shared: whether it is what requests have in common that went on differently.
     """
 
-    tenant: str | None
-    first: OffloadKey
     num_chunks: int
     apart: int
     marks: list[OffloadKey]
@@ -330,13 +327,13 @@ class _Left:
     is_shared: bool = False
 
     @classmethod
-    def of(cls, keys: list[OffloadKey], tenant: str | None, at: float) -> Self:
+    def of(cls, keys: list[OffloadKey], at: float) -> Self:
         """Make that of a request that has ended."""
         apart = -(-len(keys) // MAX_MARKS)
         marks = keys[apart - 1 :: apart]
         if len(keys) % apart:
             marks.append(keys[-1])
-        return cls(tenant, keys[0], len(keys), apart, marks, at)
+        return cls(len(keys), apart, marks, at)
 
     def end_of(self, num_marks: int) -> int:
         """Return the number of chunks up to a mark."""
@@ -344,13 +341,10 @@ class _Left:
 
     def num_in_common(self, keys: list[OffloadKey]) -> int:
         """Return with how many of its chunks a request begins, rounded down to a mark."""
-        num_alike = 0
-        for number, mark in enumerate(self.marks, 1):
-            end = self.end_of(number)
-            if end > len(keys) or keys[end - 1] != mark:
-                break
-            num_alike = number
-        return self.end_of(num_alike)
+        if self.num_chunks <= len(keys) and keys[self.num_chunks - 1] == self.marks[-1]:
+            return self.num_chunks
+        are_alike = list(map(eq, self.marks, keys[self.apart - 1 : self.num_chunks : self.apart]))
+        return (are_alike.index(False) if False in are_alike else len(are_alike)) * self.apart
 
 
 class Prefixes:
@@ -372,43 +366,51 @@ class Prefixes:
         full = [group.index for group in layout.groups if group.kind is AttentionKind.FULL]
         self._group = full[0] if full else None
         self._chunk_tokens = 0
-        # The least recently used first.
-        self._left: list[_Left] = []
+        # By tenant and first chunk, where most prompts differ already; the least recently used first.
+        self._left: dict[tuple[str | None, OffloadKey], list[_Left]] = {}
+        self._num_left = 0
 
     def note_ended(self, state: RequestState) -> None:
         """Learn that a request has ended."""
         if self._group is None:
             return
-        state.extend_keys()
         chunks = state.keys[self._group]
         keys, self._chunk_tokens = chunks.keys, chunks.chunk_tokens
         if not keys:
             return
-        own, others, shared = _Left.of(keys, state.tenant, self._clock()), [], []
-        for left in self._left:
-            may_be_alike = left.first == own.first and left.tenant == own.tenant
-            common = left.num_in_common(keys) if may_be_alike else 0
+        start, own = (state.tenant, keys[0]), _Left.of(keys, self._clock())
+        alike, others, shared = self._left.pop(start, []), list[_Left](), list[_Left]()
+        for left in alike:
+            common = left.num_in_common(keys)
             if common == left.num_chunks and not left.is_shared:
                 own.num_uses = max(own.num_uses, left.num_uses + 1)
             elif common and (common == left.num_chunks or 2 * common >= max(left.num_chunks, len(keys))):
-                part = _Left.of(keys[:common], own.tenant, own.at)
+                part = _Left.of(keys[:common], own.at)
                 part.num_uses, part.is_shared = left.num_uses + 1, True
                 shared.append(part)
             else:
                 others.append(left)
         is_told = any(2 * part.num_chunks >= len(keys) for part in shared)
-        self._left = [*others, *shared, *([] if is_told else [own])][-MAX_PREFIXES:]
+        now_alike = self._left[start] = [*others, *shared, *([] if is_told else [own])]
+        self._num_left += len(now_alike) - len(alike)
+        while self._num_left > MAX_PREFIXES:
+            oldest = next(iter(self._left))
+            del self._left[oldest][0]
+            self._num_left -= 1
+            if not self._left[oldest]:
+                del self._left[oldest]
 
     def kept(self) -> list[KeptPrefix]:
         """Return those of which something is in the tier, the longest first."""
         now, kept = self._clock(), []
-        for left in self._left:
+        for (tenant, _), left in ((start, left) for start, alike in self._left.items() for left in alike):
             # A prefix is lost from its end.
             num_chunks = left.end_of(self._manager.lookup_run(left.marks).count(READY))
             if num_chunks:
-                kept.append(KeptPrefix(left.tenant, num_chunks * self._chunk_tokens, left.num_uses, now - left.at))
+                kept.append(KeptPrefix(tenant, num_chunks * self._chunk_tokens, left.num_uses, now - left.at))
         return sorted(kept, key=lambda prefix: -prefix.num_tokens)
 
     def forget(self) -> None:
         """Forget all of them, because all chunks are dropped."""
         self._left.clear()
+        self._num_left = 0

@@ -12,7 +12,7 @@ Only what was seen unchanged at the last look is known for sure to be there stil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeAlias
 
@@ -68,30 +68,36 @@ class DeviceChunks:
         block_id = self._block_of.get(key)
         return block_id is not None and self._content(self._context.get_block(block_id)) == split_key(key)
 
-    def watch(self, num_blocks: int, *, is_more: bool = False) -> None:
-        """Note what so many blocks hold that are evicted next; with ``is_more``, besides those that have been noted."""
-        if is_more or num_blocks > self._num_watched:
-            self._num_watched = 0 if is_more else num_blocks
-            for block in islice(self._context.iter_free_blocks(), num_blocks):
-                self._watch_block(block)
+    def watch(self, num_blocks: int) -> None:
+        """Note what so many blocks hold that are evicted next."""
+        if num_blocks > self._num_watched:
+            self._num_watched = num_blocks
+            self._watch(islice(self._context.iter_free_blocks(), num_blocks))
+
+    def watch_more(self, num_blocks: int) -> None:
+        """Note what so many blocks hold that are evicted next, besides those that have been noted."""
+        self._num_watched = 0
+        self._watch(islice(self._context.iter_free_blocks(), num_blocks))
 
     def watch_ended(self, block_ids: Sequence[int]) -> None:
         """Note what the blocks of a request hold that ends now: where hardly any is free, they may be evicted at once."""
         self._num_watched = 0  # blocks that it has hit are no next ones any more
-        for block_id in block_ids:
-            self._watch_block(self._context.get_block(block_id))
+        self._watch(map(self._context.get_block, block_ids))
 
-    def _watch_block(self, block: KVCacheBlockView) -> None:
-        """Note what a block holds; even if that is nothing, because then the victims after it are next once it is used."""
-        if block.block_id not in self._watched:
-            self._watched[block.block_id] = block, self._content(block)
+    def _watch(self, blocks: Iterable[KVCacheBlockView]) -> None:
+        """Note what blocks hold; even if that is nothing, because then the victims after them are next once they are used."""
+        watched = self._watched
+        for block in blocks:
+            if block.block_id not in watched:
+                watched[block.block_id] = block, (block.block_hash, block.group_id)
 
     def take_lost(self) -> dict[OffloadKey, int]:
         """Return what was evicted since the last look, in order: by chunk, the block where its bytes still are."""
-        changed = [at for at, (block, content) in self._watched.items() if self._content(block) != content]
-        if not changed and not any(block.ref_cnt for block, _ in self._watched.values()):
+        watched = self._watched
+        changed = [at for at, (of, content) in watched.items() if (of.block_hash, of.group_id) != content]
+        if not changed and not sum([block.ref_cnt for block, _ in watched.values()]):
             return {}
-        watched, self._watched, self._num_watched = self._watched, {}, 0
+        self._watched, self._num_watched = {}, 0
         gone = {key: at for at in changed if (key := self._key(watched[at][1])) is not None}
         lost = {key: at for key, at in gone.items() if self._block_of.get(key, at) == at}
         for key in lost:

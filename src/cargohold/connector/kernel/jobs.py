@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from cargohold.cache.manager import ChunkKeys, ChunkPins, OffloadKey, SlotReservation
 from cargohold.deadlines import Patience
@@ -230,11 +231,10 @@ class JobTable:
         They are stuck from now on: in flight until they end, but not awaited. The oldest must be found overdue at several
         steps; see ``Patience``.
         """
-        overdue = None
-        if self._since:
-            oldest, since = next(iter(self._since.items()))
-            if self._clock() - since > after_s:
-                overdue = oldest
+        if not self._since:
+            return []
+        oldest, since = next(iter(self._since.items()))
+        overdue = oldest if self._clock() - since > after_s else None
         if not self._patience.has_run_out(overdue, after_s):
             return []
         end = self._clock() - after_s
@@ -330,7 +330,13 @@ class JobTable:
 
 
 class BlockHolder(ABC):
-    """Holds and releases blocks on behalf of jobs."""
+    """Holds and releases blocks on behalf of jobs.
+
+    Attributes:
+        outlives_requests: whether a hold survives the end of the request whose blocks are held.
+    """
+
+    outlives_requests: ClassVar[bool] = True
 
     @abstractmethod
     def hold(self, block_ids: Sequence[int]) -> None:
@@ -343,11 +349,6 @@ class BlockHolder(ABC):
     def take_report(self) -> KVConnectorSchedulerOutput | None:
         """Return the locks and unlocks for the scheduler since the last call; ``None`` if there are none."""
         return None
-
-    @property
-    def outlives_requests(self) -> bool:
-        """Whether a hold survives the end of the request whose blocks are held."""
-        return True
 
 
 class TouchHolder(BlockHolder):
@@ -395,13 +396,10 @@ class LockHolder(BlockHolder):
 class RequestHolder(BlockHolder):
     """Holds nothing: the request's own references must last until its copies have ended."""
 
+    outlives_requests = False
+
     def hold(self, block_ids: Sequence[int]) -> None:
         """Do nothing: the request holds the blocks."""
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Do nothing: the request gives its blocks back itself."""
-
-    @property
-    def outlives_requests(self) -> bool:
-        """``False``: the request's blocks must be kept until its copies have ended."""
-        return False

@@ -25,7 +25,6 @@ from cargohold.cache.rows import rows_to_load
 from cargohold.connector.kernel.jobs import Load, LoadJob
 from cargohold.connector.kernel.requests import Lookup, RequestState
 from cargohold.connector.kernel.shared import Shared
-from cargohold.deadlines import START
 from cargohold.errors import MissingChunkError
 from cargohold.protocol import (
     NULL_BLOCK_ID,
@@ -303,8 +302,16 @@ class Loads:
         shared = self._shared
         shared.holder.hold(load.block_ids)
         shared.jobs.add_load(load)
-        timeout_s = START.seconds(shared.config.transfer_timeout_s)
-        job = (load.job_id, Direction.LOAD, load.block_ids, rows, timeout_s, groups, load.request_id, load.is_in_step)
+        job = (
+            load.job_id,
+            Direction.LOAD,
+            load.block_ids,
+            rows,
+            shared.start_s,
+            groups,
+            load.request_id,
+            load.is_in_step,
+        )
         self._planned.append(LoadJob(*job))
         shared.stats[_PLANNED] += 1
         shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step

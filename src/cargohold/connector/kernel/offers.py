@@ -8,7 +8,7 @@ first chunk that is missing. What is there already, or on its way, is not copied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Final
@@ -19,7 +19,6 @@ from cargohold.cache.rows import Places, rows_to_store
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.requests import Offer
 from cargohold.connector.kernel.shared import Shared
-from cargohold.deadlines import START
 from cargohold.protocol import NULL_BLOCK_ID, AttentionKind, KVCacheGroup, TransferOutcome
 from cargohold.protocol.metrics import DEFERRED_STORES, FAILURES, PLANNED, PLANNED_BLOCKS, STORED, STORED_AGAIN
 from cargohold.transfer import CopyJob, Direction
@@ -80,8 +79,8 @@ class Offering:
         offers: Sequence[Offer],
         num_allowed: int,
         on_offered: Callable[[Sequence[Offer], AbstractSet[OffloadKey]], None] | None = None,
-    ) -> Iterator[CopyJob]:
-        """Offer up to ``num_allowed`` chunks to the manager; yield one job that copies those that it takes.
+    ) -> list[CopyJob]:
+        """Offer up to ``num_allowed`` chunks to the manager; return the job that copies those that it takes, if any.
 
         ``on_offered`` is called with what was offered, and what is to be offered again. Mutates the offers: each has the chunks
         that are stored in the end.
@@ -99,14 +98,14 @@ class Offering:
             on_offered(offers, frozenset(handle.deferred))
         if not handle.keys:
             handle.commit()
-            return
+            return []
         block_ids, rows, groups = self._places(offers, handle)
         shared.holder.hold(block_ids)
         store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
         taken = self._note_taken(offers, store.keys)
         store.request_ids = frozenset([offer.state.request.request_id for offer in taken])
         shared.guests.store_begins(store, taken)
-        yield start_store(shared, store, rows, groups)
+        return [start_store(shared, store, rows, groups)]
 
     def list_on_device(self, offers: Sequence[Offer]) -> None:
         """List chunks that stay on the device for now. Each request goes on after them."""
@@ -239,8 +238,7 @@ def start_store(
     shared.jobs.add_store(store)
     shared.stats[_PLANNED] += 1
     shared.stats[_PLANNED_BLOCKS] += len(block_ids)
-    timeout_s = START.seconds(shared.config.transfer_timeout_s)
-    return CopyJob(store.job_id, Direction.STORE, block_ids, rows, timeout_s, groups)
+    return CopyJob(store.job_id, Direction.STORE, block_ids, rows, shared.start_s, groups)
 
 
 def end_store(shared: Shared, store: Store, outcome: TransferOutcome) -> None:

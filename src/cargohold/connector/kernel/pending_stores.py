@@ -12,7 +12,7 @@ stores may hold.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
@@ -57,7 +57,6 @@ class PendingStore:
     @classmethod
     def of(cls, state: RequestState, tables: BlockIds, num_tokens: int, context: SchedulerContext) -> Self | None:
         """Return what a request has left within its first ``num_tokens`` tokens; ``None`` if its blocks are unknown."""
-        state.extend_keys()
         starts, contents = [], []
         for keys, first, table in zip(state.keys, state.next_chunk, tables, strict=True):
             per_chunk = keys.chunk_tokens // keys.group.block_tokens
@@ -120,28 +119,31 @@ class PendingStores:
     Args:
         shared: the state that the connector's parts share.
         offering: offers chunks.
+
+    Attributes:
+        pending: what they have left.
     """
 
     def __init__(self, shared: Shared, offering: Offering) -> None:
         self._shared = shared
         self._offering = offering
         self._hold_time = HoldTime(shared.clock, HOLD.seconds(shared.config.restore_timeout_s))
-        self._pending: deque[PendingStore] = deque()
+        self.pending: deque[PendingStore] = deque()
 
     @property
     def has_pending_work(self) -> bool:
         """Whether chunks are still to be offered. They may wait for ever for what stuck copies hold."""
-        return bool(self._pending) and (not self._shared.jobs.num_stuck or bool(self.held_blocks))
+        return bool(self.pending) and (not self._shared.jobs.num_stuck or bool(self.held_blocks))
 
     @property
     def held_blocks(self) -> Sequence[int]:
         """Blocks that are held."""
-        return tuple(chain.from_iterable(pending.held for pending in self._pending))
+        return tuple(chain.from_iterable(pending.held for pending in self.pending))
 
     def among(self, wanted: set[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are still to be offered."""
         found: set[OffloadKey] = set()
-        for pending in self._pending:
+        for pending in self.pending:
             for of_group, at in zip(pending.state.keys, pending.state.next_chunk, strict=True):
                 found |= wanted.intersection(of_group.keys[at:])
         return found
@@ -155,11 +157,11 @@ class PendingStores:
         if pending is None:
             self._shared.consumer.stores_abandoned(state)
             return
-        self._pending.append(pending)
+        self.pending.append(pending)
         if self._must_keep(state) or self._are_few(pending):
             self._hold(pending)
-        if len(self._pending) > MAX_PENDING_STORES:
-            self._let_go(self._pending.popleft())
+        if len(self.pending) > MAX_PENDING_STORES:
+            self._let_go(self.pending.popleft())
 
     def _must_keep(self, state: RequestState) -> bool:
         return state.is_awaited or self._shared.guests.worth(state).must_keep
@@ -193,29 +195,29 @@ class PendingStores:
 
     def give_up(self) -> None:
         """Let go of all of them."""
-        while self._pending:
-            self._let_go(self._pending.popleft())
+        while self.pending:
+            self._let_go(self.pending.popleft())
 
-    def plan(self) -> Iterator[CopyJob]:
-        """Yield pending stores, as far as stores may hold their blocks. To be called once in every step."""
+    def plan(self) -> list[CopyJob]:
+        """Return pending stores, as far as stores may hold their blocks. To be called in every step while there are any."""
         self._hold_time.note_step()
-        if not self._pending:
-            return
+        jobs: list[CopyJob] = []
         assert self._shared.context is not None, "without it there are none"
-        for pending in self._pending:  # all of them, even if stuck copies leave no room for any store
+        for pending in self.pending:  # all of them, even if stuck copies leave no room for any store
             if pending.held_until is not None and self._hold_time.has_passed(pending.held_until):
                 self._let_go(pending)
-        for pending in tuple(self._pending):
+        for pending in tuple(self.pending):
             # Look no further than what can be stored now: all of them together may be as long as the device pool.
             limit = self._shared.num_storable_chunks()
             if not limit:
-                return
+                break
             unstored = pending.unstored(self._shared.config.blocks_per_chunk, self._shared.context, limit)
-            yield from self._offering.store(unstored, limit, pending.forget_latest)
+            jobs += self._offering.store(unstored, limit, pending.forget_latest)
             is_all = all(each.end - each.first < limit or not each.keeps_blocks for each in unstored)
             if is_all and all(pending.state.next_chunk[each.group] >= each.end for each in unstored):
-                self._pending.remove(pending)
+                self.pending.remove(pending)
                 self._let_go(pending)
+        return jobs
 
 
 def _contents(block_ids: Sequence[int], context: SchedulerContext) -> list[_BlockContent]:

@@ -82,14 +82,13 @@ class PooledStores(EagerStores):
         if (device := self._listing) is not None:
             # Blocks that it has hit may be among the next victims, until it takes them out of the queue.
             num_tokens = min(state.request.num_tokens, num_hit_tokens + self._shared.pace.max_step_tokens)
-            device.watch(self._num_blocks(num_tokens), is_more=True)
+            device.watch_more(self._num_blocks(num_tokens))
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """List what the request leaves on the device, or else remember it."""
         num_tokens = min(state.request.num_tokens, state.store_limit)
         device = self._shared.device
         if device is not None and not state.is_awaited and any(block_ids) and num_tokens >= state.due_tokens:
-            state.extend_keys()
             offers = list(self._unoffered(state, device, block_ids, num_tokens))
             if offers and not self._must_store(sum([offer.end - offer.first for offer in offers])):
                 self._offering.list_on_device(offers)
@@ -110,16 +109,15 @@ class PooledStores(EagerStores):
             first = num_behind + known(keys.keys[num_behind:end])
         return first if first < end else None
 
-    def _store(self, offers: Sequence[Offer]) -> Iterator[CopyJob]:
-        """Yield the store of chunks that are awaited, or that host memory has room for; list the others."""
+    def _store(self, offers: Sequence[Offer]) -> list[CopyJob]:
+        """Return the store of chunks that are awaited, or that host memory has room for; list the others."""
         if self._shared.device is None or self._must_store(sum([offer.end - offer.first for offer in offers])):
-            yield from super()._store(offers)
-            return
+            return super()._store(offers)
         listed = [offer for offer in offers if self._cached[offer.group] and not offer.is_urgent]
         if listed:
             self._offering.list_on_device(listed)
-        if len(listed) < len(offers):
-            yield from super()._store([offer for offer in offers if offer not in listed])
+        rest = [offer for offer in offers if offer not in listed]
+        return super()._store(rest) if rest else []
 
     def _must_store(self, num_chunks: int) -> bool:
         """Whether so many chunks are stored as they are computed: there is room, or they would be lost, or a tier wants all."""
@@ -143,13 +141,14 @@ class PooledStores(EagerStores):
         manager.note_lost(keys)
         return tuple(self._save(handle, [lost[key] for key in handle.keys], is_held=False))
 
-    def plan(self, step: StepView) -> Iterator[CopyJob]:
-        """Yield the stores of what this step completes, and of what is evicted next if there is no time for that later."""
-        yield from super().plan(step)
+    def plan(self, step: StepView) -> list[CopyJob]:
+        """Return the stores of what this step completes, and of what is evicted next if there is no time for that later."""
+        jobs = super().plan(step)
         if (device := self._listing) is not None:
             if num_ahead := self._num_ahead():
-                yield from self._save_ahead(device, num_ahead, step)
+                jobs += self._save_ahead(device, num_ahead, step)
             device.watch(self._num_blocks_next(step))
+        return jobs
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """End a store. Blocks that were saved ahead go back to the head of the free queue, where they were."""
@@ -215,33 +214,34 @@ class PooledStores(EagerStores):
             return False
         return sum(1 for _ in islice(context.iter_free_blocks(), num_ahead)) < num_ahead
 
-    def _save_ahead(self, device: DeviceChunks, num_ahead: int, step: StepView) -> Iterator[CopyJob]:
-        """Yield the store of what is evicted next. So many blocks stay free as the step's requests need in the next one."""
+    def _save_ahead(self, device: DeviceChunks, num_ahead: int, step: StepView) -> list[CopyJob]:
+        """Return the store of what is evicted next. So many blocks stay free as the step's requests need in the next one."""
         shared, context = self._shared, self._shared.context
         limit = shared.num_storable_blocks()
         next_lost = {key: at for key, at in device.next_lost(num_ahead) if key not in self._refused}
         wanted = shared.manager.listed(list(next_lost))
         if not wanted or not limit or context is None:
-            return
+            return []
         num_kept_free = self._num_blocks_next(step)
         num_free = sum(1 for _ in islice(context.iter_free_blocks(), len(wanted) + num_kept_free))
         keys = wanted[: max(0, min(limit, num_free - num_kept_free))]
-        if keys:
-            handle = shared.manager.prepare_saves(keys)
-            self._refused.update(set(keys).difference(handle.keys))
-            block_ids = [next_lost[key] for key in handle.keys]
-            shared.holder.hold(block_ids)
-            yield from self._save(handle, block_ids, is_held=True)
+        if not keys:
+            return []
+        handle = shared.manager.prepare_saves(keys)
+        self._refused.update(set(keys).difference(handle.keys))
+        block_ids = [next_lost[key] for key in handle.keys]
+        shared.holder.hold(block_ids)
+        return self._save(handle, block_ids, is_held=True)
 
-    def _save(self, handle: SlotReservation, block_ids: Sequence[int], *, is_held: bool) -> Iterator[CopyJob]:
+    def _save(self, handle: SlotReservation, block_ids: Sequence[int], *, is_held: bool) -> list[CopyJob]:
         shared = self._shared
         if not handle.keys:
             handle.commit()
-            return
+            return []
         sources, rows, groups = rows_to_store(block_ids, range(len(block_ids)), handle.keys, handle.slots, 1)
         store = Store(shared.jobs.new_id(), frozenset(), handle, sources if is_held else (), is_save=True)
         shared.guests.store_begins(store, ())
-        yield start_store(shared, store, rows, groups, sources)
+        return [start_store(shared, store, rows, groups, sources)]
 
     def _unoffered(
         self, state: RequestState, device: DeviceChunks, block_ids: BlockIds, num_tokens: int

@@ -192,6 +192,7 @@ class Offer(StoreOffer):
             takes.
         state: the request.
         group: index of the group.
+        of_group: all of the request's chunks in the group.
         table: block ids of the request in the group; null where the KV is gone.
         first: number of the first of them.
         end: number of the chunk to stop before.
@@ -201,23 +202,18 @@ class Offer(StoreOffer):
         block_ids: their device blocks.
     """
 
-    __slots__ = ("block_ids", "chunks", "end", "first", "group", "is_urgent", "rest", "state", "table")
+    __slots__ = ("block_ids", "chunks", "end", "first", "group", "is_urgent", "of_group", "rest", "state", "table")
 
     def __init__(
         self, state: RequestState, group: int, table: Sequence[int], first: int, end: int, *, is_urgent: bool = False
     ) -> None:
         self.state, self.group, self.table, self.is_urgent = state, group, table, is_urgent
         self.first, self.end, self.rest = first, end, end
-        self.tenant, self.level = state.tenant, NORMAL
+        self.of_group, self.tenant, self.level = state.keys[group], state.tenant, NORMAL
         self.keys: Sequence[OffloadKey] = ()
         self.chunks: Sequence[int] = ()
         self.block_ids: Sequence[int] = ()
         self.parent = None
-
-    @property
-    def of_group(self) -> ChunkKeys:
-        """All of the request's chunks in the group."""
-        return self.state.keys[self.group]
 
     @property
     def keeps_blocks(self) -> bool:

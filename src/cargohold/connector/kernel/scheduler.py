@@ -17,7 +17,6 @@ from cargohold.connector.kernel.jobs import (
     OffloadingMetadata,
     RequestHolder,
     Store,
-    TouchHolder,
 )
 from cargohold.connector.kernel.loads import Loads, TierLookup
 from cargohold.connector.kernel.requests import NEVER, RequestState
@@ -70,7 +69,7 @@ class KernelScheduler(KVConnectorScheduler):
     ) -> None:
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         holder = LockHolder() if environment.applies_locks else RequestHolder()
-        self._shared = Shared(
+        self.shared = Shared(
             config,
             environment.layout,
             manager,
@@ -83,19 +82,21 @@ class KernelScheduler(KVConnectorScheduler):
             environment.prefix_caching,
             environment.shares_loads,
         )
-        self._guests = self._shared.guests
-        self._requests: dict[str, RequestState] = {}
+        self._guests = self.shared.guests
+        self.requests: dict[str, RequestState] = {}
         self._lookup = TierLookup(
-            self._shared,
+            self.shared,
             shares_loads=environment.prefix_caching and environment.shares_loads,
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
         )
-        self._loads = Loads(self._shared, self._requests)
-        self._stores = make_stores(self._shared, self._requests)
+        self._loads = Loads(self.shared, self.requests)
+        self.stores = make_stores(self.shared, self.requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()
         self._give_up_after_s = environment.give_up_loads_after_s
+        timeout_s = config.transfer_timeout_s
+        self._end_s, self._connector_end_s = END.seconds(timeout_s), CONNECTOR.seconds(timeout_s)
         # Loads that were given up since the last step.
         self._given_up: list[int] = []
         self._loads_in_step = environment.loads_in_step
@@ -103,23 +104,22 @@ class KernelScheduler(KVConnectorScheduler):
     @property
     def holds_outlive_requests(self) -> bool:
         """Whether blocks being copied are held for the copy itself; otherwise only their request holds them."""
-        return self._shared.holder.outlives_requests
+        return self.shared.holder.outlives_requests
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def bind_scheduler_context(self, context: SchedulerContext) -> None:
         """Keep the context; from now on hold blocks by touching them."""
-        self._shared.context = context
-        self._shared.holder = TouchHolder(context)
-        self._stores.use_context()
+        self.shared.use_context(context)
+        self.stores.use_context()
 
     def on_new_request(self, request: RequestView) -> None:
         """Remember the request. Raises ``RequestError`` if its ``kv_transfer_params`` are invalid."""
-        shared = self._shared
+        shared = self.shared
         options = {"store_generated": shared.config.store_generated, "read_only": shared.config.read_only}
         state = RequestState.create(request, shared.new_keys(), **options)
         self._guests.request_new(state)
-        self._requests[request.request_id] = state
+        self.requests[request.request_id] = state
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the request's blocks if copies of them are in flight that cannot be protected otherwise.
@@ -129,25 +129,26 @@ class KernelScheduler(KVConnectorScheduler):
         keeps_blocks = self._needs_request(request.request_id)
         if keeps_blocks:
             self._lingering.add(request.request_id)
-        state = self._requests[request.request_id]
+        state = self.requests[request.request_id]
         state.lookup, state.has_ended = None, True
-        self._stores.end_request(state, block_ids)
+        state.extend_keys()
+        self.stores.end_request(state, block_ids)
         for keys in state.keys:
-            self._shared.manager.end_turn(keys.keys, request.turn_end)
+            self.shared.manager.end_turn(keys.keys, request.turn_end)
         self._guests.request_ended(state, block_ids)
-        return keeps_blocks, self._shared.consumer.response_params(state)
+        return keeps_blocks, self.shared.consumer.response_params(state)
 
     def explain(self, request_id: str) -> CacheReport:
         """Return what was decided for the request, and why; forget the request."""
-        state = self._requests.pop(request_id)
+        state = self.requests.pop(request_id)
         return CacheReport(dict(state.restored_tokens), tuple(state.notes))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones the tier can give back; long loads are asynchronous."""
-        state = self._requests[request.request_id]
-        if self._shared.jobs.num_stuck_blocks > self._shared.max_store_blocks:
+        state = self.requests[request.request_id]
+        if self.shared.jobs.num_stuck_blocks > self.shared.max_store_blocks:
             # A load might get stuck, too, and take more blocks out of service.
             state.note_once("nothing was looked up: stuck copies hold too many blocks")
             return 0, False
@@ -155,23 +156,24 @@ class KernelScheduler(KVConnectorScheduler):
         self._guests.request_asked(state, num_tokens is not None)
         if num_tokens is None:
             return None, False
-        self._stores.expect(state, num_tokens)
+        if self.shared.device is not None:
+            self.stores.expect(state, num_tokens)
         num_external_tokens = num_tokens - num_computed_tokens
         state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
         return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
 
     def get_shared_prefix_end(self, request: RequestView) -> int:
         """Return how far full attention is kept if windows or states are not, as the last look-up has found it."""
-        lookup = self._requests[request.request_id].lookup
+        lookup = self.requests[request.request_id].lookup
         return 0 if lookup is None else lookup.shared_end
 
     def expect_tokens(self, request: RequestView, num_tokens: int) -> None:
         """Expect the device to lose what lies in the blocks that the request gets for another connector's load."""
-        self._stores.expect(self._requests[request.request_id], num_tokens, is_elsewhere=True)
+        self.stores.expect(self.requests[request.request_id], num_tokens, is_elsewhere=True)
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""
-        state = self._requests[request.request_id]
+        state = self.requests[request.request_id]
         state.max_computed_tokens = request.num_tokens  # how many are computed by now is to be asked
         lookup, state.lookup = state.lookup, None
         if lookup is None and state.was_admitted:
@@ -191,7 +193,7 @@ class KernelScheduler(KVConnectorScheduler):
             lookup.num_computed_tokens, num_hit_tokens, sources, is_first=not state.was_admitted
         )
         self._guests.request_admitted(state, admission)
-        self._stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
+        self.stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = "although more was found: the engine loaded no more"
         if lookup.num_tokens <= num_hit_tokens:
             why_no_more = self._lookup.why_no_more(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
@@ -206,25 +208,25 @@ class KernelScheduler(KVConnectorScheduler):
         """
         self._pace.begin(step)
         self._guests.step_begins(step)
-        saves = self._stores.plan_saves()
+        saves = self.stores.plan_saves()
         given_up, self._given_up = (*self._given_up, *self._give_up_overdue()), []
-        finish_stores = self._must_finish_stores(step)
-        stores = tuple(self._stores.plan(step))
-        loads, release = self._loads.take_planned(), self._take_released()
-        worker_message = self._shared.below.worker_message()
+        finish_stores = not self.shared.holder.outlives_requests and self._must_finish_stores(step)
+        stores = tuple(self.stores.plan(step))
+        loads, release = self._loads.take_planned(), self._take_released() if self._lingering else ()
+        worker_message = self.shared.below.worker_message()
         if not (loads or stores or saves or finish_stores or release or given_up or worker_message):
             return NOTHING_TO_DO  # most steps
         return OffloadingMetadata(loads, stores, saves, finish_stores, release, given_up, worker_message)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
-        self._shared.below.worker_reported(connector_output)
+        self.shared.below.worker_reported(connector_output)
         self._loads.note_copied(connector_output.kv_connector_stats)
         self._loads.note_invalid(connector_output.invalid_block_ids)
         if connector_output.step_failed or connector_output.invalid_block_ids:
             self._spoil_stores(connector_output.spoiled_requests)
         for job_id, outcome in connector_output.jobs.items():
-            job, since = self._shared.jobs.end(job_id)
+            job, since = self.shared.jobs.end(job_id)
             if isinstance(job, Load):
                 if since is None:
                     self._loads.end_given_up(job, outcome)
@@ -232,48 +234,48 @@ class KernelScheduler(KVConnectorScheduler):
                     self._loads.end(job, outcome, connector_output)
                 self._guests.load_ended(job, since, outcome)
             elif isinstance(job, Store):
-                self._stores.end(job, outcome)
+                self.stores.end(job, outcome)
                 self._guests.store_ended(job, since, outcome)
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return locks and unlocks, if blocks are held by locks."""
-        self._pace.end(self._shared.stats)
-        self._shared.below.step_ends()
-        return self._shared.holder.take_report()
+        self._pace.end(self.shared.stats)
+        self.shared.below.step_ends()
+        return self.shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
         """Whether jobs are in flight, blocks of ended requests are kept or still to be stored, or a guest is busy."""
-        is_busy = bool(self._shared.jobs.num_awaited or self._lingering) or self._stores.has_pending_work
+        is_busy = bool(self.shared.jobs.num_awaited or self._lingering) or self.stores.has_pending_work
         return is_busy or self._guests.is_busy()
 
     # --- on demand ----------------------------------------------------------------------------------------------------
 
     def num_stuck_references(self) -> int:
         """Return the number of references that it holds for copies that did not end in time."""
-        return self._shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
+        return self.shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
 
     def give_up_transfers(self) -> None:
         """Make transfers in flight void. Stores let go of their blocks at once, loads when their copies have ended.
 
         Slots stay theirs until then, too.
         """
-        shared = self._shared
+        shared = self.shared
         shared.holder.release(shared.jobs.give_up_stores())
-        self._stores.give_up()
+        self.stores.give_up()
         for load in shared.jobs.give_up_loads() if self._can_give_up_loads else ():
             self._given_up.append(load.job_id)
-            if (state := self._requests.get(load.request_id)) is not None:
+            if (state := self.requests.get(load.request_id)) is not None:
                 state.notes.append(f"the load from {shared.tier} was abandoned, because the device's cache was reset")
                 state.offer_again_from(0)
 
     def reset_cache(self) -> bool:
         """Forget every chunk, unless a job is in flight or a guest says no."""
         # Engines may not show a connector their requests until it is reset: how far these have come is to be asked then.
-        for state in self._requests.values():
+        for state in self.requests.values():
             state.max_computed_tokens = NEVER
-        is_reset = not self._shared.jobs and self._shared.below.may_reset() and self._shared.manager.reset()
+        is_reset = not self.shared.jobs and self.shared.below.may_reset() and self.shared.manager.reset()
         if is_reset:
-            self._stores.use_namespace()
+            self.stores.use_namespace()
             self._guests.reset()
         return is_reset
 
@@ -283,7 +285,7 @@ class KernelScheduler(KVConnectorScheduler):
 
     def get_kv_connector_stats(self) -> Stats:
         """Return the kernel's counters since the last call."""
-        stats, self._shared.stats = self._shared.stats, Tally()
+        stats, self.shared.stats = self.shared.stats, Tally()
         return stats
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -298,11 +300,11 @@ class KernelScheduler(KVConnectorScheduler):
 
     def _mark_used(self, state: RequestState) -> list[int]:
         """Mark a request's chunks as used, unless that was done while it waited; return how many leading ones are there."""
-        manager = self._shared.manager
+        manager = self.shared.manager
         if state.is_marked:
             return [len(manager.lookup_run(keys.keys)) for keys in state.keys]
         num_ready = [manager.touch(keys.keys) for keys in state.keys]
-        self._shared.below.chunks_used(state)
+        self.shared.below.chunks_used(state)
         return num_ready
 
     @property
@@ -315,19 +317,20 @@ class KernelScheduler(KVConnectorScheduler):
 
         Their blocks and slots stay held until all workers have reported them, however late: a copy may still be at work.
         """
-        shared, is_safe = self._shared, self._can_give_up_loads
-        limit_s = (END if is_safe else CONNECTOR).seconds(shared.config.transfer_timeout_s)
-        if self._give_up_after_s is not None and is_safe:
-            limit_s = min(limit_s, self._give_up_after_s)
-        overdue = shared.jobs.take_overdue(limit_s)
-        if overdue and not is_safe:
+        limit_s = self._connector_end_s
+        if self._give_up_after_s is not None and self.shared.holder.outlives_requests:
+            limit_s = min(self._end_s, self._give_up_after_s)
+        overdue = self.shared.jobs.take_overdue(limit_s)
+        if not overdue:
+            return ()  # nearly always
+        if not self._can_give_up_loads:
             raise ContractError(self.name, f"its workers did not end job {overdue[0].job_id} within {limit_s:g} s")
         for job in overdue:
             self._note_stuck(job, limit_s)
         return tuple(job.job_id for job in overdue if isinstance(job, Load))
 
     def _note_stuck(self, job: Load | Store, limit_s: float) -> None:
-        shared = self._shared
+        shared = self.shared
         is_load = isinstance(job, Load)
         shared.stats[metrics.FAILURES.of("load" if is_load else "store")] += 1
         shared.failures.warning(
@@ -337,7 +340,7 @@ class KernelScheduler(KVConnectorScheduler):
             limit_s,
             shared.tier,
         )
-        if isinstance(job, Load) and (state := self._requests.get(job.request_id)) is not None:
+        if isinstance(job, Load) and (state := self.requests.get(job.request_id)) is not None:
             num_tokens = len(job.origins)
             state.notes.append(
                 f"the load from {shared.tier} did not end within {limit_s:g} s; {num_tokens} tokens are computed instead"
@@ -350,31 +353,29 @@ class KernelScheduler(KVConnectorScheduler):
         failed for these alone: failures are rare, and chunks that are given up are offered again. So are those that were
         listed: they are computed again in other blocks of the device.
         """
-        if self._shared.device is not None:
-            for request_id in self._requests.keys() & spoiled_requests or self._requests:
-                self._requests[request_id].offer_again_from(0)
-        for store in self._shared.jobs.stores():
+        if self.shared.device is not None:
+            for request_id in self.requests.keys() & spoiled_requests or self.requests:
+                self.requests[request_id].offer_again_from(0)
+        for store in self.shared.jobs.stores():
             if spoiled_requests and spoiled_requests.isdisjoint(store.request_ids):
                 continue
             store.is_spoiled = True
-            for request_id in store.request_ids & self._requests.keys():
-                self._requests[request_id].offer_again_from(0)
+            for request_id in store.request_ids & self.requests.keys():
+                self.requests[request_id].offer_again_from(0)
 
     def _needs_request(self, request_id: str) -> bool:
         """Whether a store reads the request's blocks and only the request's own references protect them."""
-        return not self._shared.holder.outlives_requests and self._shared.jobs.is_storing(request_id)
+        return not self.shared.holder.outlives_requests and self.shared.jobs.is_storing(request_id)
 
     def _must_finish_stores(self, step: StepView) -> bool:
         """Whether this step may overwrite blocks that stores read: of preempted requests, or that windows have left behind."""
-        if self._shared.holder.outlives_requests or not self._shared.jobs.num_store_blocks:
+        if not self.shared.jobs.num_store_blocks:
             return False
-        gives_blocks_back = any(group.kind is not AttentionKind.FULL for group in self._shared.layout.groups)
+        gives_blocks_back = any(group.kind is not AttentionKind.FULL for group in self.shared.layout.groups)
         return gives_blocks_back or any(self._needs_request(request_id) for request_id in step.preempted_req_ids)
 
     def _take_released(self) -> tuple[str, ...]:
         """Return the ended requests whose last store has ended since the last step; they need not linger any more."""
-        if not self._lingering:
-            return ()
         released = tuple(sorted(lingering for lingering in self._lingering if not self._needs_request(lingering)))
         self._lingering.difference_update(released)
         return released
@@ -389,8 +390,8 @@ class KernelScheduler(KVConnectorScheduler):
             if num_missing
             else "only the last is computed again, for its logits"
         )
-        found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self._shared.tier: 0}).items())
+        found = " and ".join(f"{count} more in {tier}" for tier, count in (sources or {self.shared.tier: 0}).items())
         state.notes.append(f"of {num_tokens} tokens, {num_computed_tokens} were on the device and {found}; {left}")
         if not state.was_admitted:
-            self._shared.stats[metrics.ASKED.of()] += num_tokens
-            self._shared.stats[metrics.FOUND_ON_DEVICE.of()] += num_computed_tokens
+            self.shared.stats[metrics.ASKED.of()] += num_tokens
+            self.shared.stats[metrics.FOUND_ON_DEVICE.of()] += num_computed_tokens

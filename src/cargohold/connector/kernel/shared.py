@@ -10,7 +10,8 @@ from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager, chunk
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.device import DeviceChunks
 from cargohold.connector.kernel.guest import Below, Consumer, Guests
-from cargohold.connector.kernel.jobs import BlockHolder, JobTable
+from cargohold.connector.kernel.jobs import BlockHolder, JobTable, TouchHolder
+from cargohold.deadlines import START
 from cargohold.errors import SparingLog
 from cargohold.pace import StepPace
 from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerContext, Series, Tally
@@ -35,6 +36,7 @@ class Shared:
         consumer: what waits for all chunks of a request.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
+        keeps_ended: whether chunks can be stored after their request has ended: its blocks stay, and what they hold is known.
         caches_all: whether its prefix cache keeps the blocks of all groups; otherwise those of full attention alone.
         context: the engine's block pool; ``None`` if the engine gives none.
         namespace: number of the namespace in which chunks have their keys now.
@@ -44,6 +46,7 @@ class Shared:
         pace: how fast the engine computes.
         block_s: seconds that a worker has lately taken to ``load`` a block, and to ``store`` one.
         max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
+        start_s: seconds after which a copy is given up that has not started.
     """
 
     config: KernelConfig
@@ -63,12 +66,15 @@ class Shared:
     namespace: int = 0
     stats: Tally = field(default_factory=Tally)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
+    keeps_ended: bool = False
     max_store_blocks: int = field(init=False)
+    start_s: float = field(init=False)
     guests: Guests = field(default_factory=Guests)
     below: Below = field(default_factory=Below)
     consumer: Consumer = field(default_factory=Consumer)
 
     def __post_init__(self) -> None:
+        self.start_s = START.seconds(self.config.transfer_timeout_s)
         fraction = self.config.max_inflight_fraction
         self.max_store_blocks = max(self.config.blocks_per_chunk, int(self.layout.num_blocks * fraction))
 
@@ -77,11 +83,11 @@ class Shared:
         """Names of the tiers: that of host memory, and of what lies below."""
         return (self.tier, *self.below.tiers)
 
-    @property
-    def keeps_ended(self) -> bool:
-        """Whether chunks can be stored after their request has ended: its blocks are kept as they are, or can be reported."""
+    def use_context(self, context: SchedulerContext) -> None:
+        """Keep the engine's block pool; from now on hold blocks by touching them."""
+        self.context, self.holder = context, TouchHolder(context)
         keeps_blocks = all(group.kind is AttentionKind.FULL for group in self.layout.groups)
-        return keeps_blocks and self.prefix_caching and self.context is not None
+        self.keeps_ended = keeps_blocks and self.prefix_caching
 
     def note_on_device(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> None:
         """Note which blocks of the device pool hold chunks, or will when the step is over, if it is part of the cache."""

@@ -6,7 +6,7 @@ completed more than stores may hold is chosen in ``offers``; what ended requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, TypeAlias
 
@@ -86,8 +86,8 @@ class EagerStores:
             firsts.append(num_hit_tokens // keys.chunk_tokens if first is None else first)
         state.offer_from(firsts)
 
-    def plan(self, step: StepView) -> Iterator[CopyJob]:
-        """Yield stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
+    def plan(self, step: StepView) -> list[CopyJob]:
+        """Return stores of the chunks that this step completes and that were not offered yet; first those of ended requests."""
         requests = self._requests
         due, is_urgent = [], False
         for at, (request_id, num_tokens) in enumerate(step.num_scheduled_tokens.items()):
@@ -98,10 +98,14 @@ class EagerStores:
                 is_urgent |= state.is_awaited or state.due_tokens <= state.request.num_prompt_tokens
         if due and not is_urgent and self._may_wait(len(step.num_scheduled_tokens), len(due)):
             self._num_waited += 1
-            return self.plan_for(())
-        self._num_waited = 0
-        scheduled = step.scheduled
-        return self.plan_for([scheduled[at] for at in due])
+            due.clear()
+        else:
+            self._num_waited = 0
+        jobs = self._pending.plan() if self._pending.pending else []
+        if due:
+            scheduled = step.scheduled
+            jobs += self.plan_for([scheduled[at] for at in due])
+        return jobs
 
     def _may_wait(self, num_requests: int, num_due: int) -> bool:
         """Whether generated chunks may wait for others, because one alone costs two or three times what it costs among many.
@@ -113,9 +117,8 @@ class EagerStores:
         is_worth_it = num_to_come >= _SEVERAL and num_due < _MANY
         return is_worth_it and self._num_waited < self._max_wait and self._shared.keeps_ended
 
-    def plan_for(self, shares: Sequence[ScheduledRequest]) -> Iterator[CopyJob]:
-        """Yield the stores of ``plan`` for some requests' parts of a step. To be called once in every step."""
-        yield from self._pending.plan()
+    def plan_for(self, shares: Sequence[ScheduledRequest]) -> list[CopyJob]:
+        """Return the stores of ``plan`` for some requests' parts of a step."""
         unstored: list[Offer] = []
         requests = self._requests
         for share in shares:
@@ -134,11 +137,10 @@ class EagerStores:
                     if first < end:
                         # What a request waits for may end with this step.
                         unstored.append(Offer(state, group, tables[group], first, end, is_urgent=state.is_awaited))
-        if unstored:
-            yield from self._store(unstored)
+        return self._store(unstored) if unstored else []
 
-    def _store(self, offers: Sequence[Offer]) -> Iterator[CopyJob]:
-        """Yield the store of complete chunks that were not offered before."""
+    def _store(self, offers: Sequence[Offer]) -> list[CopyJob]:
+        """Return the store of complete chunks that were not offered before."""
         return self._offering.store(offers, self._shared.num_storable_chunks())
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:

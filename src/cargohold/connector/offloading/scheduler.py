@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,10 +17,7 @@ from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.lower_tiers import LowerTierGuest
 from cargohold.connector.guests.meters import Meters
 from cargohold.connector.kernel.guest import ContainedGuest, Guest, GuestView, counted_by_guests
-from cargohold.connector.kernel.jobs import JobTable
-from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.scheduler import KernelScheduler
-from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.option_values import made_by
 from cargohold.protocol import (
@@ -107,18 +104,18 @@ class OffloadingScheduler(KernelScheduler):
     ) -> None:
         super().__init__(config, environment, manager, make_stores)
         self.lower = lower
-        self._events = tier_events(environment, manager, lower, self._shared)
-        self._answers = KeptAnswers(manager, self._mark_used)
-        self._meters = Meters(self._shared, environment, lower)
-        self._handoff = self._shared.consumer = HandingOff(lower)
-        self._hints = Hints(config, manager, self._shared.new_keys, environment.clock, self._requests)
-        self._hints.grants.coming = self._stores.coming
-        self._below = None
+        self._events = tier_events(environment, manager, lower, self.shared)
+        self.answers = KeptAnswers(manager, self._mark_used)
+        self._meters = Meters(self.shared, environment, lower)
+        self._handoff = self.shared.consumer = HandingOff(lower)
+        self.hints = Hints(config, manager, self.shared.new_keys, environment.clock, self.requests)
+        self.hints.grants.coming = self.stores.coming
+        self.below = None
         if lower is not None:
-            self._below = self._shared.below = self._make_below(lower, config, environment)
-        view = GuestView(environment.layout, environment.clock, manager.lookup, counted_by_guests(self._shared.count))
+            self.below = self.shared.below = self._make_below(lower, config, environment)
+        view = GuestView(environment.layout, environment.clock, manager.lookup, counted_by_guests(self.shared.count))
         own = [ContainedGuest(made_by("guests", guest, Guest, view)) for guest in config.guests]
-        guests = (self._events, self._answers, self._meters, self._handoff, self._hints, self._below, *own)
+        guests = (self._events, self.answers, self._meters, self._handoff, self.hints, self.below, *own)
         self._weights = NamedWeights()
         self._keeps_weights = environment.keeps_weights
         self._guests.add([guest for guest in guests if guest is not None])
@@ -129,7 +126,7 @@ class OffloadingScheduler(KernelScheduler):
         """Make what lower tiers are for the kernel, and connect the guests with it."""
         only_if_faster = config.restore == RESTORE_IF_FASTER
         prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
-        below, hints = LowerTierGuest(lower, prefetcher, self._shared.jobs.new_id, environment), self._hints
+        below, hints = LowerTierGuest(lower, prefetcher, self.shared.jobs.new_id, environment), self.hints
         lower.describe_by(self._notes_of)
         below.num_announced = self._handoff.num_announced
         lower.on_arrived = hints.note_stored
@@ -143,22 +140,22 @@ class OffloadingScheduler(KernelScheduler):
 
     def use_weights(self, name: str) -> bool:
         """Give chunks keys of other weights' namespace, unless a load is in flight. What is kept stays, and ages."""
-        shared = self._shared
+        shared = self.shared
         if any(shared.jobs.is_loading(load.job_id) for load in shared.jobs.loads()):
             return False
         namespace = self._weights.number_of(name)
         if namespace is None:
             return self.reset_cache()
         self.give_up_transfers()
-        self._answers.reset()
+        self.answers.reset()
         shared.namespace = namespace
-        self._stores.use_namespace()
-        for state in self._requests.values():
+        self.stores.use_namespace()
+        for state in self.requests.values():
             state.move_to(shared.new_keys())
         self._meters.reset()
-        self._hints.void_all()
-        if self._below is not None:
-            self._below.use_namespace(namespace, name if self._keeps_weights else "")
+        self.hints.void_all()
+        if self.below is not None:
+            self.below.use_namespace(namespace, name if self._keeps_weights else "")
         if self._events is not None:
             self._events.use_namespace(namespace)
         return True
@@ -170,64 +167,9 @@ class OffloadingScheduler(KernelScheduler):
             self._weights.forget()
         return is_reset
 
-    @property
-    def namespace(self) -> int:
-        """Number of the namespace in which chunks have their keys now: for inspection."""
-        return self._shared.namespace
-
-    @property
-    def shared(self) -> Shared:
-        """What the kernel's parts share: for inspection."""
-        return self._shared
-
-    @property
-    def jobs(self) -> JobTable:
-        """Transfers in flight: for inspection."""
-        return self._shared.jobs
-
-    @property
-    def manager(self) -> OffloadManager:
-        """The manager of the tier: for inspection."""
-        return self._shared.manager
-
-    @property
-    def answers(self) -> KeptAnswers:
-        """What is pinned for requests that have no blocks for it yet: for inspection."""
-        return self._answers
-
-    @property
-    def requests(self) -> Mapping[str, RequestState]:
-        """The requests that the connector knows, by id: for inspection."""
-        return self._requests
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Number of engine blocks in a chunk: for inspection."""
-        return self._shared.config.blocks_per_chunk
-
-    @property
-    def max_store_blocks(self) -> int:
-        """Maximum number of device blocks that stores in flight may hold."""
-        return self._shared.max_store_blocks
-
-    @property
-    def held_blocks(self) -> Sequence[int]:
-        """Blocks of ended requests that are held until their KV is stored: for inspection."""
-        return self._stores.held_blocks
-
-    @property
-    def hints(self) -> Hints:
-        """Leases and priorities: for inspection."""
-        return self._hints
-
-    @property
-    def below(self) -> LowerTierGuest | None:
-        """Lower tiers, as a guest: for inspection."""
-        return self._below
-
     def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
         """Carry out hints about a request that it knows, or about a prefix without one."""
-        return self._hints.on_hints(request, hints)
+        return self.hints.on_hints(request, hints)
 
     def take_events(self) -> Iterable[KVEvent]:
         """Return the events of chunks that became available in the tiers or were removed, if anyone listens."""
@@ -235,11 +177,11 @@ class OffloadingScheduler(KernelScheduler):
 
     def take_hint_events(self) -> Iterable[HintEvent]:
         """Return how hints have ended since the last call."""
-        return self._hints.take_events()
+        return self.hints.take_events()
 
     def get_contents(self) -> Sequence[TierContents]:
         """Return what is in host memory; tiers below have no list by tenant or prefix."""
-        shared, hints, meters = self._shared, self._hints, self._meters
+        shared, hints, meters = self.shared, self.hints, self._meters
         return [
             TierContents(
                 tier=shared.tier,
@@ -257,8 +199,8 @@ class OffloadingScheduler(KernelScheduler):
     def get_kv_connector_stats(self) -> Stats:
         """Return counters since the last call."""
         meters = self._meters
-        of_hints = self._hints.take_stats(self._shared.tier, meters.num_bytes(1))
-        below = {} if self._below is None else self._below.take_stats()
+        of_hints = self.hints.take_stats(self.shared.tier, meters.num_bytes(1))
+        below = {} if self.below is None else self.below.take_stats()
         return {**super().get_kv_connector_stats(), **meters.take_stats(), **of_hints, **below}
 
     def get_outages(self) -> Sequence[Outage]:
@@ -268,7 +210,7 @@ class OffloadingScheduler(KernelScheduler):
     def _notes_of(self, keys: Sequence[OffloadKey]) -> Sequence[Note]:
         """Return what lower tiers are to keep with chunks that are written down now; nothing if that is nothing for all."""
         notes = [] if self._events is None else self._events.notes_of(keys)
-        if not self._hints:
+        if not self.hints:
             return notes
-        retained = list(map(self._hints.grants.retention_of, keys))
+        retained = list(map(self.hints.grants.retention_of, keys))
         return [replace(note, retention=of) for note, of in zip(notes or [NO_NOTE] * len(keys), retained, strict=True)]

@@ -383,7 +383,7 @@ def innermost_guards(connector: KVConnectorScheduler) -> list[ConnectorGuard]:
 
 def num_stuck_jobs(connector: KVConnectorScheduler) -> int:
     """How many jobs of connectors that are not turned off have not ended in time, and may never end."""
-    return sum(side.jobs.num_stuck for side in live_sides(connector))
+    return sum(side.shared.jobs.num_stuck for side in live_sides(connector))
 
 
 def forget_engine(connector: KVConnectorScheduler) -> None:
@@ -392,11 +392,11 @@ def forget_engine(connector: KVConnectorScheduler) -> None:
     Here the tier outlives the process, as if it were another's; what hints asked for does not.
     """
     for side, _ in offloading_sides(connector):
-        side.manager.rank([key for grant in side.hints.grants for key in grant.keys], NORMAL)
+        side.shared.manager.rank([key for grant in side.hints.grants for key in grant.keys], NORMAL)
         side.answers.reset()
-        for load in list(side.jobs.loads()):
+        for load in list(side.shared.jobs.loads()):
             load.handle.release()
-        for store in list(side.jobs.stores()):
+        for store in list(side.shared.jobs.stores()):
             store.handle.forfeit()
 
 

@@ -37,30 +37,33 @@ class Backlog:
     Args:
         limit: maximum number of chunks; beyond it, those at the front are dropped.
         max_retry_s: maximum number of seconds after which a chunk that the tier has not taken comes again.
+
+    Attributes:
+        parents: the chunks, each with the chunk before it in its prefix, or ``None``.
     """
 
     def __init__(self, limit: int, max_retry_s: float = MAX_RETRY_S) -> None:
         self._limit = limit
         self.max_retry_s = max_retry_s
-        self._parents: dict[OffloadKey, OffloadKey | None] = {}
+        self.parents: dict[OffloadKey, OffloadKey | None] = {}
 
     def __len__(self) -> int:
-        return len(self._parents)
+        return len(self.parents)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._parents
+        return key in self.parents
 
     def add(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Append chunks that do not wait already; ``parents`` has the chunk before each in its prefix, or ``None``."""
-        self._parents.update(zip(keys, map(parents.__getitem__, keys), strict=True))
-        if len(self._parents) > self._limit:
-            self._take_first(len(self._parents) - self._limit)
+        self.parents.update(zip(keys, map(parents.__getitem__, keys), strict=True))
+        if len(self.parents) > self._limit:
+            self._take_first(len(self.parents) - self._limit)
 
     def postpone(self, keys: Iterable[OffloadKey]) -> None:
         """Move waiting chunks of ``keys``, which were just used, to the end: the last of the prefix in front of the first."""
         for key in reversed(list(keys)):
-            if key in self._parents:
-                self._parents[key] = self._parents.pop(key)
+            if key in self.parents:
+                self.parents[key] = self.parents.pop(key)
 
     def take(
         self, limit: int, ready: Callable[[Sequence[OffloadKey]], Sequence[OffloadKey]]
@@ -79,7 +82,7 @@ class Backlog:
             the first ``MAX_LOOKS`` chunks is ready. Chunks that are not ready are taken out, too.
         """
         parents: dict[OffloadKey, OffloadKey | None] = {}
-        num_looks = min(len(self._parents), MAX_LOOKS)
+        num_looks = min(len(self.parents), MAX_LOOKS)
         while num_looks and len(parents) < limit:
             num_next = min(num_looks, limit - len(parents))
             num_looks -= num_next
@@ -90,13 +93,13 @@ class Backlog:
 
     def clear(self) -> None:
         """Drop all waiting chunks."""
-        self._parents.clear()
+        self.parents.clear()
 
     def _take_first(self, count: int) -> dict[OffloadKey, OffloadKey | None]:
         # Many at once: a dict steps over what was removed in front of the first one each time that it looks for that.
-        first = dict(islice(self._parents.items(), count))
+        first = dict(islice(self.parents.items(), count))
         for key in first:
-            del self._parents[key]
+            del self.parents[key]
         return first
 
 
@@ -125,14 +128,17 @@ class RetryQueue:
     Args:
         limit: maximum number of chunks; beyond it, those that were not taken first are forgotten.
         clock: monotonic time in seconds.
+
+    Attributes:
+        times: when chunks are offered again by themselves, with the chunks before them, the first one first. Some may have been
+            forgotten since.
     """
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self._limit = limit
         self._clock = clock
         self._chunks: dict[OffloadKey, _Untaken] = {}
-        # When chunks are offered again by themselves, with the chunks before them. Some may have been forgotten since.
-        self._times: list[tuple[float, OffloadKey, OffloadKey | None]] = []
+        self.times: list[tuple[float, OffloadKey, OffloadKey | None]] = []
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -143,7 +149,7 @@ class RetryQueue:
     @property
     def is_any_coming(self) -> bool:
         """Whether some chunk is offered again by itself."""
-        return bool(self._times)
+        return bool(self.times)
 
     def is_coming(self, key: OffloadKey) -> bool:
         """Whether a chunk is offered again by itself."""
@@ -165,7 +171,7 @@ class RetryQueue:
         is_coming = num_tries < MAX_TRIES and not is_refused
         self._chunks[key] = _Untaken(num_tries, again_at, backlog if is_coming else None, is_refused)
         if is_coming:
-            heappush(self._times, (again_at, key, parent))
+            heappush(self.times, (again_at, key, parent))
         if len(self._chunks) > self._limit:
             del self._chunks[next(iter(self._chunks))]
 
@@ -178,8 +184,8 @@ class RetryQueue:
     def offer_due(self) -> None:
         """Put the chunks whose time has come back into their backlogs."""
         now = self._clock()
-        while self._times and self._times[0][0] <= now:
-            again_at, key, parent = heappop(self._times)
+        while self.times and self.times[0][0] <= now:
+            again_at, key, parent = heappop(self.times)
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.backlog is not None and chunk.again_at == again_at:
                 chunk.backlog.add([key], {key: parent})
@@ -195,7 +201,7 @@ class RetryQueue:
 
     def clear(self) -> None:
         self._chunks.clear()
-        self._times.clear()
+        self.times.clear()
 
 
 class Allowance:

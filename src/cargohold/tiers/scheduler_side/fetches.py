@@ -173,6 +173,8 @@ class Fetches:
 
     def release_expired(self) -> None:
         """Release fetches that have expired, so that no request pins chunks for ever."""
+        if not self._live:
+            return
         now = self._clock()
         for fetch in [fetch for fetch in self._live if fetch.expires_at <= now]:
             fetch.release()

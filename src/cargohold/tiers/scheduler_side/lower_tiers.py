@@ -319,7 +319,7 @@ class LowerTiers:
             self._rank_some()
         if not self._tasks:
             self._progressed_at = self.clock()
-        commands = []
+        commands: list[TierCommand] = []
         full: set[int] = set()
         for task in self._tasks.take_wanted():
             tier = self.tiers[task.tier]
@@ -336,13 +336,14 @@ class LowerTiers:
                 task.is_cancelled = True
                 self._conclude(task, is_done=False)
         for writes in self.writes:
-            commands += (self._tasks.begin(new_id(), task, self.config.store_timeout_s) for task in writes.take())
+            if not writes.is_idle:
+                commands += [self._tasks.begin(new_id(), task, self.config.store_timeout_s) for task in writes.take()]
         return tuple(commands)
 
     def begin_writes(self) -> None:
         """Pin chunks that are to be written next, before others make room: only host memory has them until then."""
         for tier, writes in zip(self.tiers, self.writes, strict=True):
-            if tier.health is HEALTHY:  # while writes are tried, there is one job at a time
+            if tier.health is HEALTHY and not writes.is_idle:  # while writes are tried, there is one job at a time
                 for task in writes.take():
                     self._tasks.want(task)
 

@@ -176,17 +176,17 @@ class Prefetcher:
 
         Asks tiers, reserves slots, begins loads. Mutates host memory, lower tiers and the waits.
         """
-        self._lower.clock.begin_step()
+        self._now = self._lower.clock.begin_step()
         self._lower.begin_writes()
         self._current, self._asked, self._num_asked = self._asked, [], 0
         if self._max_num_seqs is not None:
             self._num_places = max(1, self._max_num_seqs - len(step.scheduled))  # without any, it would not ask
-        self._advance_all()
+        if self._current:
+            self._advance_all()
 
     def end_step(self) -> None:
         """Note that a step has ended, and all jobs that ended in it; count time, and do what answers that have come allow."""
-        self._lower.clock.end_step()
-        now = self._clock()
+        self._now = now = self._lower.clock.end_step()
         for waiting in self._current:
             if waiting.has_place:
                 step_s = now - max(self._counted_to, waiting.begun_at)
@@ -200,7 +200,6 @@ class Prefetcher:
             self._advance_all()
 
     def _advance_all(self) -> None:
-        self._now = self._clock()
         self._are_slots_taken = False
         for waiting in self._current:
             if waiting.must_wait and not waiting.has_arrived:

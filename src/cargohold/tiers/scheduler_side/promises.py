@@ -178,6 +178,8 @@ class Promises:
 
     def give_up_late(self) -> None:
         """Forget the promises whose time is over. Call it once in every step."""
+        if not self._made:
+            return  # nearly always
         self._hold_time.note_step()
         if self._clock() < self._check_at:
             return

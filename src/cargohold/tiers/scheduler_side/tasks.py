@@ -199,6 +199,8 @@ class TaskTable:
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Return the ids of jobs that were cancelled since the last call and are still in flight."""
+        if not self._cancelled:
+            return ()
         cancelled, self._cancelled = self._cancelled, []
         return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
 

@@ -156,6 +156,11 @@ class Writes:
         """Whether chunks are to be written now, or soon."""
         return self.tier.is_writable and (self.num_writable > 0 or self.untaken.is_any_coming)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be written, or to be offered again."""
+        return not (self.backlog.parents or self.promised.parents or self.untaken.times)
+
     def take(self) -> Iterator[TierTask]:
         """Yield jobs, to be handed out at once, that write as many chunks of the backlog as may be in flight; pin them."""
         self.untaken.offer_due()

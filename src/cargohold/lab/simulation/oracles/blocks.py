@@ -64,9 +64,9 @@ class PoolOracle(Oracle):
         for side, guards in offloading_sides(self._engine.scheduler.connector):
             if any(guard.broken is not None for guard in guards):
                 continue
-            jobs: list[Load | Store] = [*side.jobs.loads(), *side.jobs.stores()]
+            jobs: list[Load | Store] = [*side.shared.jobs.loads(), *side.shared.jobs.stores()]
             copied = Counter(block_id for job in jobs for block_id in job.block_ids)
-            copied.update(side.held_blocks)
+            copied.update(side.stores.held_blocks)
             own = guards[-1].held_references()
             self.require(
                 own == (copied if side.holds_outlive_requests else Counter()),
@@ -125,7 +125,7 @@ class CopyOracle(Oracle):
 
     def _give_up_watched(self) -> None:
         sides = [side for side, _ in offloading_sides(self._connector)]
-        job_ids = [store.job_id for side in sides for store in side.jobs.stores()]
+        job_ids = [store.job_id for side in sides for store in side.shared.jobs.stores()]
         self._give_up()
         for copies in self._copies:
             copies.give_up_reads(job_ids)
@@ -174,7 +174,7 @@ class EventOracle(Oracle):
         self._stored: Index = {}
         self._index: Index = {MEDIUM_DEVICE: Counter(), MEDIUM_HOST: Counter()}
         sides = offloading_sides(engine.scheduler.connector)
-        self._knows_tiers = knows_tiers and not any(side.manager.num_ready for side, _ in sides)
+        self._knows_tiers = knows_tiers and not any(side.shared.manager.num_ready for side, _ in sides)
 
     def after_step(self, step: SchedulerStep, output: StepOutput) -> None:
         """Follow the step's events."""
@@ -235,8 +235,8 @@ class EventOracle(Oracle):
         num_found = num_ready = 0
         for side in live_sides(self._engine.scheduler.connector):
             manager, now = (
-                side.manager.inner if isinstance(side.manager, FaultyManager) else side.manager,
-                side.namespace,
+                side.shared.manager.inner if isinstance(side.shared.manager, FaultyManager) else side.shared.manager,
+                side.shared.namespace,
             )
             hidden = [offload_key(*prefix, now) for prefix in unpublished]
             if isinstance(manager, TierManager):
@@ -245,7 +245,7 @@ class EventOracle(Oracle):
             num_found += manager.lookup([offload_key(*prefix, now) for prefix in announced]).count(READY)
             num_ready += manager.num_ready - manager.lookup(hidden).count(READY)
         self.require(num_found == num_ready, f"{num_found} chunks announced, {num_ready} held")
-        if all(side.blocks_per_chunk == 1 for side in live_sides(self._engine.scheduler.connector)):
+        if all(side.shared.config.blocks_per_chunk == 1 for side in live_sides(self._engine.scheduler.connector)):
             self.require(announced.total() == num_ready, f"{announced.total()} blocks announced, {num_ready} held")
 
     def _unpublished(self) -> set[tuple[bytes, int]]:

@@ -90,7 +90,7 @@ class FoundOracle(Oracle):
         if inside or at >= len(keys.keys) or (at + 1) * keys.chunk_tokens >= state.request.num_tokens:
             return
         key = keys.keys[at]
-        is_in_host = side.manager.lookup([key]) == bytes([READY])
+        is_in_host = side.shared.manager.lookup([key]) == bytes([READY])
         # What was there when the last step ended may have gone with a reset since.
         is_below = self._since.get(key, self._engine.num_steps) < asked and any(
             key in medium.find([key]) for medium in self._media() if medium.tier.knows_all

@@ -63,7 +63,7 @@ class HintOracle(Oracle):
         }
         for side in live_sides(engine.scheduler.connector):
             self._watch_hints(side)
-            manager = _tier_manager(side.manager)
+            manager = _tier_manager(side.shared.manager)
             if manager is not None:
                 self._watch(side, manager)
 
@@ -85,7 +85,7 @@ class HintOracle(Oracle):
                 self.fail(
                     f"{side.name}: hint {overdue[0].hint.action_id} should have ended at {overdue[0].ends_at:.3f} s"
                 )
-            manager = _tier_manager(side.manager)
+            manager = _tier_manager(side.shared.manager)
             if manager is not None:
                 self._check_quotas(side, manager)
                 num_aside = 0 if manager.shares is None else manager.shares.num_aside
@@ -116,7 +116,7 @@ class HintOracle(Oracle):
     def _check_budgets(self, side: OffloadingScheduler, config: HintConfig) -> None:
         """Add up what grants cover: a budget is a part of the tier, of which a tenant with a name has half, rounded up."""
         for budget, part in ((Budget.PINNED, config.pin_fraction), (Budget.RAISED, config.retain_fraction)):
-            most = int(part * side.manager.capacity)
+            most = int(part * side.shared.manager.capacity)
             used = {tenant: number for (tenant, of), number in _used(side.hints.grants).items() if of is budget}
             if sum(used.values()) > most:
                 self.fail(f"{side.name}: {sum(used.values())} chunks are under {budget.value}, which allows {most}")
@@ -167,14 +167,16 @@ class HintOracle(Oracle):
         hint, layout = grant.hint, self._engine.layout
         allowed: set[OffloadKey] = set()
         for group in layout.groups:
-            size = group.block_tokens * side.blocks_per_chunk
+            size = group.block_tokens * side.shared.config.blocks_per_chunk
             first = -(-hint.start // size) * size if hint.is_lowering else 0
             end = request.num_tokens if hint.end is None else hint.end
             ends = range(first + size, end + 1, size)
             hashes = request.block_hashes
             numbers = (at // layout.hash_block_tokens - 1 for at in ends)
             allowed.update(
-                offload_key(hashes[number], group.index, side.namespace) for number in numbers if number < len(hashes)
+                offload_key(hashes[number], group.index, side.shared.namespace)
+                for number in numbers
+                if number < len(hashes)
             )
         if not grant.keys.keys() <= allowed:
             self._found = f"hint {hint.action_id} covers chunks outside of tokens {hint.start} to {hint.end}"

@@ -108,7 +108,7 @@ class StatsOracle(Oracle):
         self.require(not fallen, f"counters fell: {fallen}")
         self._total.add(stats)
         total = over_connectors(self._total)
-        num_ready = sum(side.manager.num_ready for side in live_sides(connector))
+        num_ready = sum(side.shared.manager.num_ready for side in live_sides(connector))
         told = total[metrics.READY_CHUNKS]
         self.require(told == num_ready, f"counters tell of {told} chunks, {num_ready} can be found")
         for connector_name, num_found in self._num_found().items():

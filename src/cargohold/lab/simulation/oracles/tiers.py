@@ -70,8 +70,8 @@ class TierOracle(Oracle):
             _SideCounts(
                 side,
                 guards,
-                side.manager,
-                side.jobs,
+                side.shared.manager,
+                side.shared.jobs,
                 side.lower is None,
                 side.name == "offloading",
             )
@@ -93,7 +93,7 @@ class TierOracle(Oracle):
     def inspect(self) -> None:
         """Check every invariant of the managers."""
         for side in self._live_sides():
-            side.manager.check()
+            side.shared.manager.check()
             if side.lower is not None:
                 side.lower.check()
 
@@ -101,7 +101,7 @@ class TierOracle(Oracle):
         """No job, no pin, no reserved slot, no request is left, except jobs that are stuck and what they hold."""
         self.inspect()
         for side in self._live_sides():
-            manager, jobs = side.manager, side.jobs
+            manager, jobs = side.shared.manager, side.shared.jobs
             self.require(not jobs.num_awaited, f"connector {side.name} has {jobs.num_awaited} jobs left")
             self.require(not side.requests, f"connector {side.name} still knows requests {list(side.requests)}")
             num_pins = manager.num_pins - sum(len(load.handle.keys) for load in jobs.loads())
@@ -144,7 +144,7 @@ class TierOracle(Oracle):
         num_more, has_one_size = used + num_free - manager.capacity, manager.fill[1] == manager.capacity
         if used < 0 or num_free < 0 or num_more < 0 or (has_one_size and num_more):
             self.fail(f"{used} slots used and {num_free} free of {manager.capacity}")
-        if jobs.num_store_blocks > (allowed := watched.side.max_store_blocks + self._num_exempt_blocks(jobs)):
+        if jobs.num_store_blocks > (allowed := watched.side.shared.max_store_blocks + self._num_exempt_blocks(jobs)):
             self.fail(f"stores in flight hold {jobs.num_store_blocks} blocks; {allowed} are allowed")
 
     def _num_exempt_blocks(self, jobs: JobTable) -> int:
@@ -268,7 +268,7 @@ class LookUpOracle(Oracle):
 def _written_down(side: OffloadingScheduler, asked: str) -> Mapping[str, bytes]:
     """Return everything but the record of the request that is asked for, in bytes that are equal if the state is."""
     requests = side.requests
-    parts: dict[str, Any] = {"the manager": side.manager, "lower tiers": side.lower}
+    parts: dict[str, Any] = {"the manager": side.shared.manager, "lower tiers": side.lower}
     for name, state in requests.items():
         if name != asked:
             parts[f"request {name}"] = state, None if side.below is None else side.below.waiting_of(name)

@@ -64,7 +64,10 @@ class WishOracle(Oracle):
         sides = offloading_sides(engine.scheduler.connector)
         self._sides = [
             _SideWishes(
-                side, guards, plan, side.manager.inner if isinstance(side.manager, FaultyManager) else side.manager
+                side,
+                guards,
+                plan,
+                manager.inner if isinstance(manager := side.shared.manager, FaultyManager) else manager,
             )
             for (side, guards), plan in zip(sides, plans, strict=True)
         ]
@@ -86,7 +89,7 @@ class WishOracle(Oracle):
             self.fail("; ".join(self._violations))
         self._invalid_block_ids |= output.connector.invalid_block_ids
         for watched in self._sides:
-            in_flight = {load.job_id for load in watched.side.jobs.loads()}
+            in_flight = {load.job_id for load in watched.side.shared.jobs.loads()}
             for job_id in [job_id for job_id in watched.loads if job_id not in in_flight]:
                 load, stored = watched.loads.pop(job_id), watched.stored.pop(job_id)
                 if all(guard.broken is None for guard in watched.guards):
@@ -95,7 +98,7 @@ class WishOracle(Oracle):
                 self._invalid_block_ids.difference_update(load.block_ids)
 
     def _watch(self, watched: _SideWishes) -> None:
-        jobs, manager = watched.side.jobs, watched.manager
+        jobs, manager = watched.side.shared.jobs, watched.manager
         add_load, add_store = jobs.add_load, jobs.add_store
         prepare_stores, prepare_saves = manager.prepare_stores, manager.prepare_saves
 
@@ -175,7 +178,7 @@ def _limit(request: Request, name: str) -> int | None:
 
 def _storable(request: Request, engine: Replica, watched: _SideWishes) -> set[OffloadKey]:
     """The chunks of a request that may be stored."""
-    plan, namespace = watched.plan, watched.side.namespace
+    plan, namespace = watched.plan, watched.side.shared.namespace
     num_tokens = request.num_tokens
     if not plan.options.get("store_generated", True):
         num_tokens = min(num_tokens, request.num_prompt_tokens)
