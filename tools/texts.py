@@ -54,8 +54,8 @@ def headlines() -> Iterator[Text]:
     seconds = (
         f"{row['restored_s']:.2f} s instead of {row['recomputed_s']:.2f} s, {row['times_sooner']:.0f} times sooner"
     )
-    text = f" about {row['context_tokens']:,} tokens that come back takes {seconds} ({measured_on('restore')})."
-    yield line("README.md", "The first token of an answer", text)
+    text = f" {row['context_tokens']:,} tokens returns, the first token takes {seconds} ({measured_on('restore')})."
+    yield line("README.md", "When a prompt of about", text)
     yield line("README.md", "Inside vLLM, a restore takes", f" {over:.2f} times as long as a hit on the device.")
     case, (least, most) = result("generating")["rows"][0], extremes()
     load = f" {case['requests']} requests with prompts of {case['prompt_tokens']:,} tokens generate"
