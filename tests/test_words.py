@@ -55,3 +55,13 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z]", "", name.lower())
+
+
+def test_the_road_map_links_each_type_to_its_file() -> None:
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\[`(\w+)`s?\]\((src/[\w/]+\.py)\)", text)
+    names = [(name, path) for name, path in linked if name[0].isupper()]
+    assert len(names) > 15, "the links have another form"
+    for name, path in names:
+        file = (REPOSITORY / path).read_text(encoding="utf-8")
+        assert re.search(rf"(?m)^class {name}\b", file), f"{name} is not in {path}"
