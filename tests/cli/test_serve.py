@@ -11,9 +11,13 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 
 import pytest
 
+from cargohold.cli.run import serve
+from cargohold.engine.config import DEFAULT_KV_BYTES
+from cargohold.option_values import parse_bytes
 from tests.command import Command
 from tests.forks import ForkedCommand
 
@@ -121,6 +125,10 @@ def test_impossible_options_are_told_in_one_line(cargohold: Command, args: list[
     result = cargohold("serve", "no-such-model", *args)
     assert (result.status, result.err.count("\n")) == (2, 1)
     assert result.err.startswith(message), result.err
+
+
+def test_by_default_host_memory_is_twice_as_large_as_the_device_pool() -> None:
+    assert parse_bytes("host_bytes", signature(serve).parameters["host_bytes"].default) == 2 * DEFAULT_KV_BYTES
 
 
 def test_a_model_that_is_not_there_ends_the_server(cargohold: Command) -> None:
