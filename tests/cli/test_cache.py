@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -39,7 +40,7 @@ class Place:
         self.name = name
         self._open = open_tier
 
-    def fill(self, count: int, *, is_closed: bool = True, secret: bytes | None = None, **changes: str) -> str:
+    def fill(self, count: int, *, is_closed: bool = True, secret: bytes | None = None, **changes: Any) -> str:
         """Store chunks in a namespace; its id."""
         using = codec(secret, None, **changes)
         self.tier = self._open(using)

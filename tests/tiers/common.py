@@ -23,6 +23,7 @@ from cargohold.tiers.encryption import EncryptionKey
 from cargohold.tiers.namespace import Namespace
 
 NAMESPACE = Namespace(label="tiny", weights="w", config="c", dtype="float32", layout="16 tokens", split="rank 0 of 1")
+NUMBERS = "bfloat16"
 CHUNK = 10_000  # not a multiple of the page size, so that padding is tested
 
 
@@ -32,7 +33,9 @@ def key(number: int) -> bytes:
 
 @cache
 def payload(number: int, size: int = CHUNK) -> bytes:
-    return np.random.default_rng(number).bytes(size)
+    """Numbers of about one size in bfloat16, as KV has them, so that packing makes them smaller."""
+    drawn = np.random.default_rng(number).standard_normal(-(-size // 2), np.float32)
+    return drawn.view(np.uint16)[1::2].tobytes()[:size]
 
 
 def ticking() -> Callable[[], int]:
@@ -91,10 +94,12 @@ def spoil_reads(patch: pytest.MonkeyPatch, path: Path) -> None:
     patch.setattr(os, "pread", read)
 
 
-def codec(secret: bytes | None = None, time_ns: Callable[[], int] | None = None, **changes: str) -> ChunkCodec:
+def codec(
+    secret: bytes | None = None, time_ns: Callable[[], int] | None = None, *, packs: bool = False, **changes: Any
+) -> ChunkCodec:
     encryption = None if secret is None else EncryptionKey(secret)
-    changed = replace(NAMESPACE, **changes)  # type: ignore[arg-type]  # by name
-    return ChunkCodec(changed, encryption, time_ns or ticking())
+    changed = replace(NAMESPACE, **changes)
+    return ChunkCodec(changed, encryption, time_ns or ticking(), [NUMBERS] if packs else [])
 
 
 def disk_tier(
@@ -116,7 +121,10 @@ def disk_tier(
         policy=policy,
         direct_io=direct_io,
     )
-    opening = Opening(codec=using or codec(), chunk_sizes=chunk_sizes or [chunk_bytes], num_shards=num_shards)
+    sizes = chunk_sizes or [chunk_bytes]
+    opening = Opening(
+        codec=using or codec(), chunk_sizes=sizes, num_shards=num_shards, number_types=[NUMBERS] * len(sizes)
+    )
     tier = config.open(opening)
     assert isinstance(tier, DiskTier)
     return tier

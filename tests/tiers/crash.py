@@ -1,7 +1,8 @@
 """Makes processes that store, load and remove until they are killed. Run by ``test_crash.py``.
 
-Reads lines ``DIRECTORY MODE SEED``. For each, it forks a process that prints its id and each chunk that it loads with wrong
-contents; when the process has ended, prints its exit status. To start an interpreter for each would take longer than the test.
+Reads lines ``DIRECTORY MODE PACK SEED``. For each, it forks a process that prints its id and each chunk that it loads with
+wrong contents; when the process has ended, prints its exit status. To start an interpreter for each would take longer than the
+test.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def work(tier: DiskTier, seed: int) -> None:
                 tier.store(key(number), memoryview(payload(number)), key(number - 1) if number % 8 else None)
 
 
-def run(directory: str, mode: str, seed: str) -> None:
-    tier = disk_tier(Path(directory), MAX_BYTES, using=codec(), direct_io=mode == "direct")
+def run(directory: str, mode: str, pack: str, seed: str) -> None:
+    using = codec(packs=pack == "exponent")
+    tier = disk_tier(Path(directory), MAX_BYTES, using=using, direct_io=mode == "direct")
     for thread in range(3):
         threading.Thread(target=work, args=(tier, 100 * int(seed) + thread), daemon=True).start()
     say(str(os.getpid()))
@@ -49,6 +51,8 @@ def say(text: str) -> None:
 
 
 def main() -> None:
+    for number in range(NUM_KEYS):  # so that no child spends its short life on this
+        codec(packs=True).encode(key(number), memoryview(payload(number)), None)
     for line in sys.stdin:
         child = os.fork()
         if not child:

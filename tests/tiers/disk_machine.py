@@ -41,13 +41,14 @@ class DiskMachine(MediumMachine):
         self.max_bytes = random.choice(BUDGETS)
         self.ports = [None] * random.choice([1, 1, 2])
         self.chunk_sizes = random.choice([[], [len(payload_of(number)) for number in range(3)]])
+        self.packs = random.random() < 0.5
         self.open_all(None, [])
         for port in self.ports:
             assert port is not None
             port.ask(JobKind.STORE, range(random.randrange(NUM_KEYS)))
 
     def codec_of(self, shard: int) -> ChunkCodec:
-        return codec(self.secret, self.clock, split=f"rank {shard} of {len(self.ports)}")
+        return codec(self.secret, self.clock, packs=self.packs, split=f"rank {shard} of {len(self.ports)}")
 
     def make_one(self, at: int) -> DiskTier:
         return self.make(self.codec_of(at))
@@ -117,7 +118,8 @@ class DiskMachine(MediumMachine):
 
     def reopen(self, step: Step) -> None:
         self.close()
-        self.max_bytes = Random(step.seed).choice(BUDGETS)
+        random = Random(step.seed)
+        self.max_bytes, self.packs = random.choice(BUDGETS), random.random() < 0.5
         with self.within_budget():
             self.open_all(step.trouble, step.acts)
 

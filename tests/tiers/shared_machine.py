@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 
@@ -13,11 +13,9 @@ from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec
 from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.stores.directory import LEFT_AFTER_S
-from tests.tiers.bad_medium import (
-    superuser,
-)
+from tests.tiers.bad_medium import Trouble, superuser
 from tests.tiers.common import CHUNK, codec, shared_tier
-from tests.tiers.medium_machine import MOST_TRIES, NUM_KEYS, SECRET, MediumMachine, Port, Step
+from tests.tiers.medium_machine import MOST_TRIES, NUM_KEYS, SECRET, Act, MediumMachine, Port, Step
 
 
 class SharedMachine(MediumMachine):
@@ -30,14 +28,22 @@ class SharedMachine(MediumMachine):
         self.limit = random.choice([None, 60_000, 120_000, 200_000])
         self.num_engines = random.choice([1, 2, 2])
         self.ports = [None] * self.num_engines
+        self.packs = random.random() < 0.5
         self.open_all(None, [])
         for port in self.ports:
             assert port is not None
             port.ask(JobKind.STORE, range(random.randrange(NUM_KEYS)))
 
     def make_one(self, at: int) -> Tier:
-        del at
-        return self.make(codec(self.secret, self.clock))
+        return self.make(codec(self.secret, self.clock, packs=self.packs is (at == 0)))
+
+    def open_all(self, trouble: Trouble | None, acts: Sequence[Act]) -> None:
+        super().open_all(trouble, acts)
+        self.home = self.identity()
+
+    def identity(self) -> int | None:
+        with superuser():
+            return self.root.stat().st_ino if self.root.is_dir() else None
 
     def make(self, using: ChunkCodec) -> Tier:
         return shared_tier(self.place, using, max_bytes=self.limit)
@@ -69,7 +75,8 @@ class SharedMachine(MediumMachine):
         if answers is None:
             self.die()
             return
-        is_calm = step.trouble is None and not self.obstacles and not self.is_withdrawn
+        is_there = self.home is not None and self.home == self.identity()  # else nothing is kept there until a restart
+        is_calm = step.trouble is None and not self.obstacles and not self.is_withdrawn and is_there
         if is_calm and kind is not JobKind.TOUCH:  # while look-ups are suspended it is not told what is used
             assert None not in answers, "the medium is good"
         if step.trouble is None and answers[-1] is StoreOutcome.STORED:
@@ -107,7 +114,7 @@ class SharedMachine(MediumMachine):
         for path in self.paths(files=True):
             os.utime(path, (path.stat().st_mtime - 2 * LEFT_AFTER_S,) * 2)
         for at, port in enumerate(self.ports):
-            if port is not None:
+            if port is not None and self.home == self.identity():
                 self.takes_chunks_again(port, 1000 * (at + 1))
         self.close()
         self.ports = self.ports[:1]

@@ -49,8 +49,8 @@ def step(random: Random, tier: DiskTier, model: dict[int, bytes]) -> None:
 def test_like_a_dictionary_that_forgets(tmp_path: Path, policy: str) -> None:
     random = Random(policy)
     model: dict[int, bytes] = {}
-    using = codec()
-    tier = disk_tier(tmp_path, MAX_BYTES, chunk_bytes=SMALL, policy=policy, using=using)
+    first, second = codec(packs=True), codec()
+    tier = disk_tier(tmp_path, MAX_BYTES, chunk_bytes=SMALL, policy=policy, using=first)
     for _ in range(20):
         for _ in range(60):
             step(random, tier, model)
@@ -59,7 +59,8 @@ def test_like_a_dictionary_that_forgets(tmp_path: Path, policy: str) -> None:
         assert {number for number in range(NUM_KEYS) if present[number]} <= set(model)
         assert bytes_in(tmp_path) <= MAX_BYTES
         tier.close()
-        tier = disk_tier(tmp_path, MAX_BYTES, chunk_bytes=SMALL, policy=policy, using=using)
+        first, second = second, first
+        tier = disk_tier(tmp_path, MAX_BYTES, chunk_bytes=SMALL, policy=policy, using=first)
         tier.check()
         assert tier.probe([key(number) for number in range(NUM_KEYS)]) == present
         model = {number: data for number, data in model.items() if present[number]}

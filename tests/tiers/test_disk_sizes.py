@@ -229,7 +229,7 @@ def test_a_chunk_that_lacks_one_of_its_links_is_not_there_and_its_slots_are_free
 
 
 def test_leases_and_tokens_of_a_chunk_in_several_slots_outlive_a_restart(tmp_path: Path) -> None:
-    room = codec(details_bytes=1280)  # type: ignore[arg-type]  # a number
+    room = codec(details_bytes=1280)
     clock = ticking()
     for _ in range(2):
         tier = disk_tier(tmp_path, MAX_BYTES, using=room, chunk_bytes=max(SIZES), chunk_sizes=SIZES)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cargohold.errors import ConfigError
 from cargohold.tiers import LoadOutcome, Namespace, StoreOutcome, Tier, digest_weights
-from cargohold.tiers.chunk_format import HEADER_BYTES, Header, unpack_header
+from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec, Header, unpack_header
 from cargohold.tiers.encryption import KEY_BYTES, EncryptionKey, read_key
 from tests.tiers.common import NAMESPACE, codec, disk_tier, key, load, payload, shared_tier
 
@@ -48,12 +48,13 @@ def test_a_header_is_taken_for_that_of_its_own_chunk_alone(secret: bytes | None)
 class Damaged:
     """A tier with one chunk, whose stored bytes can be changed behind its back."""
 
-    def __init__(self, directory: Path, kind: str, secret: bytes | None) -> None:
+    def __init__(self, directory: Path, kind: str, using: ChunkCodec) -> None:
         self.tier: Tier
         if kind == "disk":
-            self.tier = disk_tier(directory, using=codec(secret), chunk_bytes=SMALL, max_bytes="1MiB")
+            self.tier = disk_tier(directory, using=using, chunk_bytes=SMALL, max_bytes="1MiB")
         else:
-            self.tier = shared_tier(f"file://{directory}", codec(secret), SMALL)
+            self.tier = shared_tier(f"file://{directory}", using, SMALL)
+        self._stored_bytes = len(using.encode(key(1), memoryview(payload(1, SMALL)), None)[1])
         assert self.tier.store(key(1), memoryview(payload(1, SMALL))) is StoreOutcome.STORED
         self._places = list(self._find(directory, kind))
         self.num_bits = 8 * sum(length for _, length in self._places)
@@ -62,10 +63,10 @@ class Damaged:
         if kind == "disk":
             (headers,) = directory.glob("*/segment-00000.headers")
             yield headers, HEADER_BYTES
-            yield headers.with_suffix(".data"), SMALL
+            yield headers.with_suffix(".data"), self._stored_bytes
         else:
             (value,) = directory.glob(f"*/*/{key(1).hex()}")
-            yield value, HEADER_BYTES + SMALL
+            yield value, HEADER_BYTES + self._stored_bytes
 
     def damage(self, bit: int) -> None:
         for path, length in self._places:
@@ -81,10 +82,12 @@ class Damaged:
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("kind", ["disk", "directory"])
+@pytest.mark.parametrize("packs", [False, True], ids=["unpacked", "packed"])
 def test_every_flipped_bit_is_found_and_the_next_store_repairs_it(
-    tmp_path: Path, kind: str, secret: bytes | None
+    tmp_path: Path, kind: str, secret: bytes | None, packs: bool
 ) -> None:
-    chunk = Damaged(tmp_path, kind, secret)
+    chunk = Damaged(tmp_path, kind, codec(secret, packs=packs))
+    assert (chunk.num_bits < 8 * (HEADER_BYTES + SMALL)) is packs
     for bit in range(0, chunk.num_bits, 7):  # every byte, every position in turn
         chunk.damage(bit)
         assert load(chunk.tier, 1, SMALL) is LoadOutcome.CORRUPT, f"bit {bit}"

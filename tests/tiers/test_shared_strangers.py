@@ -98,7 +98,9 @@ LEFT: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("what", [*REPLACED, *LEFT])
-def test_what_is_no_file_in_the_place_of_a_chunk_is_a_miss(tmp_path: Path, what: str) -> None:
+def test_what_is_no_file_in_the_place_of_a_chunk_is_a_miss(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Found by use: a pipe held every thread that asked for the chunk, for good; the others failed whole requests."""
     other = int.from_bytes(b"\1" + bytes(31), "big")  # in another folder
     tier = filled(f"file://{tmp_path}", 1)
@@ -117,6 +119,7 @@ def test_what_is_no_file_in_the_place_of_a_chunk_is_a_miss(tmp_path: Path, what:
         assert load(tier, other) == payload(other)
 
     in_thread(use, WAIT_S, "it hangs")
+    assert (f"{key(0).hex()} cannot be stored: " in caplog.text) == (what in LEFT)
     if what == "full folder":
         assert (path / "letter").read_text() == "mine"
 

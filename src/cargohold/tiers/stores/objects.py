@@ -359,6 +359,7 @@ class ObjectTier(SharedTier):
         except store_errors.GenericError as error:
             if self._directory is None or not is_full(error):
                 raise
+            self._damage.warning("%s tier: %s cannot be stored: %s", self.name, path, first_line(error))
             return StoreOutcome.REFUSED
         return StoreOutcome.STORED
 
