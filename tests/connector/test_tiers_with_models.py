@@ -95,7 +95,7 @@ def test_a_restarted_engine_restores_packed_kv_from_disk_and_store(
     options = {**OPTIONS, "dtype": "bfloat16"}
     with SettledLLM(tiny_model("llama"), **options) as plain:
         expected = tokens(ask(plain, prompts()))
-    store = SharedTierConfig(url=f"file://{tmp_path}/shared", encryption_key=key)
+    store = SharedTierConfig(url=f"file://{tmp_path}/shared", pack="exponent", encryption_key=key)
     packed = disk(tmp_path / "disk", pack="exponent", encryption_key=key)
     with SettledLLM(tiny_model("llama"), offload=offload(packed, store, blocks_per_chunk=3), **options) as first:
         assert tokens(ask(first, prompts())) == expected

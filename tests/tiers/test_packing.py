@@ -357,9 +357,21 @@ def test_a_shared_directory_has_packed_and_plain_chunks_beside_each_other(tmp_pa
     assert sizes[0] < 0.8 * sizes[1] and sizes[1] == SIZE + HEADER_BYTES
 
 
-@pytest.mark.parametrize(("pack", "expected"), [("auto", "packed"), ("none", "plain"), ("exponent", "packed")])
+BUCKETS = ["s3://bucket", "gs://bucket/kv", "az://container"]
+
+
+@pytest.mark.parametrize(
+    "url", [*BUCKETS, "file:///kv", "redis://127.0.0.1/0", "valkey://127.0.0.1/0", "mooncake://m:1"]
+)
+def test_by_default_chunks_are_packed_where_room_and_traffic_cost_money(url: str) -> None:
+    assert SharedTierConfig(url=url).packs is (url in BUCKETS)
+    assert not SharedTierConfig(url=url, pack="none").packs and SharedTierConfig(url=url, pack="exponent").packs
+    assert not DiskTierConfig(directory="/kv", max_bytes="1GiB").packs
+
+
+@pytest.mark.parametrize(("pack", "expected"), [("none", "plain"), ("exponent", "packed")])
 @pytest.mark.parametrize("has_old", [False, True])
-def test_by_default_chunks_are_packed_in_a_shared_directory_whatever_is_there(
+def test_chunks_are_packed_in_a_shared_directory_whatever_is_there(
     tmp_path: Path, pack: str, expected: str, has_old: bool
 ) -> None:
     pytest.importorskip("obstore", reason="needs the extra cargohold[objects]")

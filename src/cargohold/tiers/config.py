@@ -145,8 +145,8 @@ class TierConfig(Options):
         encryption_key: ``file:PATH`` or ``env:NAME`` to encrypt with AES-256-GCM; ``None`` to leave chunks readable.
         num_threads: requests to the medium at the same time, per worker; at most 256.
         pack: ``exponent`` to keep chunks in fewer bytes, losslessly: 0.7 of bfloat16; ``none`` to keep them as they are;
-            ``auto`` to pack in shared stores, where the package for it is installed. Disks then keep them as they are, because
-            most read faster than a processor unpacks.
+            ``auto`` to pack in buckets, where room and traffic cost money, if the package for it is installed. Other tiers then
+            keep them as they are, because most deliver faster than a processor unpacks.
     """
 
     kind: ClassVar[str]

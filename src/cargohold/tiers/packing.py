@@ -61,8 +61,10 @@ _at_work: Final = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))
 
 def packed_sizes(sizes: Sequence[int], number_types: Sequence[str]) -> list[int]:
     """Return about how many bytes are left of so many bytes of numbers of each type."""
-    unpacked = NumberType(1, 1.0)
-    return [int(size * NUMBER_TYPES.get(name, unpacked).part) for size, name in zip(sizes, number_types, strict=True)]
+    return [
+        int(size * NUMBER_TYPES[name].part) if name in NUMBER_TYPES else size
+        for size, name in zip(sizes, number_types, strict=True)
+    ]
 
 
 def least_part(num_bytes: int) -> int:

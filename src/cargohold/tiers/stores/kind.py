@@ -92,7 +92,9 @@ class SharedTierConfig(TierConfig):
 
     @property
     def packs(self) -> bool:
-        return self.pack == "exponent" or (self.pack == "auto" and is_possible())
+        return self.pack == "exponent" or (
+            self.pack == "auto" and self.directory is None and _module(self.url) == "objects" and is_possible()
+        )
 
     @property
     def num_asked_at_once(self) -> int | None:
