@@ -15,7 +15,6 @@ from tests.connector.common import alone, prompt
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "request_new": ("state",),
-    "request_asked": ("state", True),
     "request_admitted": ("state", "admission"),
     "request_ended": ("state", ()),
     "load_ended": ("load", 1.0, "done"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cargohold.connector.guests.answers import KEPT_STEPS
+from cargohold.connector.kernel.answers import KEPT_STEPS
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.lab.simulation.connectors import offloading_sides

@@ -16,7 +16,7 @@ pytest.importorskip(
 
 import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
-from cargohold.connector.guests.answers import KeptAnswers
+from cargohold.connector.kernel.answers import KeptAnswers
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.loads import Loads
 from cargohold.connector.kernel.requests import RequestState
@@ -58,13 +58,13 @@ late_mutant = registrar(MUTANTS, LateRecipe)
 
 @late_mutant(first_seed=17)
 def takes_what_was_found_for_granted_until_blocks_come(patch: Patch) -> None:
-    patch.setattr(KeptAnswers, "step_begins", lambda self, step: self._told.clear())
+    patch.setattr(KeptAnswers, "keep", lambda self: self.answered.clear())
     plan = Loads.plan
 
     def plan_all(self: Loads, state: RequestState, *args: Any) -> Any:
         planned = plan(self, state, *args)
-        job = self._planned[-1]
-        self._planned[-1] = replace(job, rows=job.rows or (0,) * len(job.block_ids))
+        job = self.planned[-1]
+        self.planned[-1] = replace(job, rows=job.rows or (0,) * len(job.block_ids))
         return planned
 
     patch.setattr(Loads, "plan", plan_all)
@@ -72,7 +72,7 @@ def takes_what_was_found_for_granted_until_blocks_come(patch: Patch) -> None:
 
 @late_mutant(workload="aborts")
 def pins_what_was_found_for_requests_that_never_have_blocks(patch: Patch) -> None:
-    patch.setattr(KeptAnswers, "request_ended", lambda self, state, block_ids: None)
+    patch.setattr(KeptAnswers, "release", lambda self, request_id: None)
 
 
 # --- scheduler side ---------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class LowerTierGuest(Below):
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def step_begins(self, step: StepView) -> None:
+    def begin_step(self, step: StepView) -> None:
         """Do what waiting requests need."""
         self._prefetcher.begin_step(step)
 

@@ -72,11 +72,6 @@ class Meters(Guest):
         self._stats = Tally()
         self._ages = ChunkAges(shared.manager, shared.tier, clock, self._stats)
         self.prefixes = Prefixes(shared.manager, shared.layout, clock)
-        # By request, since when it is deferred, as long as it is.
-        self._not_yet_since: dict[str, float] = {}
-        # By waiting request, when the engine asked for it first, and when the answer was not "not yet"; noted for observers.
-        self._asked_at: dict[str, float] = {}
-        self._answered_at: dict[str, float] = {}
         self._levels: Stats = {}
         layout = shared.layout
         plan = shared.config.plan_rows(layout)
@@ -94,32 +89,19 @@ class Meters(Guest):
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
-    def request_asked(self, state: RequestState, is_known: bool) -> None:  # as the port has it
-        """Note for how long a request has been waiting. Called for every look-up, most of which change nothing."""
-        request_id = state.request.request_id
-        if self._observe is not None:
-            self._asked_at.setdefault(request_id, self._clock())
-            if is_known:
-                self._answered_at.setdefault(request_id, self._clock())
-        if not is_known:
-            if request_id not in self._not_yet_since:
-                self._not_yet_since[request_id] = self._clock()
-        elif self._not_yet_since:
-            self._end_wait(request_id)
-
     def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
-        """Note which chunks it uses, and report to observers what its look-up has found."""
+        """Note its wait, and which chunks it uses, and report to observers what its look-up has found."""
+        if state.deferred_at is not None:
+            self._note_wait(state, state.deferred_at)
         if self._observe is not None:
             self._tell_found(state, admission)
         if admission.is_first:
             self._ages.note_used(state.keys[0].keys)
 
     def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
-        """Note the end of its wait, if it has not been admitted, and what it leaves."""
-        request_id = state.request.request_id
-        self._end_wait(request_id)
-        self._asked_at.pop(request_id, None)
-        self._answered_at.pop(request_id, None)
+        """Note its wait, if it has not been admitted, and what it leaves."""
+        if state.deferred_at is not None:
+            self._note_wait(state, state.deferred_at)
         self.prefixes.note_ended(state)
 
     def load_ended(self, load: Load, since: float | None, outcome: TransferOutcome) -> None:
@@ -159,25 +141,22 @@ class Meters(Guest):
         self._stats.clear()
         return {**stats, **self._take_levels()}
 
-    def _end_wait(self, request_id: str) -> None:
-        since = self._not_yet_since.pop(request_id, None)
-        if since is not None:
-            now = self._clock()
-            metrics.WAIT.of().note(now - since, self._stats)
-            self._tell("wait", (request_id,), since, now)
+    def _note_wait(self, state: RequestState, began_at: float) -> None:
+        """Note for how long a request was deferred."""
+        ended_at = self._clock() if state.answered_at is None else state.answered_at
+        metrics.WAIT.of().note(ended_at - began_at, self._stats)
+        self._tell("wait", (state.request.request_id,), began_at, ended_at)
 
     def _tell_found(self, state: RequestState, admission: AdmissionReport) -> None:
         """Report to observers what the look-up of a request has found."""
-        request_id = state.request.request_id
-        asked_at, ended_at = self._asked_at.pop(request_id, None), self._answered_at.pop(request_id, None)
-        if asked_at is None or ended_at is None:
+        if state.asked_at is None or state.answered_at is None:
             return
         found = {f"found_tokens.{tier}": count for tier, count in admission.sources.items()}
         self._tell(
             "look_up",
-            (request_id,),
-            asked_at,
-            ended_at,
+            (state.request.request_id,),
+            state.asked_at,
+            state.answered_at,
             {"found_tokens.device": admission.num_computed_tokens, **found},
         )
 

@@ -5,7 +5,7 @@ out; then it costs nothing. Guests are called in the order of the list that the 
 
 ::
 
-    facts       request_new | request_asked | request_admitted | request_ended
+    facts       request_new | request_admitted | request_ended
                 load_ended     chunks_listed | store_begins | store_ended     step_begins     reset     shutdown
     questions   worth | is_busy
 
@@ -111,9 +111,6 @@ class Guest:
     def request_new(self, state: RequestState) -> None:
         """Note a new request; ``state.is_awaited`` may be set now. Raise ``RequestError`` to refuse it for its parameters."""
 
-    def request_asked(self, state: RequestState, is_known: bool) -> None:  # the answer itself
-        """Note that the engine has asked for a waiting request, and whether the answer was other than "not yet"."""
-
     def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """Note that the engine has admitted a request, whose load is planned now."""
 
@@ -182,6 +179,9 @@ class Below(Guest):
     def wants_all(self) -> bool:
         """Whether it is to have all chunks that are computed, soon."""
         return False
+
+    def begin_step(self, step: StepView) -> None:
+        """Do what waiting requests need, once guests know of a step, and before its stores are planned."""
 
     def still_wants(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are still to be written down, so that host memory must keep them."""

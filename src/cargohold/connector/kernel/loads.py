@@ -75,7 +75,8 @@ class TierLookup:
         limit = num_tokens if self._full_hits else num_tokens - 1
         if state.params.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + state.params.max_load_tokens)
-        if self._shared.below.must_wait(state, num_computed_tokens, limit, None):
+        below = self._shared.below
+        if below.tiers and below.must_wait(state, num_computed_tokens, limit, None):
             return None
         lookup, basis = state.lookup, (self._manager.generation, self._jobs.version)
         # Many requests may wait for one load, while other jobs end in every step.
@@ -85,7 +86,7 @@ class TierLookup:
             or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
-        if self._shared.below.must_wait(state, num_computed_tokens, limit, lookup.num_tokens):
+        if below.tiers and below.must_wait(state, num_computed_tokens, limit, lookup.num_tokens):
             return None
         return None if lookup.undecided else lookup.num_tokens
 
@@ -247,12 +248,15 @@ class Loads:
     Args:
         shared: what the scheduler side shares.
         requests: the requests, by id.
+
+    Attributes:
+        planned: the loads of this step.
     """
 
     def __init__(self, shared: Shared, requests: Mapping[str, RequestState]) -> None:
         self._shared = shared
         self._requests = requests
-        self._planned: list[LoadJob] = []
+        self.planned: list[LoadJob] = []
         # Blocks that some worker reported as bad, of loads that have not ended on all workers.
         self._invalid_block_ids: set[int] = set()
 
@@ -312,7 +316,7 @@ class Loads:
             load.request_id,
             load.is_in_step,
         )
-        self._planned.append(LoadJob(*job))
+        self.planned.append(LoadJob(*job))
         shared.stats[_PLANNED] += 1
         shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step
         shared.stats[_PLANNED_BLOCKS] += len(load.block_ids)
@@ -327,7 +331,7 @@ class Loads:
             step_s: seconds that the step takes at least without it; ``None`` if that is not known.
         """
         block_s = self._shared.block_s.get("load", self._shared.block_s.get("store"))
-        in_step = [len(load.block_ids) for load in self._planned if load.is_in_step]
+        in_step = [len(load.block_ids) for load in self.planned if load.is_in_step]
         # Behind another load it would have to wait for that one, which may be long, or stuck.
         if block_s is None or step_s is None or self._shared.jobs.num_loads > len(in_step):
             return False
@@ -340,13 +344,6 @@ class Loads:
                 block_s = stats[seconds] / num_blocks
                 before = self._shared.block_s.get(what, block_s)
                 self._shared.block_s[what] = before + 0.2 * (block_s - before)
-
-    def take_planned(self) -> tuple[LoadJob, ...]:
-        """Return the loads planned since the last call."""
-        if not self._planned:
-            return ()
-        planned, self._planned = tuple(self._planned), []
-        return planned
 
     def note_invalid(self, block_ids: frozenset[int]) -> None:
         """Remember blocks that some worker could not fill. Blocks of no load in flight are another connector's: ignored."""

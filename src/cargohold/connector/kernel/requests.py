@@ -93,6 +93,9 @@ class RequestState:
         max_computed_tokens: number of leading tokens that are computed when the step ends, or more: what is scheduled may be
             thrown away.
         lookup: the last look-up's answer.
+        asked_at: when the engine asked for it first, since it was admitted last; ``None`` if it has not.
+        deferred_at: when the answer was "not yet" for the first time, since then.
+        answered_at: when the answer was another one, and has been since.
         loads_in_step: whether the step that computes the rest of it is to wait for its load, as the last look-up's answer said.
         is_awaited: whether a request waits for all of its chunks, as a guest has said when it was new: they are stored at once,
             those that the device had among them, and none may be lost.
@@ -115,6 +118,9 @@ class RequestState:
     hit_tokens: int = 0
     max_computed_tokens: int = field(init=False)
     lookup: Lookup | None = None
+    asked_at: float | None = None
+    deferred_at: float | None = None
+    answered_at: float | None = None
     loads_in_step: bool = False
     is_awaited: bool = False
     is_marked: bool = False

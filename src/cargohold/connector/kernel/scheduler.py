@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadManager
+from cargohold.connector.kernel.answers import KeptAnswers
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import AdmissionReport
 from cargohold.connector.kernel.jobs import (
@@ -90,6 +91,7 @@ class KernelScheduler(KVConnectorScheduler):
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
         )
+        self.answers = KeptAnswers(manager, self._mark_used)
         self._loads = Loads(self.shared, self.requests)
         self.stores = make_stores(self.shared, self.requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
@@ -131,6 +133,8 @@ class KernelScheduler(KVConnectorScheduler):
             self._lingering.add(request.request_id)
         state = self.requests[request.request_id]
         state.lookup, state.has_ended = None, True
+        if self.answers.kept:
+            self.answers.release(request.request_id)
         state.extend_keys()
         self.stores.end_request(state, block_ids)
         for keys in state.keys:
@@ -152,15 +156,25 @@ class KernelScheduler(KVConnectorScheduler):
             # A load might get stuck, too, and take more blocks out of service.
             state.note_once("nothing was looked up: stuck copies hold too many blocks")
             return 0, False
+        if state.asked_at is None:
+            state.asked_at = self.shared.clock()
         num_tokens = self._lookup.find(state, num_computed_tokens)
-        self._guests.request_asked(state, num_tokens is not None)
         if num_tokens is None:
+            state.answered_at = None
+            if state.deferred_at is None:
+                state.deferred_at = self.shared.clock()
             return None, False
+        if state.answered_at is None:
+            state.answered_at = self.shared.clock()
         if self.shared.device is not None:
             self.stores.expect(state, num_tokens)
         num_external_tokens = num_tokens - num_computed_tokens
-        state.loads_in_step = num_external_tokens > 0 and self._fits_in_step(state, num_computed_tokens, num_tokens)
-        return num_external_tokens, num_external_tokens > 0 and not state.loads_in_step
+        if num_external_tokens <= 0:
+            state.loads_in_step = False
+            return num_external_tokens, False
+        self.answers.answered.append(state)
+        state.loads_in_step = self._fits_in_step(state, num_computed_tokens, num_tokens)
+        return num_external_tokens, not state.loads_in_step
 
     def get_shared_prefix_end(self, request: RequestView) -> int:
         """Return how far full attention is kept if windows or states are not, as the last look-up has found it."""
@@ -192,7 +206,10 @@ class KernelScheduler(KVConnectorScheduler):
         admission = AdmissionReport(
             lookup.num_computed_tokens, num_hit_tokens, sources, is_first=not state.was_admitted
         )
+        if self.answers.kept:
+            self.answers.release(request.request_id)
         self._guests.request_admitted(state, admission)
+        state.asked_at = state.deferred_at = state.answered_at = None
         self.stores.begin_request(state, num_ready, lookup.num_computed_tokens, num_hit_tokens)
         why_no_more = "although more was found: the engine loaded no more"
         if lookup.num_tokens <= num_hit_tokens:
@@ -207,20 +224,26 @@ class KernelScheduler(KVConnectorScheduler):
         released only once the workers have stopped.
         """
         self._pace.begin(step)
+        if self.answers.answered or self.answers.kept:
+            self.answers.keep()  # before anything of this step can take its place
         self._guests.step_begins(step)
+        if (below := self.shared.below).tiers:
+            below.begin_step(step)
         saves = self.stores.plan_saves()
         given_up, self._given_up = (*self._given_up, *self._give_up_overdue()), []
         finish_stores = not self.shared.holder.outlives_requests and self._must_finish_stores(step)
         stores = tuple(self.stores.plan(step))
-        loads, release = self._loads.take_planned(), self._take_released() if self._lingering else ()
-        worker_message = self.shared.below.worker_message()
+        loads, self._loads.planned = tuple(self._loads.planned), []
+        release = self._take_released() if self._lingering else ()
+        worker_message = below.worker_message() if below.tiers else None
         if not (loads or stores or saves or finish_stores or release or given_up or worker_message):
             return NOTHING_TO_DO  # most steps
         return OffloadingMetadata(loads, stores, saves, finish_stores, release, given_up, worker_message)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
-        self.shared.below.worker_reported(connector_output)
+        if (below := self.shared.below).tiers:
+            below.worker_reported(connector_output)
         self._loads.note_copied(connector_output.kv_connector_stats)
         self._loads.note_invalid(connector_output.invalid_block_ids)
         if connector_output.step_failed or connector_output.invalid_block_ids:
@@ -240,7 +263,8 @@ class KernelScheduler(KVConnectorScheduler):
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return locks and unlocks, if blocks are held by locks."""
         self._pace.end(self.shared.stats)
-        self.shared.below.step_ends()
+        if (below := self.shared.below).tiers:
+            below.step_ends()
         return self.shared.holder.take_report()
 
     def has_pending_work(self) -> bool:
@@ -276,11 +300,13 @@ class KernelScheduler(KVConnectorScheduler):
         is_reset = not self.shared.jobs and self.shared.below.may_reset() and self.shared.manager.reset()
         if is_reset:
             self.stores.use_namespace()
+            self.answers.reset()
             self._guests.reset()
         return is_reset
 
     def shutdown(self) -> None:
-        """Let guests release what they hold: the manager may outlive this connector."""
+        """Release what it holds, and let guests do so: the manager may outlive this connector."""
+        self.answers.reset()
         self._guests.shutdown()
 
     def get_kv_connector_stats(self) -> Stats:

@@ -10,7 +10,6 @@ from typing import Final
 from cargohold.cache.manager import NUM_NAMESPACES, OffloadKey, OffloadManager
 from cargohold.cache.retention import Budget
 from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
-from cargohold.connector.guests.answers import KeptAnswers
 from cargohold.connector.guests.events import tier_events
 from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
@@ -76,7 +75,6 @@ class OffloadingScheduler(KernelScheduler):
     before it do.
 
     * KV events: they note what chunks are before other guests see them.
-    * kept answers: before anything of this step can take their place.
     * meters
     * hand-off
     * hints: their prefetches stand after all requests, and before the tiers are asked.
@@ -105,7 +103,6 @@ class OffloadingScheduler(KernelScheduler):
         super().__init__(config, environment, manager, make_stores)
         self.lower = lower
         self._events = tier_events(environment, manager, lower, self.shared)
-        self.answers = KeptAnswers(manager, self._mark_used)
         self._meters = Meters(self.shared, environment, lower)
         self._handoff = self.shared.consumer = HandingOff(lower)
         self.hints = Hints(config, manager, self.shared.new_keys, environment.clock, self.requests)
@@ -115,7 +112,7 @@ class OffloadingScheduler(KernelScheduler):
             self.below = self.shared.below = self._make_below(lower, config, environment)
         view = GuestView(environment.layout, environment.clock, manager.lookup, counted_by_guests(self.shared.count))
         own = [ContainedGuest(made_by("guests", guest, Guest, view)) for guest in config.guests]
-        guests = (self._events, self.answers, self._meters, self._handoff, self.hints, self.below, *own)
+        guests = (self._events, self._meters, self._handoff, self.hints, self.below, *own)
         self._weights = NamedWeights()
         self._keeps_weights = environment.keeps_weights
         self._guests.add([guest for guest in guests if guest is not None])
