@@ -204,7 +204,7 @@ class EngineOptions:
         typer.Option(metavar="JSON", help='Any other tier, with its options: {"kind": ...}; can be repeated.'),
     ] = None
     num_device_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the device pool; by default 512 MiB of blocks.")
+        int | None, typer.Option(help="Blocks of the device pool; by default 1 GiB of blocks.")
     ] = None
     max_model_len: Annotated[
         int | None,

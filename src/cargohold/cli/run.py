@@ -130,7 +130,7 @@ ASK = "you> "
 def chat(
     model: ModelArgument,
     sampling: SamplingOptions = SamplingOptions(max_tokens=256),  # noqa: B008  # frozen
-    engine: EngineOptions = EngineOptions(host_bytes="1GiB"),  # noqa: B008  # frozen
+    engine: EngineOptions = EngineOptions(host_bytes="2GiB"),  # noqa: B008  # frozen
 ) -> None:
     """Talk to a model.
 
@@ -332,7 +332,7 @@ class ServeOptions:
 def serve(
     model: ModelArgument,
     server: ServeOptions = ServeOptions(),
-    engine: EngineOptions = EngineOptions(host_bytes="1GiB"),  # noqa: B008  # frozen
+    engine: EngineOptions = EngineOptions(host_bytes="2GiB"),  # noqa: B008  # frozen
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a page that shows the cache.
 

@@ -32,7 +32,7 @@ from cargohold.protocol import KVCacheGroup, KVCacheLayout, ServedModel
 logger = logging.getLogger(__name__)
 
 _FEW_BLOCKS: Final = 4
-DEFAULT_KV_BYTES: Final = 512 * 1024**2
+DEFAULT_KV_BYTES: Final = 1024**3
 """Most that the device pool takes by default, half of the commands' host memory; a quarter of the machine's if that is less."""
 
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
@@ -80,7 +80,7 @@ class EngineConfig(Options):
         dtype: type of weights and KV: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the one the model was saved in.
         device: ``cpu`` or a CUDA device.
         block_tokens: tokens per KV block.
-        num_device_blocks: blocks of the device pool, one of which is the null block. By default 512 MiB worth of them, but no
+        num_device_blocks: blocks of the device pool, one of which is the null block. By default 1 GiB worth of them, but no
             more than ``max_num_seqs`` of the longest requests need, and no less than one of ``max_model_len`` tokens needs.
         max_model_len: longest sequence, prompt and generated tokens together. By default the model's own limit, or what the
             pool holds if that is less.
