@@ -41,6 +41,18 @@ def test_a_restarted_engine_restores_from_disk(
     assert restored(engine, "third") == {"host": 45 // chunk * chunk}, "it is in host memory now"
 
 
+def test_what_the_device_held_is_found_on_disk_after_a_stop() -> None:
+    """Where a disk is written as chunks are computed, no chunk is on the device alone: a stop has nothing to save."""
+    tiering, prompts = SimulatedTiering(16, mode="exclusive", restore="always"), [prompt(at, 41) for at in range(4)]
+    found = []
+    for _ in range(2):
+        engine = make_engine(tiering)
+        for at, tokens in enumerate(prompts):  # 40 chunks, all of which the device holds
+            serve(engine, tiering, f"{at}", tokens, num=1)
+            found.append(restored(engine, f"{at}"))
+    assert found == [{}] * 4 + [{"disk": 40}] * 4
+
+
 def test_a_chunk_that_host_memory_evicts_first_reaches_the_disk() -> None:
     """Found by replaying: the default policy kept one-shot prompts out of host memory, and so off every tier below."""
     tiering = SimulatedTiering(12)

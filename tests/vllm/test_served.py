@@ -223,7 +223,7 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> No
     tier = {"kind": "disk", "directory": str(directory / "kv"), "max_bytes": "64MiB", "reserve_bytes": 0}
     tier["pack"] = "exponent" if PACKS else "none"
     served: dict[str, Any] = {"environment": environment, "middleware": "cargohold.serve.front.Front"}
-    extra = {**EXTRA, "tiers": [tier], "restore_timeout_s": 60.0}
+    extra = {**EXTRA, "host_bytes": "2MiB", "tiers": [tier], "restore_timeout_s": 60.0}
     with serve(model, directory, extra, name="log-disk", **served) as server:
         acme, zebra = server.of("of acme"), server.of("of zebra")
         assert server.call("/v1/completions", completion(PROMPT))[0] == 401
@@ -234,6 +234,7 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> No
         kept = acme.ask_twice(PROMPT)
         assert kept.restored == RESTORED
         acme.forget()
+        on_device = acme.ask(OTHER)
         with ThreadPoolExecutor(4) as pool:
             for prompt in make_prompts(4, LONG, seed=7):
                 pool.submit(acme.call, "/v1/completions", completion(prompt, max_tokens=600))
@@ -245,6 +246,10 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> No
         acme, zebra = server.of("of acme"), server.of("of zebra")
         again = acme.ask(PROMPT)
         assert (again.tokens, again.restored) == (kept.tokens, RESTORED)
+        again = acme.ask(OTHER)
+        assert (again.tokens, again.restored) == (on_device.tokens, RESTORED), (
+            "the device had not lost it when it was stopped"
+        )
         assert zebra.ask(PROMPT).restored == 0
         assert describe(acme, picture(2), "logo") == (another, 0), "the name was true for the first process alone"
         assert server.metric("cargohold_outage_since") == 0
