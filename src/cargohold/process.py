@@ -25,6 +25,10 @@ if sys.platform != "win32":
     import resource
 
 
+ENGINE: Final = "CARGOHOLD_ENGINE"
+"""Environment variable with which a server's first process says to the others which engine they are: a digest of options."""
+
+
 @cache
 def memory_limit_bytes(root: Path = Path("/")) -> int:
     """Memory that this process may use: the machine's, or the lowest limit of its control groups if that is less.

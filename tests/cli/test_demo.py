@@ -112,14 +112,7 @@ def test_it_fails_if_an_answer_differs(cargohold: Command, chat_model: str, monk
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            ("--num-device-blocks", "40"),
-            "--num-device-blocks=40 .* longest conversation alone needs about [0-9]+ blocks",
-        ),
-        (
-            ("--num-device-blocks", "300", "--answer-tokens", "100000"),
-            "--answer-tokens=100000 .* would have about 20[0-9],[0-9]+ tokens, .* at most 8,192; use at most 2[0-9][0-9][0-9]$",
-        ),
+        (("--answer-tokens", "100000"), "--answer-tokens.*512;"),
         (("--turns", "9"), "--turns.*4;"),
         (
             ("--num-device-blocks", "300", "--host-bytes", "1KiB"),

@@ -91,7 +91,8 @@ LARGE = b"".join(
         (b"tier_capacity_bytes", b"", 2**40),
         (b"moved_bytes_total", b',direction="in"', 1023 * 2**30),
         (b"moved_bytes_total", b',direction="out"', 1022 * 2**30),
-        (b"removed_chunks_total", b"", 5_555_555),
+        (b"removed_chunks_total", b',reason="evicted"', 5_555_555),
+        (b"removed_chunks_total", b',reason="reset"', 4_444_444),
     )
 )
 NUMBERS = ("89%", "8,889k", "10,000k", "7,778k", "6,667k", "1023 GiB", "1022 GiB", "5,556k")

@@ -88,7 +88,7 @@ tokens_per_gib gauge what
 hints counter outcome
 moved_bytes counter tier direction
 stored_chunks counter tier
-removed_chunks counter tier
+removed_chunks counter tier reason
 not_stored_chunks counter tier
 not_loaded_chunks counter tier
 corrupt_chunks counter tier
@@ -119,7 +119,8 @@ prompt_tokens device|prompt_tokens host|prompt_tokens disk|prompt_tokens compute
 hints accepted|hints clipped|hints deferred|hints done|hints expired|hints failed
 hints missing|hints rejected|hints released|hints void
 moved_bytes host in|moved_bytes host out|moved_bytes disk in|moved_bytes disk out
-stored_chunks host|stored_chunks disk|removed_chunks host|not_stored_chunks disk|not_loaded_chunks disk
+stored_chunks host|stored_chunks disk|not_stored_chunks disk|not_loaded_chunks disk
+removed_chunks host evicted|removed_chunks host damaged|removed_chunks host reset
 corrupt_chunks disk
 tier_failures disk|suspensions disk|failures load|failures store|failures connector_off|failures promise
 deferred_lookups|deferred_stores|load_tokens|prefill_tokens|prefill_seconds

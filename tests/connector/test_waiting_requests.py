@@ -115,7 +115,7 @@ def test_what_was_found_for_a_request_that_waits_for_room_on_the_device_is_not_e
     engine.step()
     engine.add("waits", prompt(0, 41), 1)
     finish(engine, tier)
-    assert tier.manager.num_removed > 0
+    assert tier.manager.num_removed["evicted"] > 0
     assert engine.outputs["waits"].cache_report.restored_tokens == {"host": 40}
 
 

@@ -58,5 +58,10 @@ def test_what_came_in_has_gone_or_is_there(tiny_model: Callable[[str], str], mak
         for number in range(12):
             llm.generate([number, *range(90)], SamplingParams(max_tokens=1))
         stats = llm.stats()
-        assert stats[metrics.REMOVED.of("host")] > 0
-        assert stats[metrics.READY_CHUNKS] == stats[metrics.STORED.of("host")] - stats[metrics.REMOVED.of("host")]
+        evicted = stats[metrics.REMOVED.of("host", "evicted")]
+        assert evicted > 0
+        num_ready = stats[metrics.READY_CHUNKS]
+        assert num_ready == stats[metrics.STORED.of("host")] - evicted
+        llm.reset_cache()
+        gone = {series.labels[1]: count for series, count in llm.stats().items() if series.family is metrics.REMOVED}
+        assert gone == {"evicted": evicted, "reset": num_ready}

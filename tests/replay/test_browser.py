@@ -72,9 +72,9 @@ def a_plan_page(disk_writes_per_day: float = 1.0) -> str:
 
 
 PAGES: dict[str, tuple[Callable[[], str], list[int]]] = {
-    "replay": (replay_page, [5, 4, 4]),
+    "replay": (replay_page, [5]),
     "plan": (a_plan_page, [2, 3]),
-    "plan_with_disk": (partial(a_plan_page, 1000.0), [2, 3, 2]),
+    "plan_with_disk": (partial(a_plan_page, 1000.0), [2, 3]),
 }
 """Per kind of page, what makes it, and how many lines its charts have."""
 

@@ -31,7 +31,7 @@ cargohold_tier_capacity_bytes{engine="0",model_name="m",tier="host"} 4000
 cargohold_tier_ready_bytes{engine="0",model_name="m",tier="disk"} 500
 cargohold_moved_bytes_total{direction="in",engine="0",model_name="m",tier="host"} 700
 cargohold_moved_bytes_total{direction="out",engine="0",model_name="m",tier="host"} 200
-cargohold_removed_chunks_total{engine="0",model_name="m",tier="host"} 5
+cargohold_removed_chunks_total{engine="0",model_name="m",reason="evicted",tier="host"} 5
 cargohold_outage_since_timestamp_seconds{engine="0",model_name="m",tier="disk",what="writes",reason="it is full"} 1000
 cargohold_outage_retry_timestamp_seconds{engine="0",model_name="m",tier="disk",what="writes",reason="it is full"} 1060
 """

@@ -24,6 +24,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",  # vLLM 0.28 hashes differently in every process without it
 }
 
 

@@ -196,11 +196,21 @@ def serve(
         yield Server(url.removesuffix("/v1"), log)
 
 
+def command_line() -> list[str]:
+    """The words behind the program's name with which the server that this process has started was started."""
+    words = Path(f"/proc/{_server()}/cmdline").read_text().rstrip("\0").split("\0")
+    return words[next(at for at, word in enumerate(words) if word.startswith("vllm.")) + 1 :]
+
+
 def stop() -> None:
     """Ask the server that this process has started to end, as an orchestrator does, and wait until it has."""
-    server = int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
+    server = _server()
     os.kill(server, signal.SIGTERM)
     os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+
+
+def _server() -> int:
+    return int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -6,17 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cargohold.deadlines import LOCK
 from cargohold.errors import ConfigError
+from cargohold.process import ENGINE
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import plugin
 from cargohold.integrations.vllm.command import Command, check
+from tests.tiers.common import disk_tier
 
 PROGRAM = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
 
@@ -107,6 +111,25 @@ def test_what_this_machine_has_not_is_refused_only_where_it_runs_the_engine(tmp_
             check(Command.read(words(config, *elsewhere)))
     check(Command.read(words(transfer({"host_bytes": "1MiB", "tiers": [disk]}))))
     assert not list(tmp_path.iterdir()), "nothing is made by looking"
+
+
+def test_a_directory_in_use_is_refused_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by use: it was refused once the weights were loaded, in line 97 of 281."""
+    monkeypatch.setattr("cargohold.tiers.disk.shard.LOCK", replace(LOCK, plus_s=0.25))
+    monkeypatch.delenv(ENGINE, raising=False)
+    disk = {"kind": "disk", "directory": str(tmp_path / "kv"), "max_bytes": "1MiB", "reserve_bytes": 0}
+    ours = transfer({"host_bytes": "1MiB", "tiers": [disk]})
+    check(Command.read(words(ours)))  # and notes for workers which engine they are
+    worker = disk_tier(tmp_path / "kv")
+    with pytest.raises(ConfigError, match=r"tiers\[0\]\.directory=.*another tier uses it for the same model"):
+        check(Command.read(words(ours, "--port", "1", "--max-num-seqs", "2")))
+    assert "another process uses it; waiting 0.25 s for it to end" in caplog.text
+    for other in (["--dtype", "half"], ["-pp", "2"], ["--kv-cache-dtype=fp8"]):
+        check(Command.read(words(ours, *other)))  # it has files of its own there
+    worker.close()
+    check(Command.read(words(ours)))
 
 
 @pytest.mark.parametrize(

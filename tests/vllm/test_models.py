@@ -80,10 +80,9 @@ def test_a_chunk_of_several_blocks_is_restored_as_a_whole(
 
 
 def test_on_a_disk_chunks_take_what_their_groups_need_and_are_found_after_a_restart(
-    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Found on DeepSeek V4 and Qwen4-Exp: each chunk's slot was as large as the largest group's, a fifth of it empty."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
     tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
     model, options = vllm_model("gemma3-uneven"), {"num_blocks": CASES["gemma3-uneven"].num_blocks}
     prompts = make_prompts(2, 330)
@@ -105,10 +104,8 @@ def test_packed_chunks_are_found_after_a_restart(
     vllm_model: Callable[[str], str],
     start: Callable[..., Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("zstandard", reason="needs cargohold[packing]")
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
     model, options = vllm_model(kind), {"num_blocks": CASES[kind].num_blocks}
     prompts = make_prompts(2, 330)
     expected = tokens(ask_twice(start(model, **options), prompts))

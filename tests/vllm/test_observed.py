@@ -67,7 +67,10 @@ def test_counters_reach_prometheus(vllm_model: Callable[[str], str], start: Call
     capacity = series("cargohold_tier_capacity_tokens")
     assert capacity["host"] == 4 * 2**20 // block_bytes * BLOCK_TOKENS
     assert capacity["device"] == (layout.num_blocks - 1) * BLOCK_TOKENS
-    stored, gone = series("cargohold_stored_chunks_total")["host"], series("cargohold_removed_chunks_total")["host"]
+    stored, gone = (
+        series("cargohold_stored_chunks_total")["host"],
+        series("cargohold_removed_chunks_total")["hostevicted"],
+    )
     num_ready = engine.side.guard.inner.shared.manager.num_ready
     assert gone > 0
     assert series("cargohold_connector_level")["num_ready_chunks"] == stored - gone == num_ready

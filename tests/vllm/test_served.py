@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,25 @@ from PIL import Image
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.deadlines import LOCK
+from cargohold.errors import ConfigError
+from cargohold.integrations.vllm.command import Command, check
+from cargohold.process import ENGINE
 from cargohold.tiers.kinds import open_inventory
 from tests.vllm.common import make_prompts
 from tests.vllm.models import PICTURE_SIZE, save_adapter, save_model, save_tokenizer
-from tests.vllm.served import EXTRA, LONG, RESTORED, Server, answer_of, completion, serve, stop, wait_until
+from tests.vllm.served import (
+    EXTRA,
+    LONG,
+    RESTORED,
+    Server,
+    answer_of,
+    command_line,
+    completion,
+    serve,
+    stop,
+    wait_until,
+)
 
 PROMPT, OTHER, THIRD = make_prompts(3, LONG, seed=1)
 WORDS = " ".join(f"w{token}" for token in make_prompts(1, LONG, seed=2)[0])
@@ -215,7 +231,9 @@ def describe(server: Server, shown: str | None, name: str | None = None) -> tupl
     return (answer_of(said).tokens, answer_of(said).restored) if status == 200 else (status, 0)
 
 
-def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> None:
+def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cargohold.tiers.disk.shard.LOCK", replace(LOCK, plus_s=0.0))
+    monkeypatch.setenv(ENGINE, "")  # restored at the end
     model = save_model("blip2", directory)
     (directory / "tenants.json").write_text(json.dumps(TENANTS), encoding="utf-8")
     (directory / "tenants.json").chmod(0o600)
@@ -226,6 +244,8 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path) -> No
     extra = {**EXTRA, "host_bytes": "2MiB", "tiers": [tier], "restore_timeout_s": 60.0}
     with serve(model, directory, extra, name="log-disk", **served) as server:
         acme, zebra = server.of("of acme"), server.of("of zebra")
+        with pytest.raises(ConfigError, match="another tier uses it for the same model"):
+            check(Command.read(command_line()))  # of a second server like this one
         assert server.call("/v1/completions", completion(PROMPT))[0] == 401
         one, another = describe(acme, picture(1))[0], describe(zebra, picture(2))[0]
         assert one != another and describe(acme, picture(1), "logo")[0] == one

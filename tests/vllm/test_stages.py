@@ -152,7 +152,6 @@ def test_what_is_on_disk_is_found_again_by_the_same_stages_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
     extra = {**EAGER, "tiers": [{"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB"}]}
     (prompt,) = make_prompts(1, 330)
     found = []

@@ -73,12 +73,19 @@ def test_a_data_parallel_replica_has_a_disk_of_its_own(
         made(connector, vllm_config, *rest)
 
     monkeypatch.setattr(CargoholdConnector, "__init__", make_second)
+    monkeypatch.delenv("PYTHONHASHSEED")
     tier = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
     with caplog.at_level(logging.INFO, logger="cargohold"):
         start(vllm_model("llama"), {**EAGER, "tiers": [tier]})
     assert [path.name for path in tmp_path.iterdir()] == ["replica-1"]
     assert [path.parent.parent.name for path in tmp_path.rglob("shard.json")] == ["replica-1"]
     assert "what is being written to a tier then is lost" in caplog.text, "vllm serve kills its engine by default"
+    # Found by use: a disk was filled, and nothing was ever found there after a restart.
+    has_own_hashes = compat.vllm_version() == (0, 28)
+    assert ("set the environment variable PYTHONHASHSEED" in caplog.text) == has_own_hashes
+    assert (compat.hashes_differ("sha256"), compat.hashes_differ("xxhash")) == (has_own_hashes, True)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert not compat.hashes_differ("sha256") and not compat.hashes_differ("xxhash")
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,8 @@ def test_it_stands_beside_connectors_of_ours(
 
 
 def test_chunks_come_back_from_a_tier_of_ones_own(
-    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_model: Callable[[str], str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 hashes differently in every process without it
     tier = {"kind": "examples.own_tier.folder:FolderConfig", "path": str(tmp_path)}
     prompts = make_prompts(2, 330)
     first = start(vllm_model("llama"), {**RESTARTED, "tiers": [tier]})

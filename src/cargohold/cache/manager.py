@@ -359,9 +359,9 @@ class OffloadManager(ABC):
         """Number of slots reserved by live store handles."""
 
     @property
-    def num_removed(self) -> int:
-        """Number of chunks evicted, removed or found corrupt since the start. 0 if the manager does not count them."""
-        return 0
+    def num_removed(self) -> Mapping[str, int]:
+        """Numbers of chunks that have gone since the start, by reason: evicted, damaged or reset. Empty if not counted."""
+        return {}
 
     @property
     def num_leaving(self) -> int:
@@ -440,7 +440,11 @@ class ForwardingManager(OffloadManager):
     take_events = passed_on(OffloadManager.take_events)
     num_ready = passed_on(OffloadManager.num_ready)
     num_writing = passed_on(OffloadManager.num_writing)
-    num_removed = passed_on(OffloadManager.num_removed)
+
+    @property
+    def num_removed(self) -> Mapping[str, int]:  # noqa: D102
+        return self.inner.num_removed
+
     num_leaving = passed_on(OffloadManager.num_leaving)
     num_pins = passed_on(OffloadManager.num_pins)
     fill = passed_on(OffloadManager.fill)

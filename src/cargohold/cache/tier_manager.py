@@ -101,7 +101,7 @@ class TierManager(OffloadManager):
         self._writing: set[SlotReservation] = set()
         self._reading: set[ChunkPins] = set()
         self._num_pins = 0
-        self._num_removed = 0
+        self._num_removed = Counter[str]()
 
     def _use_table(self, table: ChunkTable, rows: GroupedRowTable | None) -> None:
         """Begin with an empty table."""
@@ -146,7 +146,7 @@ class TierManager(OffloadManager):
         return self._table.num_writing
 
     @property
-    def num_removed(self) -> int:
+    def num_removed(self) -> Mapping[str, int]:
         return self._num_removed
 
     @property
@@ -306,7 +306,7 @@ class TierManager(OffloadManager):
         ready = self._table.slots_in(chunk_table.READY)
         keys = self._table.keys_at(ready)
         self._table.clear()
-        self._note_removed(keys)
+        self._note_removed(keys, "reset")
         return True
 
     def take_events(self) -> list[ManagerEvent]:
@@ -650,25 +650,25 @@ class TierManager(OffloadManager):
         self._num_pins -= len(handle.keys)
         # Another reader may have found the same chunks bad, and removed them; then they may even have been stored again.
         slot_of = dict(zip(handle.keys, handle.places, strict=True)) if bad_keys else {}
-        self._remove([slot_of[key] for key in bad_keys if self._table.find(key) == slot_of[key]])
+        self._remove([slot_of[key] for key in bad_keys if self._table.find(key) == slot_of[key]], "damaged")
         self._table.unpin(handle.places)
 
-    def _remove(self, slots: Sequence[int]) -> None:
+    def _remove(self, slots: Sequence[int], reason: str = "evicted") -> None:
         """Remove ready chunks. Mutates policy, table, generation and events."""
         if slots:
             keys = self._table.keys_at(slots)
             self.policy.drop(slots)
             self._table.remove(slots)
-            self._note_removed(keys)
+            self._note_removed(keys, reason)
 
     def _announce_evicted(self) -> None:
         if self._table.evicted:
             self._note_removed(self._table.evicted)
             self._table.evicted = []
 
-    def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
+    def _note_removed(self, keys: Sequence[OffloadKey], reason: str = "evicted") -> None:
         self._generation += 1
-        self._num_removed += len(keys)
+        self._num_removed[reason] += len(keys)
         if self._events is not None and keys:
             self._events.append(ChunksRemoved(tuple(keys)))
 

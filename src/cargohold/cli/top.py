@@ -94,7 +94,7 @@ def _places(now: Scrape, grown: Scrape, span_s: float | None, tiers: Sequence[st
         now.by(metrics.IN_TOKENS[family], "tier")
         for family in (metrics.TIER_READY, metrics.TIER_CAPACITY, metrics.TIER_IN_USE, metrics.TIER_PINNED)
     ]
-    moved, removed = moved_bytes(grown), grown.by(metrics.REMOVED, "tier")
+    moved, removed = moved_bytes(grown), grown.by(metrics.REMOVED, "tier", reason="evicted")
     held = _table("tier", "full", "", "tokens", "of", "in use", "pinned")
     went = _table("tier", "in", "out", "evicted")
     for tier, colour in zip(tiers, _COLOURS * len(tiers), strict=False):

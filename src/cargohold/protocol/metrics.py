@@ -358,7 +358,12 @@ STORED: Final = counter(
     "stored_chunks", "chunks", "Entered a tier, from the device (host) or by a write.", "tier", start=_TIERS
 )
 REMOVED: Final = counter(
-    "removed_chunks", "chunks", "Left host memory: evicted, damaged, or dropped by a reset.", "tier", start=["host"]
+    "removed_chunks",
+    "chunks",
+    "Left host memory, by reason: evicted, damaged or reset.",
+    "tier",
+    "reason",
+    start=[("host", reason) for reason in ("evicted", "damaged", "reset")],
 )
 NOT_STORED: Final = counter(
     "not_stored_chunks", "chunks", "Refused by a lower tier, or failed to be written.", "tier", start=[LOWER]

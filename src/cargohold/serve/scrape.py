@@ -86,11 +86,12 @@ class Scrape:
     def of(self, family: Family) -> Mapping[Labels, float]:
         return self.samples.get(family.sample, {})
 
-    def by(self, family: Family, label: str) -> dict[str, float]:
-        """Return the values of a family by one of its labels, added up over the others."""
+    def by(self, family: Family, label: str, **only: str) -> dict[str, float]:
+        """Return the values of a family by one of its labels, added up over the others: those with these labels alone."""
         values: defaultdict[str, float] = defaultdict(float)
         for labels, value in self.of(family).items():
-            values[dict(labels).get(label, "")] += value
+            if only.items() <= dict(labels).items():
+                values[dict(labels).get(label, "")] += value
         return dict(values)
 
     def known(self, *what: Family | str) -> float | None:
@@ -177,7 +178,7 @@ def tier_uses(now: Scrape) -> list[dict[str, Any]]:
     ``capacity_bytes`` is ``None`` where the tier sets its own limit, and ``evicted_chunks`` where that is not counted;
     ``suspended`` is how many of its look-ups, loads and writes are, and ``is_off`` whether it is out of use until a restart.
     """
-    moved, evicted = moved_bytes(now), now.by(metrics.REMOVED, "tier")
+    moved, evicted = moved_bytes(now), now.by(metrics.REMOVED, "tier", reason="evicted")
     ready, capacity = now.by(metrics.TIER_READY, "tier"), now.by(metrics.TIER_CAPACITY, "tier")
     outages = [(dict(labels)["tier"], labels) for labels, since in now.of(metrics.OUTAGE_SINCE).items() if since]
     out = Counter(tier for tier, _ in outages)
@@ -254,7 +255,7 @@ class TimeSpan:
             if tier != "device":
                 self.up_bytes += value * (way == "out")
                 self.down_bytes += value * (way == "in")
-        self.evicted_chunks += grown.by(metrics.REMOVED, "tier").get("host", 0)
+        self.evicted_chunks += grown.by(metrics.REMOVED, "tier", reason="evicted").get("host", 0)
         self.restored_tokens += grown.total(metrics.LOAD_TOKENS)
         self.restore_s += grown.seconds(metrics.LOAD) + grown.seconds(metrics.WAIT)
         self.prefill_tokens += grown.total(metrics.PREFILL_TOKENS)

@@ -185,10 +185,11 @@ class TierConfig(Options):
         if self.encryption_key is not None:
             require_chunk_below("encryption_key", self.encryption_key, chunk_bytes, MAX_ENCRYPTED_BYTES)
 
-    def require_unused(self, namespace_ids: Callable[[], Iterable[str]]) -> None:  # most are for many processes
+    def require_unused(self, namespace_ids: Callable[[], Iterable[str]] | None = None) -> None:  # most are for many
         """Raise ``ConfigError`` if another process has one of these namespaces to itself and does not end in time.
 
-        ``namespace_ids`` may take long, and is called only if any process uses the place.
+        ``namespace_ids`` may take long, and is called only if any process uses the place. Where they are not known yet, those
+        count that are used by processes of an engine that was started with the same options (``process.ENGINE``).
         """
 
     @classmethod

@@ -325,3 +325,16 @@ def test_no_policy_looks_at_all_that_is_before_what_is_stored(name: str, monkeyp
     assert len(store.keys) == 11
     store.commit()
     assert all(manager.lookup_run(prefix) == bytes([READY]) * len(prefix) for prefix in [*prefixes[10:], prefixes[0]])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_has_gone_is_counted_by_reason(name: str) -> None:
+    """Found by reading a dashboard: what a reset had dropped was shown as evicted."""
+    manager = make_manager(name, 4)
+    for number in range(6):
+        manager.prepare_store(numbered(number)).commit()
+    assert manager.num_removed == {"evicted": 2}
+    present = [key for key in numbered(*range(6)) if manager.lookup([key])[0] == READY]
+    manager.prepare_load(present[:1]).release(present[:1])
+    assert manager.reset()
+    assert manager.num_removed == {"evicted": 2, "damaged": 1, "reset": 3}

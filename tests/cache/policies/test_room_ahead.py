@@ -86,7 +86,7 @@ def test_for_one_chunk_a_large_tier_makes_a_few_slots_more_free(name: str, capac
     for number in range(num_spare + 2):
         handle = manager.prepare_store(numbered(1_000_000 + number))
         handle.commit()
-        stored.append((len(handle.keys), manager.num_removed))
+        stored.append((len(handle.keys), manager.num_removed["evicted"]))
     removed_at_once = [(1, 1 + num_spare)] * (1 + num_spare)
     assert stored == [*removed_at_once, (1, 2 * (1 + num_spare))]
     manager.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from cargohold.cache.manager import (
@@ -34,9 +35,9 @@ class TieringManager(ForwardingManager):
         return self.inner
 
     @property
-    def num_removed(self) -> int:
-        """Number of chunks that were in host memory and have gone."""
-        return self.host.num_removed - self.lower.num_never_there
+    def num_removed(self) -> Counter[str]:
+        """Numbers of chunks that were in host memory and have gone, by reason."""
+        return Counter(self.host.num_removed) - Counter(evicted=self.lower.num_never_there)
 
     def touch(self, keys: Sequence[OffloadKey]) -> int:
         """Mark chunks as used, in host memory and in the lower tiers. Return how many leading ones host memory has."""

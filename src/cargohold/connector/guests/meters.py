@@ -9,6 +9,7 @@ on. So both are bounded, and neither prefers old chunks or young ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -183,8 +184,10 @@ class Meters(Guest):
     def _take_levels(self) -> Stats:
         manager, tier = self._shared.manager, self._shared.tier
         num_ready, (ready, capacity) = manager.num_ready, manager.fill
+        removed = Counter(manager.num_removed)
+        removed["evicted"] -= 0 if self._lower is None else self._lower.num_never_there
         levels: dict[Series, float] = {
-            metrics.REMOVED.of(tier): manager.num_removed - (0 if self._lower is None else self._lower.num_never_there),
+            **{metrics.REMOVED.of(tier, reason): count for reason, count in removed.items()},
             metrics.READY_CHUNKS: num_ready,
             metrics.STUCK_COPIES: self._shared.jobs.num_stuck,
             metrics.TIER_READY.of(tier): ready * self._unit_bytes,

@@ -71,8 +71,10 @@ class DeviceChunks:
     def watch(self, num_blocks: int) -> None:
         """Note what so many blocks hold that are evicted next."""
         if num_blocks > self._num_watched:
-            self._num_watched = num_blocks
-            self._watch(islice(self._context.iter_free_blocks(), num_blocks))
+            blocks = list(islice(self._context.iter_free_blocks(), num_blocks))
+            # Fewer if no more are free: those that are given back next are to be seen, too.
+            self._num_watched = len(blocks)
+            self._watch(blocks)
 
     def watch_more(self, num_blocks: int) -> None:
         """Note what so many blocks hold that are evicted next, besides those that have been noted."""

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import PurePath
 from typing import Any, Final, Self
 
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cargohold.errors import option_path
+from cargohold.integrations.vllm.compat import VLLM_VERSION
 from cargohold.integrations.vllm.settings import VllmSettings
 
 NAME: Final = "CargoholdConnector"
@@ -27,14 +29,29 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "data-parallel-size-local": "0",
 }
 """Options that let engines run on other machines, with these values."""
+_DECIDING: Final = (
+    "--model",
+    "--revision",
+    "--dtype",
+    "--kv-cache-dtype",
+    "--quantization -q",
+    "--hf-overrides",
+    "--load-format",
+    "--block-size",
+    "--tensor-parallel-size -tp",
+    "--pipeline-parallel-size -pp",
+)
+"""Options that decide which KV it is, and their short forms: engines that have the same may not share a disk's files."""
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM ships no types
     """Knows a few of vLLM's options, and passes over all others."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, and leave nothing over to complain of."""
-        return super().parse_known_args(args, namespace)[0], []
+        """Parse, and leave nothing over to complain of. The model may stand behind the program's first word."""
+        found, others = super().parse_known_args(args, namespace)
+        found.model = found.model or others[1:2]
+        return found, []
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +62,13 @@ class Command:
         transfer: ``--kv-transfer-config``.
         is_replaced: whether vLLM will use a connector of its own instead, silently: no code of ours runs then.
         runs_here: whether all workers run on this machine.
+        engine: a digest of the options that decide which KV the engine keeps.
     """
 
     transfer: Mapping[str, Any]
     is_replaced: bool
     runs_here: bool
+    engine: str
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
@@ -63,10 +82,18 @@ class Command:
         for name in (_TRANSFER, _SIZE, *_ELSEWHERE):
             parser.add_argument(f"--{name}")
         parser.add_argument("--nnodes", "-n", default="1")
+        for forms in _DECIDING:
+            parser.add_argument(*forms.split())
         given = {name.replace("_", "-"): value for name, value in vars(parser.parse_args(list(words))).items()}
         transfer = json.loads(given[_TRANSFER] or "{}")
+        deciding = [given[forms.split()[0].removeprefix("--")] for forms in _DECIDING]
         is_elsewhere = given["nnodes"] != "1" or any(given[name] == value for name, value in _ELSEWHERE.items())
-        return cls(transfer if isinstance(transfer, Mapping) else {}, given[_SIZE] is not None, not is_elsewhere)
+        return cls(
+            transfer if isinstance(transfer, Mapping) else {},
+            given[_SIZE] is not None,
+            not is_elsewhere,
+            sha256(f"{VLLM_VERSION} {deciding}".encode()).hexdigest(),
+        )
 
     def connectors(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the options of each connector of ours, and the path at which they stand."""
@@ -92,6 +119,7 @@ def check(command: Command) -> None:
             settings.require_packages()
             if command.runs_here:
                 settings.check_here(warns=False)  # the first worker warns, once the weights are loaded
+                settings.require_unused(command.engine)
 
 
 def of_this_process() -> Command | None:

@@ -11,6 +11,7 @@ says so in one line, before the first request.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -285,6 +286,12 @@ def vllm_version() -> tuple[int, int] | None:
     """The first two numbers of vLLM's version; ``None`` if it has none."""
     match = re.match(r"(\d+)\.(\d+)", VLLM_VERSION)
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+def hashes_differ(algorithm: str) -> bool:
+    """Whether vLLM hashes blocks differently in each process: with this algorithm, or any (0.28), unless it has a seed."""
+    is_random = algorithm.startswith("xxhash") or _find("vllm.v1.core.kv_cache_utils", "resolve_none_hash_seed") is None
+    return is_random and os.environ.get("PYTHONHASHSEED") is None
 
 
 def missing_from_vllm(connector: type) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Self, TypeGuard
@@ -15,6 +16,7 @@ from cargohold.connector.tracing import TracingFactory
 from cargohold.connector.tracing import require_packages as require_tracing
 from cargohold.errors import option_path
 from cargohold.options import Options, declared, made, one_of
+from cargohold.process import ENGINE
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVConnectorFactory
 from cargohold.tiers import TierConfig, check_place_here, require_packages
 
@@ -129,6 +131,17 @@ class VllmSettings:
             for path, tier, _ in tiers_of(self.offload):
                 with option_path(path):
                     check_place_here(tier)
+
+    def require_unused(self, engine: str) -> None:
+        """Raise ``ConfigError`` if an engine started with the same options uses a disk's files, and does not end in time.
+
+        Args:
+            engine: a digest of the options that decide which KV it is. Processes of this engine note it where they keep KV.
+        """
+        os.environ[ENGINE] = engine
+        for path, tier, _ in tiers_of(self.offload):
+            with option_path(f"kv_connector_extra_config.{path}"):
+                tier.require_unused()
 
     def factory(self) -> KVConnectorFactory:
         """The factory that makes the connector. Raises ``ConfigError`` if the trace cannot be recorded."""

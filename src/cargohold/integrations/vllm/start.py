@@ -9,6 +9,7 @@ from typing import Any, Final
 from cargohold.connector.factory import never_found
 from cargohold.connector.held import held_per_gib, tokens_per_gib
 from cargohold.errors import ConfigError, one_line
+from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.layout import group_sizes, may_load, replicas
 from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.option_values import format_count
@@ -29,6 +30,10 @@ _HAS_NOTHING: Final = (
     "in kv_role=kv_consumer, nothing is stored, and there is no tier in which other engines could store; use kv_both, or add a "
     "tier that they share"
 )
+_OTHER_HASHES: Final = (
+    "vLLM hashes blocks differently in each process here, so nothing that is written to a tier is ever found by another "
+    "process or after a restart; set the environment variable PYTHONHASHSEED, to the same number everywhere"
+)
 SINGLE_BLOCKS: Final = (
     "blocks_per_chunk is taken as 1: vLLM keeps a recurrent state where a step has ended with a block, which is seldom where a "
     "chunk of several ends"
@@ -41,6 +46,8 @@ def warnings(vllm_config: Any, kv_cache_config: Any, layout: KVCacheLayout, sett
         yield _LOADS_NOTHING
     if not vllm_config.kv_transfer_config.is_kv_producer and not settings.has_tiers:
         yield _HAS_NOTHING
+    if settings.has_tiers and compat.hashes_differ(str(vllm_config.cache_config.prefix_caching_hash_algo)):
+        yield _OTHER_HASHES
     yield from never_found(settings.offload, layout, int(vllm_config.model_config.max_model_len))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.errors import ConfigError, one_line
-from cargohold.lab.replay.advice import disk_problems, disk_table, plan_table, unit_of_gain
+from cargohold.lab.replay.advice import disk_table, plan_table, unit_of_gain
 from cargohold.lab.replay.planning import BASELINE, Plan, Planner
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult
 from cargohold.lab.replay.report import (
@@ -121,23 +121,6 @@ th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { te
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """The quantity that a chart shows.
-
-    Attributes:
-        title: the chart's title, for people who cannot see it.
-        value: gives the quantity of a result; ``None`` if the result does not have it.
-        unit: size of the unit that values are shown in.
-        suffix: name of the unit.
-    """
-
-    title: str
-    value: Callable[[ReplayResult], float | None]
-    unit: float
-    suffix: str
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a page. Raises ``ConfigError`` if the file cannot be written."""
     try:
@@ -153,13 +136,7 @@ def page(report: Report) -> str:
 <h2>Prefix-hit ratio</h2>
 <p>Blocks found with all blocks before them, of all blocks asked for. No policy can be above the optimum, which knows the
 future; {INFINITE} never evicts.</p>
-{_chart(report, Measure("Prefix-hit ratio against size", _ratio, 0.01, "%"))}
-<h2>Written</h2>
-<p>What goes into the tiers, and evicts what was there: of the disk, it is wear.</p>
-{_chart(report, _volume(report, "Volume written against size", _stored))}
-<h2>Loaded</h2>
-<p>What comes back from the tiers instead of being computed.</p>
-{_chart(report, _volume(report, "Volume loaded against size", _loaded))}
+{_chart(report)}
 <h2>All numbers</h2>
 <p class="soft">{escape(describe_costs(report))}</p>
 <div class="scroll">{_table(*all_numbers(report))}</div>"""
@@ -235,17 +212,6 @@ def _plan_charts(planner: Planner, plan: Plan) -> Iterator[str]:
         "<h2>Prefix hits</h2><p>Blocks found with all blocks before them, once the cache is full. Only the optimum knows the "
         "future.</p>" + line_chart(ratios, plan_axes("Prefix-hit ratio against size", lambda y: f"{y:g}%"))
     )
-    pairs = [step.with_disk for step in plan.steps if step.with_disk is not None]
-    if pairs and plan.disk is not None and not disk_problems(planner, plan.disk):
-        saved = {
-            name: _points(planner, results, lambda r: 100 * planner.saved_share(r))
-            for name, results in zip(("host alone", "with disk"), zip(*pairs, strict=True), strict=True)
-        }
-        disk = format_bytes(planner.budget.disk_bytes or 0)
-        yield (
-            f"<h2>Host memory and disk together</h2><p>Share of prefill saved, by host memory alone and with {disk} of disk "
-            f"below it.</p>" + line_chart(saved, plan_axes("Prefill saved against size", lambda y: f"{y:g}%"))
-        )
 
 
 def _three_digits(number: float) -> str:
@@ -264,52 +230,26 @@ def _points(
     return [(float(result.capacities[0] * planner.chunk_bytes), max(0.0, value(result))) for result in results]
 
 
-def _ratio(result: ReplayResult) -> float | None:
-    return result.prefix_hit_ratio
-
-
-def _stored(result: ReplayResult) -> float | None:
-    return sum(tier.stored for tier in result.tiers) if result.tiers else None
-
-
-def _loaded(result: ReplayResult) -> float | None:
-    return sum(tier.loaded for tier in result.tiers) if result.tiers else None
-
-
-def _volume(report: Report, title: str, value: Callable[[ReplayResult], float | None]) -> Measure:
-    """A measure of chunks, in bytes if known, with the unit in which the largest number has one to four digits."""
-    largest = max((value(result) or 0 for result in report.results), default=0)
-    if report.chunk_bytes is None:
-        return Measure(title, value, 1000.0, "k") if largest >= 10_000 else Measure(title, value, 1.0, "")
-    power = max(0, int(math.log2(max(1, largest * report.chunk_bytes)) // 10))
-    unit = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")[min(power, 5)]
-    return Measure(title, value, 1024.0 ** min(power, 5) / report.chunk_bytes, f" {unit}")
-
-
-def _chart(report: Report, measure: Measure) -> str:
+def _chart(report: Report) -> str:
     sizes = report.sizes
     if not sizes:
         return '<p class="soft">Nothing to draw: only an infinite cache was replayed.</p>'
-    lines = {}
-    for policy in report.policies:
-        found = [(float(size[0]), report.find(policy, size)) for size in sizes]
-        points = [
-            (x, y / measure.unit)
-            for x, result in found
-            if result is not None and (y := measure.value(result)) is not None
+    lines = {
+        policy: [
+            (float(size[0]), 100 * result.prefix_hit_ratio)
+            for size in sizes
+            if (result := report.find(policy, size)) is not None
         ]
-        if points:
-            lines[policy] = points
-    if not lines:
-        return f'<p class="soft">Nothing to draw: the {OPTIMUM} does not say how it does it.</p>'
+        for policy in report.policies
+    }
     below = f", with {describe_size(report, sizes[0][1:])} of disk below" if len(sizes[0]) > 1 else ""
     axes = Axes(
-        title=measure.title,
+        title="Prefix-hit ratio against size",
         x_title=f"host memory{below}",
         show_x=lambda x: format_amount(report, x),
-        show_y=lambda y: f"{y:,.4g}{measure.suffix}",
+        show_y=lambda y: f"{y:,.4g}%",
     )
-    return line_chart(lines, axes)
+    return line_chart({policy: points for policy, points in lines.items() if points}, axes)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from cargohold.deadlines import ROOM
+from cargohold.process import ENGINE
 from cargohold.tiers.chunk_format import HEADER_BYTES
 from cargohold.tiers.memory import PAGE_BYTES, address_of, bounce_buffer, copy_bytes, padded
 
@@ -347,6 +348,9 @@ class DirectoryLock:
         self._owner = os.getpid()
         self._file: Descriptor | None = _open(self._path, os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # a full disk
+            os.ftruncate(self._file.number, 0)
+            os.pwrite(self._file.number, os.environ.get(ENGINE, "").encode(), 0)
         self.note_use()
 
     def is_deleted(self) -> bool:
@@ -429,6 +433,11 @@ def is_in_use(directory: Path) -> bool:
         return True
     _unlock(file)
     return False
+
+
+def is_of_engine(directory: Path) -> bool:
+    """Whether the process that uses a directory is of an engine started with the options of this one. Raises ``OSError``."""
+    return read_small(directory / DirectoryLock.FILE, PAGE_BYTES) == os.environ[ENGINE].encode()
 
 
 def _open(path: Path, flags: int) -> Descriptor:

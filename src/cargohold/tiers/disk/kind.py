@@ -120,7 +120,7 @@ class DiskTierConfig(TierConfig):
         """Refuse a directory that cannot be made or written to, and a budget above the file system."""
         require_place(self._budget(1))
 
-    def require_unused(self, namespace_ids: Callable[[], Iterable[str]]) -> None:
+    def require_unused(self, namespace_ids: Callable[[], Iterable[str]] | None = None) -> None:
         require_unused(self._budget(1), namespace_ids)
 
     def bytes_taken(self, chunk_sizes: Sequence[int], number_types: Sequence[str], details_bytes: int) -> Sequence[int]:

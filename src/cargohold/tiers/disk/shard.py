@@ -27,6 +27,7 @@ from cargohold.tiers.disk.files import (
     Segment,
     brief_lock,
     is_in_use,
+    is_of_engine,
     may_hold_chunks,
     segment_files,
     uses_file,
@@ -391,11 +392,14 @@ def require_place(budget: ShardBudget) -> None:
         raise _unusable(budget.root, error) from error
 
 
-def require_unused(budget: ShardBudget, namespace_ids: Callable[[], Iterable[str]]) -> None:
-    """Raise ``ConfigError`` if another process uses one of these namespaces, and does not end in time. Creates nothing."""
+def require_unused(budget: ShardBudget, namespace_ids: Callable[[], Iterable[str]] | None = None) -> None:
+    """See ``TierConfig.require_unused``. Creates nothing."""
     try:
-        if budget.root.is_dir() and any(_is_used(shard) for shard in shards_in(budget.root)):
-            shards = [budget.root / name for name in namespace_ids()]
+        if budget.root.is_dir() and (used := [shard for shard in shards_in(budget.root) if _is_used(shard)]):
+            if namespace_ids is None:
+                shards = [shard for shard in used if is_of_engine(shard)]
+            else:
+                shards = [budget.root / name for name in namespace_ids()]
             if all(any(map(_is_used, shards)) for _ in _tries(budget.root)):
                 raise _used(budget.root)
     except OSError as error:

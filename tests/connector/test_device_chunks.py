@@ -1,0 +1,38 @@
+"""What the connector notes of the device pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from cargohold.cache.manager import offload_key
+from cargohold.connector.kernel.device import DeviceChunks
+
+
+class Pool:
+    """A block pool of which a test says which blocks are free."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: list[Any] = [
+            SimpleNamespace(block_id=at, block_hash=bytes([at] * 32), group_id=0, ref_cnt=1) for at in range(num_blocks)
+        ]
+        self.free: list[int] = []
+
+    def iter_free_blocks(self) -> Any:
+        return (self.blocks[at] for at in self.free)
+
+    def get_block(self, block_id: int) -> Any:
+        return self.blocks[block_id]
+
+
+def test_blocks_that_become_free_where_few_were_are_seen_before_they_are_evicted() -> None:
+    """Found by a seed: once no block was free, none that was given back was looked at until a request ended."""
+    pool: Any = Pool(4)
+    device = DeviceChunks(pool)
+    keys = [offload_key(block.block_hash, 0) for block in pool.blocks]
+    device.note(keys, range(4))
+    device.watch(2)
+    pool.free = [2, 3]  # a window has left them behind
+    device.watch(2)
+    pool.blocks[2].block_hash, pool.free = None, [3]
+    assert device.take_lost() == {keys[2]: 2}
