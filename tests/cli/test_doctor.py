@@ -198,10 +198,11 @@ def test_inside_vllms_environment_extras_of_other_engines_are_not_asked_for(
     cargohold: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their packages have vLLM's versions there, and installing ours would replace them."""
-    needs = ['fastapi>=0.150; extra == "serve"', 'redis>=6.0; extra == "redis"']
+    needs = [f"{extra}-package; extra == '{extra}'" for extra in ("serve", "redis", "packing", "mooncake")]
     monkeypatch.setattr(doctor, "requires", lambda name: needs)
-    monkeypatch.setattr(doctor, "installed_version", {"vllm": "0.32.0", "fastapi": "0.136", "redis": "7.0"}.get)
-    assert [one["found"] for one in findings(cargohold, "--quick")["extras"]] == ["redis: redis"]
+    monkeypatch.setattr(doctor, "installed_version", {"vllm": "0.32.0", "redis-package": "7.0"}.get)
+    found = [one["found"] for one in findings(cargohold, "--quick")["extras"]]
+    assert found == ["redis: redis-package", "not installed: mooncake, packing"]
 
 
 def test_a_source_tree_that_is_not_installed_is_no_error(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:

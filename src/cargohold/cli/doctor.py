@@ -33,7 +33,7 @@ from cargohold.tiers.packing import NUMBER_TYPES
 
 _PROMPT_TOKENS: Final = 512
 _REPEATS: Final = 4
-_INSIDE_VLLM: Final = frozenset({"encryption", "events", "objects", "otel", "redis"})
+_INSIDE_VLLM: Final = frozenset({"encryption", "events", "mooncake", "objects", "otel", "packing", "redis"})
 
 
 @app.command()
