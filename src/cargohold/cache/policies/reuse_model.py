@@ -196,9 +196,10 @@ class ReuseModel:
     def note_end(self, tags: Sequence[int], turn_end: int) -> None:
         """Note how the turn ended that used these chunks last. Mutates the records."""
         records = list(map(self._open.__getitem__, self._open.keys() & tags))
-        self._turn_ends[records] = turn_end
-        self._num_turns += bool(records)
-        self._num_noted += len(records)
+        if records:  # of a prompt of few chunks, often none are in the sample
+            self._turn_ends[records] = turn_end
+            self._num_turns += 1
+            self._num_noted += len(records)
 
     def _observe_one_by_one(self, few: Sequence[int], of_classes: Sequence[int], now: int) -> None:
         tags, classes, starts, ends, turn_ends = self._views

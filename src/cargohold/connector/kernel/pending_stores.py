@@ -71,7 +71,7 @@ class PendingStore:
         """Return the blocks of the chunks not offered yet whose contents are known."""
         known = zip(self.tables, self.starts, self.contents, strict=True)
         blocks = chain.from_iterable(table[start : start + len(contents)] for table, start, contents in known)
-        return tuple(block_id for block_id in blocks if block_id != NULL_BLOCK_ID)
+        return tuple([block_id for block_id in blocks if block_id != NULL_BLOCK_ID])
 
     def unstored(self, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> list[Offer]:
         """Return the chunks of each group not offered yet whose blocks still hold the same KV.
@@ -158,34 +158,30 @@ class PendingStores:
             self._shared.consumer.stores_abandoned(state)
             return
         self.pending.append(pending)
-        if self._must_keep(state) or self._are_few(pending):
-            self._hold(pending)
+        self._hold(pending)
         if len(self.pending) > MAX_PENDING_STORES:
             self._let_go(self.pending.popleft())
 
-    def _must_keep(self, state: RequestState) -> bool:
-        return state.is_awaited or self._shared.guests.worth(state).must_keep
-
-    def _are_few(self, pending: PendingStore) -> bool:
-        """Whether a request's chunks without a slot are so few that their blocks are held: for lack of a slot, for a moment.
+    def _hold(self, pending: PendingStore) -> None:
+        """Hold the blocks of chunks that are not stored yet, if they must be, or are few: for lack of a slot, for a moment.
 
         Without that, the ends of answers are lost while host memory is full of what others fetch and write.
         """
-        num_blocks = len(pending.known_blocks()) + len(self.held_blocks)
-        return num_blocks <= self._shared.max_store_blocks // _FEW_PART
-
-    def _hold(self, pending: PendingStore) -> None:
-        """Hold the blocks of chunks that are not stored yet, until they are, if stores may hold so many."""
-        shared, blocks = self._shared, pending.known_blocks()
-        if len(blocks) + len(self.held_blocks) > shared.max_store_blocks:
-            if self._must_keep(pending.state):
-                pending.state.notes.append(
+        shared, state, blocks = self._shared, pending.state, pending.known_blocks()
+        num_blocks = len(blocks) + sum([len(other.held) for other in self.pending])
+        if (
+            num_blocks <= shared.max_store_blocks // _FEW_PART
+            or state.is_awaited
+            or shared.guests.worth(state).must_keep
+        ):
+            if num_blocks > shared.max_store_blocks:
+                state.notes.append(
                     "its last chunks may be lost: max_inflight_fraction lets stores hold no more device blocks"
                 )
-            shared.consumer.stores_abandoned(pending.state)
-            return
-        shared.holder.hold(blocks)
-        pending.held, pending.held_until = blocks, self._hold_time.deadline()
+                shared.consumer.stores_abandoned(state)
+                return
+            shared.holder.hold(blocks)
+            pending.held, pending.held_until = blocks, self._hold_time.deadline()
 
     def _let_go(self, pending: PendingStore) -> None:
         """Release what is held for a request that has ended."""
