@@ -306,7 +306,7 @@ def tells_every_child_to_load_what_one_child_found(patch: Patch) -> None:
         if chosen is not None:
             self._loading[request.request_id] = chosen[0]
             self._new_loads.append(request.request_id)
-        for child in self._children:
+        for child in self.children:
             child.update_state_after_alloc(request, blocks, num_external_tokens)
 
     patch.setattr(MultiConnectorScheduler, "update_state_after_alloc", all_load)
@@ -523,7 +523,7 @@ def forgets_a_pin(patch: Patch) -> None:
 
     def unpinned(self: TierManager, keys: Any) -> Any:
         handle: Any = prepare(self, keys)
-        self._table.unpin(handle.places)
+        self.table.unpin(handle.places)
         return handle
 
     patch.setattr(TierManager, "prepare_load", unpinned)
@@ -536,7 +536,7 @@ def finds_chunks_that_are_being_written(patch: Patch) -> None:
     def visible_at_once(self: TierManager, offers: Any) -> Any:
         handle: Any = prepare(self, offers)
         for slot in handle.places:
-            self._table.states[slot] = READY
+            self.table.states[slot] = READY
         return handle
 
     patch.setattr(TierManager, "prepare_stores", visible_at_once)
@@ -617,7 +617,7 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 
             def without_hold(manager: TierManager, keys: Any) -> Any:
                 handle: Any = prepare(manager, keys)
-                manager._table.unpin(handle.places)
+                manager.table.unpin(handle.places)
                 return handle
 
             inner.setattr(TierManager, "prepare_load", without_hold)

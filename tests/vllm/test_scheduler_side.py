@@ -76,7 +76,7 @@ def test_what_vllm_would_drop_of_a_hit_is_not_loaded(num_tokens: int, num_loaded
 def test_a_synchronous_load_of_which_nothing_was_taken_says_nothing_of_a_later_one() -> None:
     """VLLM 0.33 may take nothing of a hit. Taken for synchronous, a load would be reported ended while it runs."""
     side = side_over(32)
-    request, connector = asked(side, 40), side.guard._inner
+    request, connector = asked(side, 40), side.guard.inner
     assert isinstance(connector, Finds)
     blocks = SimpleNamespace(blocks=([SimpleNamespace(block_id=at) for at in range(1, 9)],))
     for is_async, num_taken in ((False, 0), (True, 32)):

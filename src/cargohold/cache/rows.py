@@ -197,7 +197,7 @@ class RowTable(ChunkTable):
     """
 
     def __init__(self, capacity: int, least: int, most: int, num_rows: int | None = None, num_more: int = 0) -> None:
-        self._least, self._most = least, most
+        self._least, self.most = least, most
         self.num_rows = self.num_ready_rows = 0
         self._free_rows: list[int] = []
         super().__init__(capacity // least + num_more, num_slots=0)
@@ -208,7 +208,7 @@ class RowTable(ChunkTable):
     @property
     def num_free(self) -> int:
         """Number of chunks, of whatever size, for which there are free rows."""
-        return min(len(self._free), self.num_free_rows // self._most)
+        return min(len(self._free), self.num_free_rows // self.most)
 
     @property
     def num_free_rows(self) -> int:
@@ -345,12 +345,7 @@ class PooledTable(GroupedRowTable):
     @property
     def num_places(self) -> int:
         """Number of listed chunks, of whatever size, for which there is room."""
-        return self.num_free_rows // self._most
-
-    @property
-    def most(self) -> int:
-        """Rows that the largest chunk takes."""
-        return self._most
+        return self.num_free_rows // self.most
 
     def sizes_of(self, slots: Sequence[int]) -> list[int]:
         """Return the rows that these chunks take, or would take."""

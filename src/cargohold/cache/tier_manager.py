@@ -74,6 +74,9 @@ class TierManager(OffloadManager):
         chunk_rows: rows that a chunk takes, by group, where groups differ; then ``slots`` of handles are tuples of rows.
     """
 
+    generation = 0
+    num_pins = 0
+
     def __init__(
         self,
         capacity: int,
@@ -96,36 +99,25 @@ class TierManager(OffloadManager):
         self._may_take: Callable[[Sequence[OffloadKey]], Sequence[bool]] = lambda keys: [False] * len(keys)
         rows = GroupedRowTable(capacity * max(chunk_rows), chunk_rows) if chunk_rows else None
         self._use_table(rows or ChunkTable(capacity), rows)
-        self._generation = 0
         self._events: list[ManagerEvent] | None = [] if record_events else None
         self._writing: set[SlotReservation] = set()
         self._reading: set[ChunkPins] = set()
-        self._num_pins = 0
         self._num_removed = Counter[str]()
 
     def _use_table(self, table: ChunkTable, rows: GroupedRowTable | None) -> None:
         """Begin with an empty table."""
-        self._table, self._rows = table, rows
+        self.table, self._rows = table, rows
         self.policy: ReplacementPolicy = self._make_policy(table)
         # Hints and quotas; ``None`` until there are any.
-        self._shares: Shares | None = None
+        self.shares: Shares | None = None
         if self._quotas:
             if not isinstance(self.policy, RunsPolicy) or not isinstance(self._make_policy, type):
                 raise ConfigError(
                     "quotas", sorted(self._quotas), f"the policy {self.policy.name} keeps its own order: it takes none"
                 )
-            self.policy = self._shares = Shares(self.policy, self._quotas, self._make_policy)
+            self.policy = self.shares = Shares(self.policy, self._quotas, self._make_policy)
         if self._admits_all:
             self.policy.admit_all()
-
-    @property
-    def table(self) -> ChunkTable:
-        return self._table
-
-    @property
-    def shares(self) -> Shares | None:
-        """What hints and quotas add to the policy, if there are any: for inspection."""
-        return self._shares
 
     def admit_all(self) -> None:
         self._admits_all = True
@@ -134,16 +126,12 @@ class TierManager(OffloadManager):
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
-    def generation(self) -> int:
-        return self._generation
-
-    @property
     def num_ready(self) -> int:
-        return self._table.num_ready
+        return self.table.num_ready
 
     @property
     def num_writing(self) -> int:
-        return self._table.num_writing
+        return self.table.num_writing
 
     @property
     def num_removed(self) -> Mapping[str, int]:
@@ -151,19 +139,15 @@ class TierManager(OffloadManager):
 
     @property
     def num_leaving(self) -> int:
-        return self._table.num_leaving
-
-    @property
-    def num_pins(self) -> int:
-        return self._num_pins
+        return self.table.num_leaving
 
     @property
     def num_free(self) -> int:
-        return self._table.num_free if self._pooled is None else self._pooled.num_places
+        return self.table.num_free if self._pooled is None else self._pooled.num_places
 
     @property
     def num_obtainable(self) -> int:
-        pins = self._table.pins
+        pins = self.table.pins
         return max(0, self.capacity - len(pins) + pins.count(0))
 
     @property
@@ -173,45 +157,45 @@ class TierManager(OffloadManager):
 
     @property
     def takes_hints(self) -> bool:
-        return self._shares is not None or isinstance(self.policy, RunsPolicy)
+        return self.shares is not None or isinstance(self.policy, RunsPolicy)
 
     @property
     def quotas(self) -> Mapping[str, Limits]:
         return self._quotas
 
     def usage(self) -> Mapping[str, int]:
-        return self._shares.usage() if self._table.used and self._shares is not None else {}
+        return self.shares.usage() if self.table.used and self.shares is not None else {}
 
     def lookup_run(self, keys: Sequence[OffloadKey]) -> bytes:
-        return _READY * len(self._table.find_run(list(keys)))
+        return _READY * len(self.table.find_run(list(keys)))
 
     def lookup(self, keys: Sequence[OffloadKey]) -> bytes:
-        run = _READY * len(self._table.find_run(list(keys)))
+        run = _READY * len(self.table.find_run(list(keys)))
         if len(run) == len(keys):
             return run
-        rest = self._table.find_each(keys[len(run) :])
+        rest = self.table.find_each(keys[len(run) :])
         if rest.count(None) == len(rest):
             return run + _ABSENT * len(rest)
-        states = self._table.states
+        states = self.table.states
         is_ready = (slot is not None and states[slot] == chunk_table.READY for slot in rest)
         return run + bytes([READY if ready else ABSENT for ready in is_ready])
 
     def check(self) -> None:
-        self._table.check()
+        self.table.check()
         self.policy.check()
-        assert not self._table.evicted, "evicted chunks were not announced"
+        assert not self.table.evicted, "evicted chunks were not announced"
         assert sum(len(handle.keys) for handle in self._writing) == self.num_writing, "written by nobody"
-        assert sum(len(handle.keys) for handle in self._reading) == self._num_pins, "pinned by nobody"
-        assert sum(self._table.pins) == self._num_pins + self.num_writing, "in use by nobody"
+        assert sum(len(handle.keys) for handle in self._reading) == self.num_pins, "pinned by nobody"
+        assert sum(self.table.pins) == self.num_pins + self.num_writing, "in use by nobody"
 
     # --- use ----------------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> int:
         keys = list(keys)
-        slots = self._table.find_run(keys)
+        slots = self.table.find_run(keys)
         num_ready, is_whole = len(slots), len(slots) == len(keys)
         if not is_whole:
-            rest = self._table.find_each(keys[num_ready:])
+            rest = self.table.find_each(keys[num_ready:])
             is_whole = rest[-1] is not None
             slots += [slot for slot in rest if slot is not None]
         self.policy.touch(slots, is_whole=is_whole)
@@ -221,20 +205,20 @@ class TierManager(OffloadManager):
 
     def renew(self, ends: Iterable[OffloadKey]) -> None:
         for key in ends:
-            slot = self._table.find(key)
-            if slot != NO_SLOT and self._table.states[slot] == chunk_table.READY:
+            slot = self.table.find(key)
+            if slot != NO_SLOT and self.table.states[slot] == chunk_table.READY:
                 self.policy.renew(slot)
 
     def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:
         if keys and end is not TurnEnd.UNKNOWN:
-            found = (slot for key in reversed(keys) if (slot := self._table.find(key)) != NO_SLOT)
+            found = (slot for key in reversed(keys) if (slot := self.table.find(key)) != NO_SLOT)
             self.policy.end_turn(keys, next(found, NO_SLOT), end)
 
     def drop(self, keys: Sequence[OffloadKey], tenant: str | None = None) -> int:
-        table = self._table
+        table = self.table
         slots = [slot for slot in table.find_each(keys) if slot is not None and table.states[slot] == chunk_table.READY]
-        if self._shares is not None:
-            slots = self._shares.owned_by(slots, self._shares.share_of(tenant))
+        if self.shares is not None:
+            slots = self.shares.owned_by(slots, self.shares.share_of(tenant))
         victims: list[int] = []
         num_children = {slot: table.children[slot] for slot in slots}
         for slot in reversed(slots):
@@ -246,43 +230,43 @@ class TierManager(OffloadManager):
         return len(victims)
 
     def rank(self, keys: Sequence[OffloadKey], level: int, tenant: str | None = None) -> int:
-        if self._shares is None:
+        if self.shares is None:
             if not isinstance(self.policy, RunsPolicy):
                 return 0
-            self.policy = self._shares = Shares(self.policy)
-        states, ranked = self._table.states, (chunk_table.READY, ON_DEVICE)
-        slots = [slot for slot in self._table.find_each(keys) if slot is not None and states[slot] in ranked]
+            self.policy = self.shares = Shares(self.policy)
+        states, ranked = self.table.states, (chunk_table.READY, ON_DEVICE)
+        slots = [slot for slot in self.table.find_each(keys) if slot is not None and states[slot] in ranked]
         if level != NORMAL:
-            slots = self._shares.owned_by(slots, self._shares.share_of(tenant))
-        self._shares.rank(slots, level)
+            slots = self.shares.owned_by(slots, self.shares.share_of(tenant))
+        self.shares.rank(slots, level)
         return len(slots)
 
     def others(self, keys: Sequence[OffloadKey], tenant: str | None) -> list[OffloadKey]:
-        shares, owners = self._shares, self._table.owners
+        shares, owners = self.shares, self.table.owners
         if shares is None or owners is None:
             return []
         own = shares.share_of(tenant)
-        slots = self._table.find_each(keys)
+        slots = self.table.find_each(keys)
         return [key for key, slot in zip(keys, slots, strict=True) if slot is not None and owners[slot] != own]
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> ChunkPins:
         keys = list(keys)
-        slots = self._table.find_run(keys)
+        slots = self.table.find_run(keys)
         if len(slots) < len(keys):
             raise MissingChunkError(keys[len(slots)])
         handle = ChunkPins(keys, slots, self._end_load)
         if self._rows is not None:
             handle.slots = [self._rows.rows_at[slot] for slot in slots]
-        self._table.pin(slots)
+        self.table.pin(slots)
         self._reading.add(handle)
-        self._num_pins += len(keys)
+        self.num_pins += len(keys)
         return handle
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
         if self.num_listed:
             self._unlist(list(dict.fromkeys(chain.from_iterable([offer.keys for offer in offers]))))
         are_apart = _are_apart(offers)
-        is_limited = self._shares is not None and self._shares.has_hard_limits
+        is_limited = self.shares is not None and self.shares.has_hard_limits
         handle = self._fill_free(offers) if are_apart and not is_limited else None
         if handle is None:
             handle = self._make_room_and_place(offers, are_apart=are_apart)
@@ -293,9 +277,9 @@ class TierManager(OffloadManager):
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         keys = list(dict.fromkeys(keys))
-        slots = self._table.find_each(keys)
+        slots = self.table.find_each(keys)
         for key, slot in zip(keys, slots, strict=True):
-            if slot is not None and self._table.states[slot] == chunk_table.WRITING:
+            if slot is not None and self.table.states[slot] == chunk_table.WRITING:
                 raise LifecycleError(f"chunk {key.hex()}", "being written", "remove", ("prepare_stores",))
         self._remove([slot for slot in slots if slot is not None])
 
@@ -303,9 +287,9 @@ class TierManager(OffloadManager):
         if self.num_writing:
             return False
         self.policy.clear()
-        ready = self._table.slots_in(chunk_table.READY)
-        keys = self._table.keys_at(ready)
-        self._table.clear()
+        ready = self.table.slots_in(chunk_table.READY)
+        keys = self.table.keys_at(ready)
+        self.table.clear()
         self._note_removed(keys, "reset")
         return True
 
@@ -340,11 +324,11 @@ class TierManager(OffloadManager):
         return 0 if self._pooled is None else self._pooled.num_listed
 
     def listed(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        found, states = self._table.find_each(keys), self._table.states
+        found, states = self.table.find_each(keys), self.table.states
         return [key for key, slot in zip(keys, found, strict=True) if slot is not None and states[slot] == ON_DEVICE]
 
     def num_known(self, keys: Sequence[OffloadKey]) -> int:
-        slots = self._table.find_each(keys)
+        slots = self.table.find_each(keys)
         return slots.index(None) if None in slots else len(slots)
 
     def list_on_device(self, offers: Sequence[StoreOffer]) -> None:
@@ -359,7 +343,7 @@ class TierManager(OffloadManager):
                 part, at = offer.keys[at:end], end
                 if is_absent and len(part) <= table.num_unused:
                     slots = table.take(len(part))
-                    owner = 0 if self._shares is None else self._shares.turn_to(offer.tenant, offer.level)
+                    owner = 0 if self.shares is None else self.shares.turn_to(offer.tenant, offer.level)
                     table.list_absent(part, slots, before, owner)
                     self.policy.add(part, before, slots)
                 before = table.find(part[-1])
@@ -376,7 +360,7 @@ class TierManager(OffloadManager):
         kept: list[int] = []
         worths = self._worths_to_save(slots)
         order = sorted(range(len(slots)), key=worths.__getitem__, reverse=True)
-        owners = self._table.owners or bytes(self._table.capacity)
+        owners = self.table.owners or bytes(self.table.capacity)
         for (worth, owner), same in groupby(order, key=lambda at: (worths[at], owners[slots[at]])):
             alike = [slots[at] for at in same]
             alike = alike[: self._make_room_to_save(alike, worth, owner)]
@@ -393,7 +377,7 @@ class TierManager(OffloadManager):
         """Return what listed chunks are worth: no less than those after them."""
         table = self._pooled
         assert table is not None
-        level_of = (lambda _: NORMAL) if self._shares is None else self._shares.level_of
+        level_of = (lambda _: NORMAL) if self.shares is None else self.shares.level_of
         worths: dict[int, float] = {}
         for slot, own in zip(slots, self.policy.worth_of(slots), strict=True):
             level = level_of(slot)
@@ -420,8 +404,8 @@ class TierManager(OffloadManager):
         while is_asked_again:
             # Victims may be small: if these are not enough, there are more.
             num_before, num_slots = len(table.evicted), -(-max(0, ends[-1] - table.num_free_rows) // table.most)
-            if self._shares is not None:
-                num_allowed = self._shares.make_room_to_save(len(slots), num_slots, worth, owner)
+            if self.shares is not None:
+                num_allowed = self.shares.make_room_to_save(len(slots), num_slots, worth, owner)
             elif num_slots:
                 assert isinstance(self.policy, RunsPolicy), "such policies alone list chunks"
                 self.policy.give_up(num_slots, worth)
@@ -430,13 +414,13 @@ class TierManager(OffloadManager):
 
     def _unlist(self, keys: Sequence[OffloadKey]) -> None:
         """Forget those of the chunks that are listed: they are offered a slot now, as if they were new."""
-        slots = [slot for slot in self._table.find_each(keys) if slot is not None]
-        if listed := [slot for slot in slots if self._table.states[slot] == ON_DEVICE]:
+        slots = [slot for slot in self.table.find_each(keys) if slot is not None]
+        if listed := [slot for slot in slots if self.table.states[slot] == ON_DEVICE]:
             self.policy.drop(listed)
-            self._table.remove(listed)
+            self.table.remove(listed)
 
     def parents(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
-        table = self._table
+        table = self.table
         before = [NO_SLOT if slot is None else table.parents[slot] for slot in table.find_each(keys)]
         return {key: None if slot == NO_SLOT else table.keys[slot] for key, slot in zip(keys, before, strict=True)}
 
@@ -462,8 +446,8 @@ class TierManager(OffloadManager):
 
     def may_be_taken(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return which chunks' slots may be taken, because the device holds them, too."""
-        pins, shares = self._table.pins, self._shares
-        may = self._may_take(self._table.keys_at(slots))
+        pins, shares = self.table.pins, self.shares
+        may = self._may_take(self.table.keys_at(slots))
         is_free = [not pins[slot] and (shares is None or shares.level_of(slot) <= NORMAL) for slot in slots]
         return list(map(and_, is_free, may))
 
@@ -475,14 +459,14 @@ class TierManager(OffloadManager):
         So it is with most of what running requests generate. Mutates table and policy, or nothing if it is not so.
         """
         keys = list(chain.from_iterable([offer.keys for offer in offers]))
-        if len(keys) > self._table.num_free or not self._table.are_absent(keys):
+        if len(keys) > self.table.num_free or not self.table.are_absent(keys):
             return None
-        parents = [self._table.find(offer.parent) for offer in offers]
+        parents = [self.table.find(offer.parent) for offer in offers]
         return SlotReservation(keys, self._fill(offers, parents), self._end_store)
 
     def _fill(self, offers: Sequence[StoreOffer], parents: Sequence[int]) -> list[int]:
         """Place offers that share no chunk and are absent, for all of which there are free slots; return their slots."""
-        table, shares, policy = self._table, self._shares, self.policy
+        table, shares, policy = self.table, self.shares, self.policy
         slots: list[int] = []
         for offer, before in zip(offers, parents, strict=True):
             if offer.keys:
@@ -495,8 +479,8 @@ class TierManager(OffloadManager):
 
     def _make_room_and_place(self, offers: Sequence[StoreOffer], *, are_apart: bool) -> SlotReservation:
         """Find slots for as many chunks on offer as are worth one, and evict others for them. Mutates everything."""
-        table = self._table
-        placement = _Placement(table.num_writing + self._num_pins)
+        table = self.table
+        placement = _Placement(table.num_writing + self.num_pins)
         found = [table.find_each(offer.keys) for offer in offers]
         parents = [table.find(offer.parent) for offer in offers]
         # Neither what is there of the offers nor what they continue may be evicted for them.
@@ -531,16 +515,16 @@ class TierManager(OffloadManager):
         ]
         num_chunks = sum([len(keys) for keys, _ in newcomers])
         self._take_copies(num_chunks)
-        num_slots = num_chunks - self._table.num_free
+        num_slots = num_chunks - self.table.num_free
         num_spare = self._num_spare if num_chunks <= max(1, self._num_spare // 4) else 0
-        if num_slots > 0 and self._shares is None and (num_spare or len(offers) > 1):
+        if num_slots > 0 and self.shares is None and (num_spare or len(offers) > 1):
             self.policy.make_room_ahead(newcomers, num_slots + num_spare)
-        is_room = num_chunks <= self._table.num_free and self._shares is None
+        is_room = num_chunks <= self.table.num_free and self.shares is None
         return is_room and num_chunks == sum([len(offer.keys) for offer in offers])
 
     def _place_in_order(self, placement: _Placement, offers: Sequence[StoreOffer]) -> None:
         """Find slots for offers that share chunks, or continue each other: then after each other. Mutates everything."""
-        find, find_each = self._table.find, self._table.find_each
+        find, find_each = self.table.find, self.table.find_each
         left = [StoreOffer(list(dict.fromkeys(of.keys)), of.parent, of.tenant, of.level) for of in offers]
         while left:
             pending = {
@@ -562,8 +546,8 @@ class TierManager(OffloadManager):
             found: by chunk, the slot of those that are there, and ``None``.
         """
         keys, missed, num_others = offer.keys, placement.missed, len(placement.keys)
-        if self._shares is not None:
-            self._shares.turn_to(offer.tenant, offer.level)
+        if self.shares is not None:
+            self.shares.turn_to(offer.tenant, offer.level)
         # No more are deferred than will find a slot: a request that is longer than the tier is not offered for ever.
         num_waiting = placement.num_waiting - len(placement.deferred)
         at = 0
@@ -595,11 +579,11 @@ class TierManager(OffloadManager):
 
         Evicts others if need be. Mutates everything. Returns how many were placed, and whether the policy refuses the rest.
         """
-        table, policy, num_placed = self._table, self.policy, len(keys)
+        table, policy, num_placed = self.table, self.policy, len(keys)
         is_refused = is_limited = False
         owner = 0
-        if self._shares is not None:
-            owner, num_placed = self._shares.tenant, self._shares.num_allowed(keys, before)
+        if self.shares is not None:
+            owner, num_placed = self.shares.tenant, self.shares.num_allowed(keys, before)
             is_limited = num_placed < len(keys)
         num_free = table.num_free
         if num_placed > num_free:
@@ -622,7 +606,7 @@ class TierManager(OffloadManager):
 
     def _make_room(self, keys: Sequence[OffloadKey], before: int, num_chunks: int) -> bool:
         """Let the policy evict until there is room for so many, or it gives no more; return whether it refuses that."""
-        table, is_refused = self._table, False
+        table, is_refused = self.table, False
         self._take_copies(num_chunks)
         num_missing = num_chunks - table.num_free
         while num_missing > 0:
@@ -636,10 +620,10 @@ class TierManager(OffloadManager):
         self._writing.remove(handle)
         if not is_stored:
             self.policy.drop(handle.places)
-            self._table.remove(handle.places)
+            self.table.remove(handle.places)
         elif handle.keys:
-            self._table.publish(handle.places)
-            self._generation += 1
+            self.table.publish(handle.places)
+            self.generation += 1
             if self._events is not None:
                 self._events.append(ChunksStored(tuple(handle.keys)))
 
@@ -647,27 +631,27 @@ class TierManager(OffloadManager):
 
     def _end_load(self, handle: ChunkPins, bad_keys: Sequence[OffloadKey]) -> None:
         self._reading.remove(handle)
-        self._num_pins -= len(handle.keys)
+        self.num_pins -= len(handle.keys)
         # Another reader may have found the same chunks bad, and removed them; then they may even have been stored again.
         slot_of = dict(zip(handle.keys, handle.places, strict=True)) if bad_keys else {}
-        self._remove([slot_of[key] for key in bad_keys if self._table.find(key) == slot_of[key]], "damaged")
-        self._table.unpin(handle.places)
+        self._remove([slot_of[key] for key in bad_keys if self.table.find(key) == slot_of[key]], "damaged")
+        self.table.unpin(handle.places)
 
     def _remove(self, slots: Sequence[int], reason: str = "evicted") -> None:
         """Remove ready chunks. Mutates policy, table, generation and events."""
         if slots:
-            keys = self._table.keys_at(slots)
+            keys = self.table.keys_at(slots)
             self.policy.drop(slots)
-            self._table.remove(slots)
+            self.table.remove(slots)
             self._note_removed(keys, reason)
 
     def _announce_evicted(self) -> None:
-        if self._table.evicted:
-            self._note_removed(self._table.evicted)
-            self._table.evicted = []
+        if self.table.evicted:
+            self._note_removed(self.table.evicted)
+            self.table.evicted = []
 
     def _note_removed(self, keys: Sequence[OffloadKey], reason: str = "evicted") -> None:
-        self._generation += 1
+        self.generation += 1
         self._num_removed[reason] += len(keys)
         if self._events is not None and keys:
             self._events.append(ChunksRemoved(tuple(keys)))

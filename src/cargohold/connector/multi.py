@@ -62,7 +62,7 @@ class MultiConnectorScheduler(HookDispatcher):
         if not children:
             raise ConfigError("offload", [], "the list is empty; to offload nothing, pass None")
         layout = environment.layout
-        self._children = [ConnectorGuard(child, layout.num_blocks, len(layout.groups)) for child in children]
+        self.children = [ConnectorGuard(child, layout.num_blocks, len(layout.groups)) for child in children]
         self.worker_metadata_type = worker_metadata_type_for([child.worker_metadata_type for child in children])
         # Per waiting request, the child that has something for it, and whether it would load asynchronously.
         self._chosen: dict[str, tuple[int, bool]] = {}
@@ -74,20 +74,15 @@ class MultiConnectorScheduler(HookDispatcher):
         self._new_sends: dict[str, tuple[int, ...]] = {}
         self._unlocks_of_stopped: list[int] = []
 
-    @property
-    def children(self) -> Sequence[ConnectorGuard]:
-        """The children, each contained."""
-        return self._children
-
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
         """Announce the request to all children. If one refuses it, the children before it are notified that it ended."""
-        for at, child in enumerate(self._children):
+        for at, child in enumerate(self.children):
             try:
                 child.on_new_request(request)
             except RequestError:
-                for told in self._children[:at]:
+                for told in self.children[:at]:
                     told.request_finished(request, ())
                     told.explain(request.request_id)
                 raise
@@ -95,7 +90,7 @@ class MultiConnectorScheduler(HookDispatcher):
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
         """Tell all children. If their parameters have equal names, those of more preferred children win."""
         self._chosen.pop(request.request_id, None)
-        answers = [child.request_finished(request, block_ids) for child in self._children]
+        answers = [child.request_finished(request, block_ids) for child in self.children]
         keepers = tuple(at for at, (keeps, _) in enumerate(answers) if keeps)
         if keepers:
             self._sending[request.request_id] = self._new_sends[request.request_id] = keepers
@@ -106,7 +101,7 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def explain(self, request_id: str) -> CacheReport:
         """Return all children's reports merged: tokens per tier are summed, notes have the child's name in front."""
-        reports = [(child.name, child.explain(request_id)) for child in self._children]
+        reports = [(child.name, child.explain(request_id)) for child in self.children]
         restored = sum([Counter(report.restored_tokens) for _, report in reports], Counter())
         return CacheReport(restored, tuple(f"{name}: {note}" for name, report in reports for note in report.notes))
 
@@ -115,13 +110,13 @@ class MultiConnectorScheduler(HookDispatcher):
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the answer of the first child that does not answer 0; notify the others of the load."""
         self._chosen.pop(request.request_id, None)
-        for at, child in enumerate(self._children):
+        for at, child in enumerate(self.children):
             num_tokens, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if num_tokens is None:
                 return None, False
             if num_tokens:
                 self._chosen[request.request_id] = at, is_async
-                for other in self._children[:at] + self._children[at + 1 :]:
+                for other in self.children[:at] + self.children[at + 1 :]:
                     other.expect_tokens(request, num_computed_tokens + num_tokens)
                 return num_tokens, is_async
         return 0, False
@@ -135,17 +130,17 @@ class MultiConnectorScheduler(HookDispatcher):
             self._new_loads.append(request.request_id)
         elif chosen is not None:
             self._loading_in_step.add(chosen)
-        for at, child in enumerate(self._children):
+        for at, child in enumerate(self.children):
             child.update_state_after_alloc(request, blocks, num_external_tokens if at == chosen else 0)
 
     def build_connector_meta(self, step: StepView) -> KVConnectorMetadata:
         """Return all children's messages, and which children are to stop."""
-        metadata = [child.build_connector_meta(step) for child in self._children]
+        metadata = [child.build_connector_meta(step) for child in self.children]
         messages = tuple(
-            of_child if child.broken is None else None for child, of_child in zip(self._children, metadata, strict=True)
+            of_child if child.broken is None else None for child, of_child in zip(self.children, metadata, strict=True)
         )
-        broken = {at for at, child in enumerate(self._children) if child.broken is not None}
-        stop = {at for at, child in enumerate(self._children) if child.stop_workers()}
+        broken = {at for at, child in enumerate(self.children) if child.broken is not None}
+        stop = {at for at, child in enumerate(self.children) if child.stop_workers()}
         new_sends, self._new_sends = self._new_sends, {}
         new_loads, self._new_loads = tuple(self._new_loads), []
         loading_in_step, self._loading_in_step = self._loading_in_step, set()
@@ -162,10 +157,10 @@ class MultiConnectorScheduler(HookDispatcher):
         """Pass each child its part of the output; turn off children whose workers broke a rule."""
         meta = connector_output.kv_connector_worker_meta
         assert meta is None or isinstance(meta, MultiWorkerMetadata)
-        for at in range(len(self._children)):
+        for at in range(len(self.children)):
             own = self._own_output(at, connector_output, meta)
             if not own.is_empty():
-                self._children[at].update_connector_output(own)
+                self.children[at].update_connector_output(own)
         for request_id in connector_output.finished_recving:
             self._loading.pop(request_id, None)
         for request_id in connector_output.finished_sending:
@@ -175,7 +170,7 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return all children's locks and unlocks, in new tuples."""
-        reports = [report for child in self._children if (report := child.report_to_scheduler()) is not None]
+        reports = [report for child in self.children if (report := child.report_to_scheduler()) is not None]
         locks = tuple(chain.from_iterable(report.block_ids_to_lock for report in reports))
         stopped, self._unlocks_of_stopped = self._unlocks_of_stopped, []
         unlocks = (*stopped, *chain.from_iterable(report.block_ids_to_unlock for report in reports))
@@ -190,13 +185,13 @@ class MultiConnectorScheduler(HookDispatcher):
     def get_kv_connector_stats(self) -> Stats:
         """Return all children's counters, with the child's name in front; counters of equal names are summed."""
         stats: Stats = {}
-        for child in self._children:
+        for child in self.children:
             stats = add_stats(stats, of_connector(child.name, child.get_kv_connector_stats()))
         return stats
 
     def get_finished_count(self) -> int | None:
         """Return the count on which the children agree. Raises ``ConfigError`` if they do not agree."""
-        counts = {child.get_finished_count() for child in self._children}
+        counts = {child.get_finished_count() for child in self.children}
         if len(counts) > 1:
             raise ConfigError(
                 "offload", sorted(map(str, counts)), "composed connectors must expect equally many reports"
@@ -207,11 +202,11 @@ class MultiConnectorScheduler(HookDispatcher):
 
     def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
         """Ask every child, whatever the others answer, and merge the answers as the table of hooks says."""
-        return hook.merge([getattr(child, hook.name)(*args) for child in self._children])
+        return hook.merge([getattr(child, hook.name)(*args) for child in self.children])
 
     def _own_output(self, at: int, output: KVConnectorOutput, meta: MultiWorkerMetadata | None) -> KVConnectorOutput:
         """Return the part of the workers' output that concerns child ``at``."""
-        jobs = ((*split_job_id(composed, len(self._children)), outcome) for composed, outcome in output.jobs.items())
+        jobs = ((*split_job_id(composed, len(self.children)), outcome) for composed, outcome in output.jobs.items())
         own = KVConnectorTransferResults(
             finished_sending=frozenset(i for i in output.finished_sending if at in self._sending.get(i, ())),
             finished_recving=frozenset(i for i in output.finished_recving if self._loading.get(i) == at),
@@ -222,16 +217,16 @@ class MultiConnectorScheduler(HookDispatcher):
         )
         # Blocks that one child could not load spoil stores of other children from the same step: all children learn of them.
         worker_meta = None if meta is None else meta.children[at].worker_meta
-        stats = part_of_connector(self._children[at].name, output.kv_connector_stats)
+        stats = part_of_connector(self.children[at].name, output.kv_connector_stats)
         return KVConnectorOutput.of(own, output.invalid_block_ids, worker_meta, stats)
 
     def _learn_of_errors(self, meta: MultiWorkerMetadata) -> None:
         for at, report in enumerate(meta.children):
             if report.error is not None:
-                self._children[at].break_off(report.error)
+                self.children[at].break_off(report.error)
         for at in meta.stopped:
             # The child has no transfers in flight on any worker now.
-            self._unlocks_of_stopped += self._children[at].release().block_ids_to_unlock
+            self._unlocks_of_stopped += self.children[at].release().block_ids_to_unlock
 
 
 Side = TypeVar("Side", KVConnectorScheduler, KVConnectorWorker)

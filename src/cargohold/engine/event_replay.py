@@ -67,23 +67,18 @@ class ReplayBuffer:
         self._all_cleared = all_cleared
         # Messages with lower numbers than this were dropped, if there were any.
         self._num_dropped_to = 0
-        self._next = 0
+        self.next_sequence = 0
 
     def add(self, sequence: int, payload: bytes) -> None:
         """Keep a message, whose number follows that of the one before; drop the oldest ones if there are too many."""
         with self._lock:
             self._messages.append((sequence, payload))
-            self._next = sequence + 1
+            self.next_sequence = sequence + 1
             self._num_bytes += len(payload)
             while len(self._messages) > self._max_messages or self._num_bytes > self._max_bytes:
                 dropped, its_payload = self._messages.popleft()
                 self._num_dropped_to = dropped + 1
                 self._num_bytes -= len(its_payload)
-
-    @property
-    def next_sequence(self) -> int:
-        """The number after that of the last message."""
-        return self._next
 
     def since(self, first: int, most: int | None = None) -> list[tuple[int, bytes]]:
         """Return the messages from sequence number ``first`` on, at most ``most``; ``all_cleared`` first if some are gone."""

@@ -152,7 +152,7 @@ class ConnectorGuard(HookDispatcher):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._clock = clock
         self._broken_at = 0.0
         self._num_blocks = num_blocks
@@ -178,11 +178,6 @@ class ConnectorGuard(HookDispatcher):
             "get_kv_connector_stats": self._withdraw_levels,
             "get_outages": self._outage,
         }
-
-    @property
-    def inner(self) -> KVConnectorScheduler:
-        """The connector."""
-        return self._inner
 
     @property
     def num_held_references(self) -> int:
@@ -256,7 +251,7 @@ class ConnectorGuard(HookDispatcher):
     def shutdown(self) -> None:
         """Pass the call on, even when the connector is off: it may hold memory or files."""
         try:
-            self._inner.shutdown()
+            self.inner.shutdown()
         except NOT_CONTAINED:
             raise
         except BaseException as error:  # noqa: BLE001  # a third party's code: its failure must not keep the engine alive
@@ -268,7 +263,7 @@ class ConnectorGuard(HookDispatcher):
         """Return the connector's answer, checked; what the table of hooks says once the connector is off."""
         if self.broken is None:
             try:
-                answer = hook.check(getattr(self._inner, hook.name)(*args), *args)
+                answer = hook.check(getattr(self.inner, hook.name)(*args), *args)
                 keep = self._keep.get(hook.name)
                 return answer if keep is None else keep(answer)
             except hook.passes:

@@ -41,7 +41,7 @@ class WorkerConnectorGuard(WorkerHookDispatcher):
         self._takes_messages = inner.metadata_type is not EmptyMetadata
         self._error: str | None = None
         self._step_failed = False
-        self._is_stopped = False
+        self.is_stopped = False
 
     @property
     def listens_to_layers(self) -> bool:
@@ -51,11 +51,6 @@ class WorkerConnectorGuard(WorkerHookDispatcher):
             kind.wait_for_layer_load is not KVConnectorWorker.wait_for_layer_load
             or kind.save_kv_layer is not KVConnectorWorker.save_kv_layer
         )
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the connector was stopped, because it raised or on request."""
-        return self._is_stopped
 
     def take_error(self) -> str | None:
         """Return what the connector raised since the last call, as a sentence; ``None`` if nothing.
@@ -124,7 +119,7 @@ class WorkerConnectorGuard(WorkerHookDispatcher):
     def stop(self) -> None:
         """Shut the connector down, which lets its transfers in flight end, and go on without it."""
         inner, self._inner = self._inner, NullConnectorWorker()
-        self._is_stopped = True
+        self.is_stopped = True
         self._takes_messages = True  # the null connector ignores whatever it gets
         try:
             inner.shutdown()

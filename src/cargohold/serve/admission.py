@@ -111,7 +111,7 @@ class RequestAdmission:
         self.end: EngineDeadError | None = None
         self._max_queue = max_queue
         self._num_tenants = num_tenants
-        self._llm: AsyncLLM | None = None
+        self.loaded: AsyncLLM | None = None
         self._places = Room(0, 1)  # until there is a model
         self._short_texts = Turns(_NUM_SHORT_TEXTS)
         self._long_texts = Turns(1)
@@ -127,7 +127,7 @@ class RequestAdmission:
             self._engine_turns = Turns(scheduler.max_num_seqs + _AHEAD)
         self._is_by_priority = scheduler.policy is QueuePolicy.PRIORITY
         self._places = Room(llm.plan.config.max_num_seqs + self._max_queue, self._num_tenants)
-        self._llm = llm
+        self.loaded = llm
         self.state = State.SERVING
 
     def start_draining(self) -> None:
@@ -144,21 +144,16 @@ class RequestAdmission:
     @property
     def llm(self) -> AsyncLLM:
         """The model. Raises ``ApiError`` 503 unless it is being served."""
-        if self._llm is None or self.state is not State.SERVING:
+        if self.loaded is None or self.state is not State.SERVING:
             why = "has stopped, because its engine has" if self.state is State.STOPPED else f"is {self.state.value}"
             message = f"the server {why}: try again later"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=self.state.value, retry_after_s=2)
-        return self._llm
+        return self.loaded
 
     @property
     def num_answers(self) -> int:
         """Answers that clients wait for."""
         return self._places.num_taken
-
-    @property
-    def loaded(self) -> AsyncLLM | None:
-        """The model, if it has been loaded, whether it is served or not."""
-        return self._llm
 
     async def outputs(self, job: Job) -> Outputs:
         """Have a request served: its outputs as they come, each with the number of its answer.

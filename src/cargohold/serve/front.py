@@ -216,7 +216,7 @@ class Front:
         session, is_over = session_of(headers, body), is_last(headers, body)
         if session is not None and is_over:
             self._sessions.close(tenant, session)
-        if "cargohold_hints" in body.names or hints_in(_object(body.get("kv_transfer_params"))) is not None:
+        if "cargohold_hints" in body.fields or hints_in(_object(body.get("kv_transfer_params"))) is not None:
             return [], None  # explicit hints replace all others
         hints = []
         lease = None
@@ -241,7 +241,7 @@ class Front:
             hint: dict[str, Any] = {"action_type": "release", "payload": {"lease": path_of(scope)[len(PINS) + 1 :]}}
         else:
             body = _read(await _whole(receive) or b"")
-            if unknown := next((name for name in body.names if name not in _OF_PROMPT + _OF_PIN), None):
+            if unknown := next((name for name in body.fields if name not in _OF_PROMPT + _OF_PIN), None):
                 raise invalid(f"there is no field {unknown!r:.80} here", unknown[:80], "unknown_field")
             if not isinstance(body.get("lease"), str) or not body.get("lease"):
                 raise invalid("lease: a pin needs a name, by which it is released", "lease")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -39,24 +39,21 @@ class RequestFields:
 
     Attributes:
         sent: the same.
+        fields: the fields, by name, not decoded.
         has_changed: whether fields were set since.
     """
 
     def __init__(self, sent: bytes) -> None:
         try:
-            self._fields: dict[str, msgspec.Raw] = _decoder.decode(sent)
+            self.fields: dict[str, msgspec.Raw] = _decoder.decode(sent)
         except _UNREADABLE as error:
             raise ValueError(str(error)) from error
         self.sent = sent
         self.has_changed = False
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._fields
-
     def get(self, name: str) -> Any:
         """The value of a field; ``None`` if there is none, or it cannot be read."""
-        raw = self._fields.get(name)
+        raw = self.fields.get(name)
         try:
             return None if raw is None else msgspec.json.decode(raw)
         except _UNREADABLE:
@@ -64,17 +61,17 @@ class RequestFields:
 
     def set(self, name: str, value: Any) -> None:
         """Give a field a value; ``None`` takes it away. Mutates this."""
-        before = self._fields.pop(name, None)
+        before = self.fields.pop(name, None)
         if value is not None:
-            self._fields[name] = msgspec.Raw(msgspec.json.encode(value))
+            self.fields[name] = msgspec.Raw(msgspec.json.encode(value))
         self.has_changed = self.has_changed or before is not None or value is not None
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(self._fields)
+        return msgspec.json.encode(self.fields)
 
     def has_items(self, name: str) -> bool:
         """Whether a field is a list that is not empty. It is not decoded for that."""
-        raw = self._fields.get(name)
+        raw = self.fields.get(name)
         return raw is not None and bytes(memoryview(raw)[:64]).lstrip(b" \t\r\n[")[:1] == b"{"
 
     def mentions(self, name: str) -> bool:

@@ -65,12 +65,12 @@ class PageLocks:
         num_rows, row_bytes = rows.shape
         # The smallest number of rows that ends where a page ends.
         unit = mmap.PAGESIZE // gcd(mmap.PAGESIZE, row_bytes)
-        self._piece_rows: int = unit * max(1, piece_bytes // (unit * row_bytes))
+        self.piece_rows: int = unit * max(1, piece_bytes // (unit * row_bytes))
         self._row_bytes, self._end = row_bytes, rows.nbytes
         self._address = rows.ctypes.data
         self._lock, self._unlock = lock, unlock
         self._changed = threading.Condition()
-        self._states = [_UNKNOWN] * -(-num_rows // self._piece_rows)
+        self._states = [_UNKNOWN] * -(-num_rows // self.piece_rows)
         self._wanted: deque[int] = deque()
         self._next_ahead = self._end_ahead = 0
         self._is_closed = False
@@ -88,19 +88,14 @@ class PageLocks:
         """
         end = row + length
         while row < end:
-            piece = row // self._piece_rows
-            stop = min(end, (piece + 1) * self._piece_rows)
+            piece = row // self.piece_rows
+            stop = min(end, (piece + 1) * self.piece_rows)
             yield row, stop - row, self._is_locked(piece)
             row = stop
 
-    @property
-    def piece_rows(self) -> int:
-        """Number of rows that are locked together; the last piece may have fewer."""
-        return self._piece_rows
-
     def all_locked(self, rows: Iterable[int]) -> bool:
         """Return whether the pages of all of these rows are locked. Waits as ``parts`` does, and raises what it raises."""
-        return all(self._is_locked(piece) for piece in {row // self._piece_rows for row in rows})
+        return all(self._is_locked(piece) for piece in {row // self.piece_rows for row in rows})
 
     def lock_first(self) -> bool:
         """Lock the first piece and nothing ahead of it, wait for that, and return whether it is locked.
@@ -133,7 +128,7 @@ class PageLocks:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._states[piece] != _UNKNOWN or self._is_closed, _MAX_WAIT_S)
             if self._states[piece] == _UNKNOWN:
-                raise RuntimeError(f"the pages of rows from {piece * self._piece_rows} on were not locked in time")
+                raise RuntimeError(f"the pages of rows from {piece * self.piece_rows} on were not locked in time")
             return self._states[piece]
 
     # --- in the thread ------------------------------------------------------------------------------------------------
@@ -183,8 +178,8 @@ class PageLocks:
 
     def _span(self, piece: int) -> tuple[int, int]:
         """Return the offset of a piece's first byte, and its number of bytes."""
-        start = piece * self._piece_rows * self._row_bytes
-        return start, min(self._piece_rows * self._row_bytes, self._end - start)
+        start = piece * self.piece_rows * self._row_bytes
+        return start, min(self.piece_rows * self._row_bytes, self._end - start)
 
 
 def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Protocol
@@ -216,13 +216,8 @@ class TierEvents(Guest):
         self._namespace = 0
         self._events: list[KVEvent] = []
         # Those noted, or found to be needed, last are last.
-        self._contents: OrderedDict[OffloadKey, Contents] = OrderedDict()
+        self.known: OrderedDict[OffloadKey, Contents] = OrderedDict()
         self._storing: set[OffloadKey] = set()
-
-    @property
-    def known(self) -> Mapping[OffloadKey, Contents]:
-        """The contents that are kept now: for inspection."""
-        return self._contents
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
@@ -264,16 +259,16 @@ class TierEvents(Guest):
         for key in offer.keys:
             while keys.keys[at] != key:
                 at += 1
-            self._contents[key] = contents_of(offer.state.request, keys, at)
+            self.known[key] = contents_of(offer.state.request, keys, at)
 
     def note_wanted(self, request: RequestView, keys: Iterable[ChunkKeys]) -> None:
         """Remember the contents of a request's chunks, some of which lower tiers are asked for right after this call."""
         if not self.is_published(request):
             return
         for group in keys:
-            new = [(at, key) for at, key in enumerate(group.keys) if key not in self._contents]
+            new = [(at, key) for at, key in enumerate(group.keys) if key not in self.known]
             self._make_room(len(new))
-            self._contents.update((key, contents_of(request, group, at)) for at, key in new)
+            self.known.update((key, contents_of(request, group, at)) for at, key in new)
 
     def is_published(self, request: RequestView) -> bool:
         """Whether anything may be announced of a request's chunks."""
@@ -281,7 +276,7 @@ class TierEvents(Guest):
 
     def notes_of(self, keys: Sequence[OffloadKey]) -> list[Note]:
         """Return what a tier is to keep of each of these chunks, which are written down now."""
-        known = map(self._contents.get, keys)
+        known = map(self.known.get, keys)
         return [NO_NOTE if contents is None else Note(contents.details()) for contents in known]
 
     def take(self) -> list[KVEvent]:
@@ -295,7 +290,7 @@ class TierEvents(Guest):
     def _make_room(self, num_new: int) -> None:
         """Forget contents that are not needed, looking at two for each new one: so at most half of all are of no use."""
         self._translate()
-        contents = self._contents
+        contents = self.known
         for _ in range(min(2 * num_new, len(contents) - _NUM_SPARE)):
             key, known = contents.popitem(last=False)
             if self._is_needed(key):
@@ -324,7 +319,7 @@ class TierEvents(Guest):
         for key in keys:
             if key in announced:
                 announced.move_to_end(key)
-            elif (contents := self._contents.get(key)) is not None and namespace_of_key(key) == self._namespace:
+            elif (contents := self.known.get(key)) is not None and namespace_of_key(key) == self._namespace:
                 announced[key] = None
                 self._events.append(self._stored(medium, key, contents))
             elif contents is not None:
@@ -341,7 +336,7 @@ class TierEvents(Guest):
         contents = contents_in(found.details, self._block_tokens[group])
         if contents is None or (contents.is_salted and not self._salted):
             return False
-        self._contents.setdefault(found.key, contents)
+        self.known.setdefault(found.key, contents)
         return True
 
     def _stored(self, medium: Medium, key: OffloadKey, contents: Contents) -> BlockStored:
@@ -372,7 +367,7 @@ class TierEvents(Guest):
                 del medium.announced[key]
                 block_hash, group = split_key(key)
                 gone = of_group.setdefault(group, [])
-                gone += self._no_longer_held(medium, group, self._contents[key].inner_hashes)
+                gone += self._no_longer_held(medium, group, self.known[key].inner_hashes)
                 gone.append(block_hash)
         self._events += [
             BlockRemoved(tuple(hashes), group, medium.name, medium.locality) for group, hashes in of_group.items()

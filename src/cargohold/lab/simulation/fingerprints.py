@@ -257,7 +257,7 @@ class FingerprintRunner:
     ) -> None:
         block_tokens = max(group.block_tokens for group in layout.groups)
         assert layout.block_bytes == block_tokens * FINGERPRINT_BYTES
-        self._groups = layout.groups
+        self.groups = layout.groups
         self._block_bytes = layout.block_bytes
         self._chains = chains
         self._vocab_size = vocab_size
@@ -269,17 +269,12 @@ class FingerprintRunner:
         # Per group, the bytes of each block that hold its tokens: joining them is faster than slicing the whole.
         self._blocks = [self._views(group.block_tokens) for group in layout.groups]
         self._states = {
-            group.index: self._new_states(group) for group in self._groups if group.kind is AttentionKind.RECURRENT
+            group.index: self._new_states(group) for group in self.groups if group.kind is AttentionKind.RECURRENT
         }
         self.memory: Fingerprints = np.frombuffer(self._bytes, dtype=np.uint64).reshape(layout.num_blocks, block_tokens)
         self.wrong: dict[str, WrongTokenError] = {}
         self.before_forward: Callable[[], None] = lambda: None
         self.guards_appends = True
-
-    @property
-    def groups(self) -> Sequence[KVCacheGroup]:
-        """The KV-cache groups."""
-        return self._groups
 
     def kv_regions(self) -> Sequence[Sequence[Any]]:
         """One region for all groups, as bytes; of groups that say how much of a block they use, that much."""
@@ -288,7 +283,7 @@ class FingerprintRunner:
             import torch  # noqa: PLC0415  # most simulations do without it
 
             region = torch.from_numpy(region)
-        return [[region[:, : group.block_bytes]] for group in self._groups]
+        return [[region[:, : group.block_bytes]] for group in self.groups]
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int]:
         """Check the fingerprints that the step reads, and write its own."""
@@ -297,16 +292,16 @@ class FingerprintRunner:
         if hooks is None:
             # All reads first: garbage in one group spoils what the others write.
             for share in step.scheduled:
-                for group in self._groups:
+                for group in self.groups:
                     self._read(share, group)
             for share in step.scheduled:
-                for group in self._groups:
+                for group in self.groups:
                     self._write(share, group)
         else:
             self._run_layers(step, hooks)
-        if hooks is not None or len(step.scheduled) * len(self._groups) > 1 or len(step.scheduled[0].token_ids) > 1:
+        if hooks is not None or len(step.scheduled) * len(self.groups) > 1 or len(step.scheduled[0].token_ids) > 1:
             for share in step.scheduled:
-                for group in self._groups:
+                for group in self.groups:
                     self._compare_written(share, group)
         # Otherwise the step wrote a single token, which nothing can have overwritten.
         return {share.request_id: self._next_token(share) for share in step.scheduled if share.sample is not None}
@@ -320,7 +315,7 @@ class FingerprintRunner:
         return [memory[at : at + used_bytes] for at in range(0, len(memory), self._block_bytes)]
 
     def _run_layers(self, step: SchedulerStep, hooks: LayerHooks) -> None:
-        for group in self._groups:
+        for group in self.groups:
             for name in group.layer_names:
                 hooks.wait_for_layer_load(name)
                 for share in step.scheduled:

@@ -199,7 +199,7 @@ class WriteFirstRunner(FingerprintRunner):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        recurrent = [group for group in self._groups if group.kind is AttentionKind.RECURRENT]
+        recurrent = [group for group in self.groups if group.kind is AttentionKind.RECURRENT]
         # vLLM requires that all recurrent groups have blocks of the same size.
         self._running = RunningStates(recurrent[0].block_tokens) if recurrent else None
         self._lost_states: Iterable[str] = ()
@@ -210,7 +210,7 @@ class WriteFirstRunner(FingerprintRunner):
 
     def reject(self, share: ScheduledTokens, num_tokens: int) -> None:
         """Write the KV of speculative tokens that are wrong, after what a request computes in a step."""
-        for group in self._groups:
+        for group in self.groups:
             for at in range(end_of(share), end_of(share) + num_tokens):
                 block_id = share.block_ids[group.index][at // group.block_tokens]
                 self._copies.check_write([block_id], share.request_id)
@@ -232,10 +232,10 @@ class WriteFirstRunner(FingerprintRunner):
         self.wrong.clear()
         self.before_forward()
         assert hooks is not None
-        layers = [name for group in self._groups for name in group.layer_names]
+        layers = [name for group in self.groups for name in group.layer_names]
         for name in layers:
             hooks.wait_for_layer_load(name)
-        pairs = [(share, group) for share in step.scheduled for group in self._groups]
+        pairs = [(share, group) for share in step.scheduled for group in self.groups]
         if self._running is not None:
             self._advance_states(step.scheduled, self._running)
         for share, group in pairs:
@@ -257,7 +257,7 @@ class WriteFirstRunner(FingerprintRunner):
     def _advance_states(self, shares: Sequence[ScheduledTokens], running: RunningStates) -> None:
         running.forget(self._lost_states)
         moves = running.moves(shares)
-        for group in self._groups:
+        for group in self.groups:
             states = self._states.get(group.index)
             if isinstance(states, AlignedStateBlocks):
                 states.copy(moves)

@@ -111,7 +111,7 @@ class Shard:
         self._budget = budget
         self._direct_io = direct_io
         self.path = self._root / namespace.id
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []
         self._growth_pause = 0
         self._is_hindered = False
         self._shortage = SparingLog(logger)
@@ -139,16 +139,16 @@ class Shard:
     @property
     def num_slots(self) -> int:
         """Number of slots in the segments that there are."""
-        return len(self._segments) * self.geometry.slots_per_segment
+        return len(self.segments) * self.geometry.slots_per_segment
 
     def segment_of(self, slot: int) -> tuple[Segment, int]:
         """Return a slot's segment, and the slot's number in it."""
         at, within = divmod(slot, self.geometry.slots_per_segment)
-        return self._segments[at], within
+        return self.segments[at], within
 
     def place_of(self, slots: Sequence[int]) -> Place:
         """Return a chunk's slots in the files."""
-        return place_in(self._segments, slots)
+        return place_in(self.segments, slots)
 
     def header_tables(self) -> Iterator[bytes]:
         """Yield, per segment, the headers of its slots.
@@ -156,7 +156,7 @@ class Shard:
         Headers that cannot be read count as empty slots: one bad place on the disk must not keep an engine from starting. A
         later write to such a slot wipes its header first.
         """
-        for number, segment in enumerate(self._segments):
+        for number, segment in enumerate(self.segments):
             try:
                 table = segment.read_headers()
             except OSError as error:
@@ -168,14 +168,9 @@ class Shard:
                 table = bytes(HEADER_BYTES * self.geometry.slots_per_segment)
             yield table
 
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """The open segments, in the order of their slots."""
-        return self._segments
-
     def is_deleted(self) -> bool:
         """Whether the directory was deleted or moved away, or the last segment's files deleted. Raises ``OSError``."""
-        return self._lock.is_deleted() or any(segment.is_deleted() for segment in self._segments[-1:])
+        return self._lock.is_deleted() or any(segment.is_deleted() for segment in self.segments[-1:])
 
     def grow(self) -> bool:
         """Add a segment; return whether budget, disk and the process's limits allowed it.
@@ -225,7 +220,7 @@ class Shard:
 
     def close(self) -> None:
         """Let other processes use the shard. Its files close when no thread reads them any more."""
-        self._segments = []
+        self.segments = []
         self.note_use()
         self._lock.release()
 
@@ -295,13 +290,13 @@ class Shard:
         most = self._most_segments()
         allow_open_files(4 * _FILES_PER_SEGMENT * max(most, len(found)))
         segments = (Segment(path, self.geometry, direct_io=self._direct_io) for path in found)
-        self._segments = list(takewhile(Segment.is_whole, segments))
-        self._delete_segments(len(self._segments), "they are damaged")
-        if len(self._segments) > most:
-            if num_lost := move_down(self._segments, most, time.monotonic() + MOVE.seconds()):
+        self.segments = list(takewhile(Segment.is_whole, segments))
+        self._delete_segments(len(self.segments), "they are damaged")
+        if len(self.segments) > most:
+            if num_lost := move_down(self.segments, most, time.monotonic() + MOVE.seconds()):
                 message = "disk tier in %s: %s used longest ago are deleted, because max_bytes is lower than before"
                 logger.warning(message, self.path, format_count(num_lost, "chunk"))
-            del self._segments[most:]
+            del self.segments[most:]
             self._delete_segments(most)
         with brief_lock(self._root):  # the budget may have been larger before
             excess = bytes_in(self._root) - self._others_excess(namespace) - self._budget.root_bytes
@@ -348,7 +343,7 @@ class Shard:
 
     def _add_segment(self) -> None:
         """Add a segment, or leave nothing of it. Raises ``OSError``."""
-        path = self._segment_path(len(self._segments))
+        path = self._segment_path(len(self.segments))
         try:
             segment = Segment(path, self.geometry, direct_io=self._direct_io)
             _leave_files(segment)
@@ -357,7 +352,7 @@ class Shard:
             for file in (*segment_files(path), uses_file(path)):
                 file.unlink(missing_ok=True)
             raise
-        self._segments = [*self._segments, segment]
+        self.segments = [*self.segments, segment]
 
 
 def _leave_files(segment: Segment) -> None:
