@@ -72,7 +72,7 @@ class Turn:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    workload = Workload(16, 48, 1, 2, 16, 1) if quick else Workload()
+    workload = Workload(10, 48, 1, 2, 16, 1) if quick else Workload()
     with engine_for(workload) as engine:
         prompts = Prompts(workload, engine.limits.vocab_size)
         for context in prompts.contexts:

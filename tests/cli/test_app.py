@@ -218,7 +218,7 @@ def test_a_group_without_a_subcommand_shows_its_help_and_fails(cargohold: Comman
     [
         ([], ["chat", "demo", "run", "--verbose", "--version"]),
         (["run"], ["--prompt", "--host-bytes", "--num-device-blocks", "--temperature", "--json", "a GGUF file"]),
-        (["chat"], ["--host-bytes", "1GiB", "/new", "/why", "/quit", "Ctrl-C"]),
+        (["chat"], ["--host-bytes", "2GiB", "/new", "/why", "/quit", "Ctrl-C"]),
         (["demo"], ["--turns", "--answer-tokens", "smollm2", "2GiB"]),
     ],
 )

@@ -275,9 +275,13 @@ def test_a_directory_that_disappears_costs_misses(
 
 
 def test_two_engines_do_not_share_a_directory(
-    tmp_path: Path, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+    tmp_path: Path,
+    tiny_model: Callable[[str], str],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = offload(disk(tmp_path))
+    monkeypatch.setattr("cargohold.tiers.disk.shard.LOCK", replace(LOCK, plus_s=0.0))
     make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     with pytest.raises(ConfigError) as caught:
         SettledLLM(tiny_model("llama"), offload=config, **OPTIONS)

@@ -312,7 +312,7 @@ def tells_every_child_to_load_what_one_child_found(patch: Patch) -> None:
     patch.setattr(MultiConnectorScheduler, "update_state_after_alloc", all_load)
 
 
-@mutant(connector="multi-requests", workload="aborts")
+@mutant(connector="multi-requests", workload="aborts", first_seed=23)
 def releases_a_request_when_its_first_child_has_finished(patch: Patch) -> None:
     bind = MultiConnectorWorker.bind_connector_metadata
 
@@ -715,7 +715,7 @@ def takes_a_job_that_hangs_for_one_too_many(patch: Patch) -> None:
     patch.setattr(MediumHealth, "_was_one_too_many", lambda *_: True)
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=238)
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=257)
 def takes_writes_that_succeed_for_loads(patch: Patch) -> None:
     original = MediumHealth.__init__
 
@@ -881,7 +881,7 @@ def lets_all_tenants_together_pin_more_than_the_budget(patch: Patch) -> None:
     patch.setattr(Budgets, "room", of_its_own)
 
 
-@mutant(workload="hints")
+@mutant(workload="hints", first_seed=17)
 def lets_a_tenant_release_what_another_has_pinned(patch: Patch) -> None:
     release = Hints._release
 
@@ -895,7 +895,7 @@ def lets_a_tenant_release_what_another_has_pinned(patch: Patch) -> None:
     patch.setattr(Hints, "_release", of_anybody)
 
 
-@mutant(workload="hints")
+@mutant(workload="hints", first_seed=11)
 def lets_requests_of_others_renew_a_lease(patch: Patch) -> None:
     note_used = Hints.note_used
 
@@ -923,7 +923,7 @@ def carries_out_hints_that_their_tenant_may_not_give(patch: Patch) -> None:
     patch.setattr(Hints, "_refusal_of", lambda self, hint, tenant: "")
 
 
-@mutant(workload="hints")
+@mutant(workload="hints", first_seed=13)
 def claims_leases_on_what_counts_for_another_tenant(patch: Patch) -> None:
     patch.setattr(TierManager, "others", lambda self, keys, tenant: [])
 
@@ -986,7 +986,7 @@ def says_of_what_it_did_not_fetch_that_it_is_not_there(patch: Patch) -> None:
     patch.setattr(Prefetcher, "whereabouts", lambda self, key: "")
 
 
-@mutant("tiered", "returning")
+@mutant("tiered", "returning", first_seed=42)
 def takes_what_host_memory_lacks_for_absent(patch: Patch) -> None:
     patch.setattr(FetchPlanner, "may_have_more", lambda self, wanted, num_found_tokens: False)
 
@@ -999,7 +999,7 @@ def tells_disks_nothing_of_hints_that_come_later(patch: Patch) -> None:
     patch.setattr(LowerTiers, "rank", lambda self, keys: None)
 
 
-@mutant("tiered", "hints", first_seed=53)
+@mutant("tiered", "hints", first_seed=90)
 def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     notes = TaskTable._notes
 
@@ -1009,7 +1009,7 @@ def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     patch.setattr(TaskTable, "_notes", unclaimed)
 
 
-@mutant("tiered", "shared-beginnings")
+@mutant("tiered", "shared-beginnings", first_seed=3)
 def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
     patch.setattr(TierState, "note_lost", lambda self, keys: None)
 
@@ -1035,7 +1035,7 @@ def never_takes_a_copy(patch: Patch) -> None:
     patch.setattr(FIFOPolicy, "give_up", lambda self, num_chunks, worth=0: None)
 
 
-@mutant(connector="exclusive")
+@mutant(connector="exclusive", first_seed=175)
 def takes_copies_that_are_being_read(patch: Patch) -> None:
     patch.setattr(TierManager, "may_be_taken", lambda self, slots: self._may_take(self.table.keys_at(slots)))
 
@@ -1050,7 +1050,7 @@ def watches_nothing_for_a_request_that_is_about_to_get_blocks(patch: Patch) -> N
     patch.setattr(PooledStores, "expect", lambda self, state, num_computed_tokens, num_hit_tokens: None)
 
 
-@mutant(connector="exclusive")
+@mutant(connector="exclusive", first_seed=89)
 def does_not_watch_the_blocks_of_a_request_that_ends(patch: Patch) -> None:
     patch.setattr(DeviceChunks, "watch_ended", lambda self, block_ids: None)
 
