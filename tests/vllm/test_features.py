@@ -36,6 +36,18 @@ def ask_again(engine: Engine, prompt: Mapping[str, Any], **options: Any) -> tupl
     return first, second
 
 
+def test_device_pool_and_host_memory_are_one_cache(llama: str, start: Callable[..., Any]) -> None:
+    """Five prompts of ten blocks in turn, where each of the two has room for four: stores as computed find nothing again."""
+    prompts, found = make_prompts(5, 325), {"eager": 0, "exclusive": 0}
+    for mode in found:
+        engine = start(llama, {"mode": mode, "host_bytes": "1920KiB"}, num_blocks=41)
+        for prompt in prompts * 3:
+            found[mode] += engine.ask([prompt], 1)[0].device
+            engine.settle()
+    assert found["eager"] == 0
+    assert found["exclusive"] == 2 * 5 * 320
+
+
 def test_adapters_keep_their_prompts_apart(llama: str, start: Callable[..., Any]) -> None:
     adapters = [None, *(LoRARequest(name, at, save_adapter(llama, name)) for at, name in enumerate(("a", "b"), 1))]
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
