@@ -62,13 +62,13 @@ def test_only_what_is_left_of_a_prefix_is_fetched_and_what_follows_is_computed(s
     assert host.prefetch(tokens_from(1000)) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "pack"), [*((kind, "none") for kind in KINDS), ("attention", "exponent")])
 def test_under_failures_that_sglang_injects_whatever_is_found_is_right(
-    start: Start, kind: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, kind: str, pack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.001")
-    host = start(kind)
+    host = start(kind, **extra_config(disk(tmp_path / "kv", pack=pack)))
     computed = {first: host.compute(tokens_from(first, 32)) for first in (100, 200, 300, 400)}
     host.back_up()
     for _ in range(3):

@@ -216,7 +216,7 @@ def test_the_header_of_a_packed_chunk_is_fixed_byte_by_byte() -> None:
         700,
         b"c" * 16,
         7,
-        packed=Packed(2, 1000, b"u" * 16),
+        packed=Packed(1000, b"u" * 16, 2),
         nonce=b"n" * 12,
         tag=b"t" * 16,
     )

@@ -101,6 +101,7 @@ _LENGTH_AT, _KEY_AT, _STORED_AT = map(struct.calcsize, (_TO_LENGTH, _TO_KEY, _TO
 _PLAIN_LENGTH_AT: Final = 160
 _VERSION = struct.Struct("<8xH")
 PACKED_VERSION: Final = 3
+_BY_VERSION: Final = {FORMAT_VERSION: _FIELDS, PACKED_VERSION: _PACKED_FIELDS}
 MAX_PACKED_KEY_BYTES: Final = 48
 _MAX_UINT32 = 2**32 - 1
 _EXTRAS_ROOM: Final = 128
@@ -146,14 +147,14 @@ class Packed:
     """How a payload was packed.
 
     Attributes:
-        width: bytes of a number; see ``packing``.
         num_bytes: length of the payload before.
         checksum: its checksum before.
+        width: bytes of a number; see ``packing``.
     """
 
-    width: int
     num_bytes: int
     checksum: bytes
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,15 +240,12 @@ def unpack_header(data: bytes | memoryview) -> Header | None:
         return None
     if _CHECK.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
         return None
-    (version,) = _VERSION.unpack_from(data)
-    if version not in (FORMAT_VERSION, PACKED_VERSION):
+    fields = _BY_VERSION.get(*_VERSION.unpack_from(data))
+    if fields is None:
         return None
-    is_packed = version == PACKED_VERSION
-    (_, _, flags, priority, tenant, num_bytes, namespace, key_length, key, parent_length, parent, *rest) = (
-        _PACKED_FIELDS if is_packed else _FIELDS
-    ).unpack_from(data)
-    *how, nonce, tag, checksum, stored_ns, until_s = rest
-    packed = Packed(how[2], how[0], how[1]) if is_packed else None
+    _, _, flags, priority, tenant, num_bytes, namespace, *more = fields.unpack_from(data)
+    key_length, key, parent_length, parent, *how, nonce, tag, checksum, stored_ns, until_s = more
+    packed = Packed(*how) if how else None
     if not 0 < key_length <= len(key) or parent_length > len(parent) or (packed and num_bytes >= packed.num_bytes):
         return None
     is_encrypted = bool(flags & _ENCRYPTED)
@@ -336,7 +334,7 @@ class ChunkCodec:
         body = pack(payload, number.width) if number is not None and fits else None
         if number is None or body is None:
             return payload, None
-        return body, Packed(number.width, len(payload), payload_checksum(payload))
+        return body, Packed(len(payload), payload_checksum(payload), number.width)
 
     def asked_now(self, retention: Retention) -> Retention:
         """Return what a message asks for that comes now, in seconds since 1970."""
