@@ -415,7 +415,7 @@ class TestPlan:
         wears = ("--disk-writes-per-day", "1e9", "--disk-write-bandwidth", "1TB", "--disk-price", "0.001")
         facts = json.loads(cargohold(*arguments, *wears, "--host-price", "100").out)
         assert facts["disk"]["problems"] == [] and facts["host_price_s"] == 100
-        assert "Host memory and disk together" in page.read_text()
+        assert "Recommended below 8.0 MiB of host memory: 16 MiB of disk." in page.read_text()
 
     def test_what_comes_before_the_window_warms_up(self, cargohold: Command, small: str) -> None:
         arguments = ("replay", small, "-p", "infinite", "--from", "1", "--json")

@@ -6,16 +6,20 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from cargohold.cache.policies import POLICIES
+from cargohold.cache.policies import DEFAULT_POLICY, POLICIES
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.lab.replay import replaying
 from cargohold.lab.replay.replaying import BOUNDS, ReplayResult, plan_tasks, replay, run_tasks
 from cargohold.lab.replay.tiers import run_tiers
-from cargohold.lab.replay.traces import TraceRequest
+from cargohold.lab.replay.traces import TraceRequest, read_trace, stop
 from cargohold.lab.replay.workload import Selection, Workload, load_workload
+
+MADE_TRACE = Path(__file__).parent.parent / "data" / "made_trace.jsonl"
 
 
 def conversations(seed: int, num_requests: int = 400, *, max_new: int = 12) -> list[list[int]]:
@@ -376,6 +380,15 @@ class TestSelection:
 
 
 class TestGrid:
+    def test_the_default_policy_may_learn_in_a_first_pass(self) -> None:
+        """Found by use: a plan underestimated it, because it learned during the trace."""
+        workload = load_workload(read_trace([str(MADE_TRACE)], on_bad_line=stop))
+        tasks = {learns: plan_tasks(["lru", DEFAULT_POLICY], [(30,)], learns_first=learns) for learns in (False, True)}
+        fresh, learned = ([of for (of,) in run_tasks(workload, tasks[learns])] for learns in (False, True))
+        assert fresh[0] == replace(learned[0], seconds=fresh[0].seconds)
+        assert learned[1].num_prefix_hits > fresh[1].num_prefix_hits
+        assert learned[1].tiers[0].loaded == learned[1].num_prefix_hits, "the first pass is not counted"
+
     def test_processes_find_what_one_process_finds(self) -> None:
         workload = workload_of(conversations(4))
         tasks = plan_tasks(["lru", "arc", *BOUNDS, "lru"], [(20,), (100,), (20,)])

@@ -270,10 +270,10 @@ def plan(
 
 def _replay(planner: Planner, trace: LoadedTrace, what: PlanOptions, disk_policy: str) -> list[ReplayResult]:
     policies = trace.replayable([what.policy, BASELINE, *BOUNDS])
-    results = replay_all(trace.workload, policies, planner.curve(), disk_policy, what.jobs)
+    results = replay_all(trace.workload, policies, planner.curve(), disk_policy, what.jobs, learns_first=True)
     further = planner.further(results)
     if further:
-        results += replay_all(trace.workload, [what.policy], further, disk_policy, what.jobs)
+        results += replay_all(trace.workload, [what.policy], further, disk_policy, what.jobs, learns_first=True)
     return results
 
 

@@ -252,9 +252,11 @@ def replay_all(
     sizes: Sequence[Capacities],
     disk_policy: str,
     jobs: int | None,
+    *,
+    learns_first: bool = False,
 ) -> list[ReplayResult]:
     """Replay every policy at every size behind a progress bar; by default on all cores, or here if that is quicker."""
-    tasks = plan_tasks(policies, sizes, disk_policy)
+    tasks = plan_tasks(policies, sizes, disk_policy, learns_first=learns_first)
     num_processes = _num_processes(workload, len(tasks), jobs)
     results: list[ReplayResult] = []
     with progress(BarColumn(), MofNCompleteColumn()) as bar:

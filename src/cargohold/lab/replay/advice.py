@@ -281,7 +281,9 @@ def _what_it_does(planner: Planner, step: Step) -> str:
         if left is None
         else f"prefill keeps {_accelerators(left)} busy"
     )
-    text += f". Once it is full, {step.result.prefix_hit_ratio:.1%} of the blocks asked for are found."
+    first = len(planner.workload.ends) - step.result.num_requests + 1
+    found = f"{step.result.prefix_hit_ratio:.1%} of the blocks asked for are found"
+    text += f". From request {first:,} on, when it is full, {found}."
     return text if step.is_judged else f"{text} The trace is too short to fill it."
 
 

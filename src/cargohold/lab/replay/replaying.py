@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.cache.policies import find_policy
+from cargohold.cache.policies import DEFAULT_POLICY, find_policy
 from cargohold.errors import CargoholdError, ConfigError
 from cargohold.lab.replay.hints import OrchestratorHints
 from cargohold.lab.replay.tiers import DEFAULT_DISK_POLICY, HOST, TierLog, TierRun, TierTraffic, run_tiers
@@ -75,7 +75,12 @@ class ReplayResult:
 
 
 def replay(
-    workload: Workload, policy: str, capacities: Sequence[Capacities], disk_policy: str = DEFAULT_DISK_POLICY
+    workload: Workload,
+    policy: str,
+    capacities: Sequence[Capacities],
+    disk_policy: str = DEFAULT_DISK_POLICY,
+    *,
+    learns_first: bool = False,
 ) -> Iterator[ReplayResult]:
     """Yield one result per size, in the order of ``capacities``.
 
@@ -84,6 +89,7 @@ def replay(
         policy: one of ``BOUNDS``, or see ``cargohold.cache.policies.find_policy``; with ``HINTED`` after it, hints are given.
         capacities: the sizes. For an infinite cache there is only one result.
         disk_policy: policy of a second tier.
+        learns_first: see ``run_tiers``.
 
     Raises:
         ConfigError: there is no such policy, a tier has no slot, or the optimum is asked for where ids form no trie.
@@ -94,7 +100,7 @@ def replay(
         yield _infinite(workload)
     else:
         for sizes in capacities:
-            yield _production(workload, policy, sizes, disk_policy)
+            yield _production(workload, policy, sizes, disk_policy, learns_first)
 
 
 def check_policies(policies: Sequence[str]) -> None:
@@ -127,10 +133,14 @@ def _counted(workload: Workload, policy: str, capacities: Capacities, run: TierR
     return count(workload, policy, capacities, run, workload.num_warm, time.perf_counter() - started)
 
 
-def _production(workload: Workload, policy: str, capacities: Capacities, disk_policy: str) -> ReplayResult:
+def _production(
+    workload: Workload, policy: str, capacities: Capacities, disk_policy: str, learns_first: bool
+) -> ReplayResult:
     started = time.perf_counter()
     give_hints = partial(OrchestratorHints, workload) if policy.endswith(HINTED) else None
-    run = run_tiers(workload, policy.removesuffix(HINTED), capacities, disk_policy, give_hints)
+    run = run_tiers(
+        workload, policy.removesuffix(HINTED), capacities, disk_policy, give_hints, learns_first=learns_first
+    )
     return _counted(workload, policy, capacities, run, started)
 
 
@@ -176,17 +186,26 @@ class Task:
         policy: name of a policy or bound.
         capacities: the sizes to replay.
         disk_policy: policy of a second tier.
+        learns_first: see ``run_tiers``.
     """
 
     policy: str
     capacities: tuple[Capacities, ...]
     disk_policy: str = DEFAULT_DISK_POLICY
+    learns_first: bool = False
 
 
 def plan_tasks(
-    policies: Sequence[str], capacities: Sequence[Capacities], disk_policy: str = DEFAULT_DISK_POLICY
+    policies: Sequence[str],
+    capacities: Sequence[Capacities],
+    disk_policy: str = DEFAULT_DISK_POLICY,
+    *,
+    learns_first: bool = False,
 ) -> list[Task]:
-    """Divide the replays of all policies at all sizes into tasks. Raises ``ConfigError`` for a policy that does not exist."""
+    """Divide the replays of all policies at all sizes into tasks. Raises ``ConfigError`` for a policy that does not exist.
+
+    Of these, only the default policy keeps what it has learned, so it alone ``learns_first``.
+    """
     check_policies(policies)
     sizes = tuple(dict.fromkeys(capacities))
     tasks: list[Task] = []
@@ -196,7 +215,8 @@ def plan_tasks(
         elif policy == OPTIMUM:
             tasks.append(Task(policy, sizes))  # what it computes about the future serves all sizes
         else:
-            tasks += [Task(policy, (size,), disk_policy) for size in sizes]
+            learns = learns_first and policy == DEFAULT_POLICY
+            tasks += [Task(policy, (size,), disk_policy, learns) for size in sizes]
     return tasks
 
 
@@ -214,7 +234,7 @@ def run_tasks(workload: Workload, tasks: Sequence[Task], num_processes: int = 1)
     """
     if num_processes <= 1 or len(tasks) <= 1:
         for task in tasks:
-            yield list(replay(workload, task.policy, task.capacities, task.disk_policy))
+            yield _replayed(workload, task)
         return
     try:
         with WorkerPool(min(num_processes, len(tasks)), _start_process, workload) as pool:
@@ -235,7 +255,11 @@ def _start_process(workload: Workload) -> None:
 
 def _run_task(task: Task) -> list[ReplayResult]:
     assert _workload is not None
-    return list(replay(_workload, task.policy, task.capacities, task.disk_policy))
+    return _replayed(_workload, task)
+
+
+def _replayed(workload: Workload, task: Task) -> list[ReplayResult]:
+    return list(replay(workload, task.policy, task.capacities, task.disk_policy, learns_first=task.learns_first))
 
 
 _NEVER: Final = np.iinfo(np.int64).max

@@ -113,6 +113,12 @@ class _Tier:
         self.stored = 0
         self._log: list[tuple[int, int, int]] = []
 
+    def empty(self) -> None:
+        """Drop all chunks, and begin to count again. What the policy has learned stays."""
+        self.manager.reset()
+        self.loaded = self.stored = 0
+        self._log.clear()
+
     def store(self, keys: Keys, parent: bytes | None) -> None:
         """Offer chunks to the tier."""
         handle = self.manager.prepare_store(keys, parent)
@@ -141,6 +147,8 @@ def run_tiers(
     capacities: Sequence[int],
     disk_policy: str = DEFAULT_DISK_POLICY,
     give_hints: Callable[[OffloadManager], OrchestratorHints] | None = None,
+    *,
+    learns_first: bool = False,
 ) -> TierRun:
     """Replay a workload.
 
@@ -150,6 +158,8 @@ def run_tiers(
         capacities: slots of host memory, and of the disk if there is one.
         disk_policy: policy of the disk.
         give_hints: makes what gives hints to host memory, if any are given.
+        learns_first: whether all is replayed before, in tiers that are emptied then: so policies know what an engine knows that
+            has served for long.
 
     Raises:
         ConfigError: there is no such policy, or a tier has no slot.
@@ -163,6 +173,10 @@ def run_tiers(
     ]
     if len(tiers) > 1:
         tiers[0].manager.admit_all()
+    if learns_first:
+        _Replay(workload, tiers, None).run()
+        for tier in tiers:
+            tier.empty()
     return _Replay(workload, tiers, None if give_hints is None else give_hints(tiers[0].manager)).run()
 
 
