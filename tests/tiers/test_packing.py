@@ -108,7 +108,12 @@ def test_every_pattern_of_a_number_comes_back(width: int) -> None:
     if width == 4:
         patterns = np.concatenate([patterns << 16, (patterns << 16) | 0xFFFF, (patterns << 16) | patterns])
     data = patterns.astype(f"<u{width}").tobytes()
-    for order in (data, bytes(Random(0).sample(list(data), len(data))), data[:-1], data * 3):
+    for order in (
+        data,
+        np.random.default_rng(0).permutation(np.frombuffer(data, np.uint8)).tobytes(),
+        data[:-1],
+        data * 3,
+    ):
         round_trip(order, width)
 
 
@@ -145,11 +150,11 @@ def claiming_50(data: bytes) -> bytes:
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
-    "claims more than there is room for": lambda: frame(bytes(2**26)),
+    "claims more than there is room for": lambda: frame(bytes(2**24)),
     "claims nothing": lambda: frame(bytes(2**24), write_content_size=False),
     "claims less than it holds": lambda: claiming_50(frame(bytes(200))),
     "holds less than it claims": lambda: claiming_50(frame(bytes(40))),
-    "another behind it": lambda: frame(bytes(49)) + frame(bytes(2**26)),
+    "another behind it": lambda: frame(bytes(49)) + frame(bytes(2**24)),
     "nothing": lambda: b"",
     "no frame": lambda: b"no frame at all",
     "cut off": lambda: frame(np.random.default_rng(0).bytes(50))[:-9],
