@@ -131,8 +131,7 @@ _PRIVATE: Final = 0o700
 _NO_DESCRIPTION: Final = frozenset({errno.ENOENT, errno.EINVAL, errno.EFBIG})
 """Errors that say that there is no description: no file, or something that we never wrote, irregular or much too large."""
 _told: Final[set[Path]] = set()
-"""Shards of which was logged that they cannot be deleted: whenever room is needed, they are looked at again.
-"""
+"""Shards of which was logged that they cannot be deleted: whenever room is needed, they are looked at again."""
 
 
 @dataclass(frozen=True, slots=True)

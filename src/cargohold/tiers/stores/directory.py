@@ -10,10 +10,10 @@ chunks. So ``DirectoryPlace`` remembers the file system.
 
 Lists, reads and deletes the objects of a store that are ours.
 
-In a directory, anyone who may write there can replace one of our files by something else, such as a link, or a pipe. To
-opening a pipe waits for a writer. So only regular files are opened, and everything else counts as absent; the
-next store of the chunk takes its place. The package ``obstore`` opens whatever is there, even to say its size. So it is not
-used to look for files of a directory or to read them.
+In a directory, anyone who may write there can replace one of our files by something else, such as a link, or a pipe. Opening
+a pipe waits for a writer. So only regular files are opened, and everything else counts as absent; the next store of the chunk
+takes its place. The package ``obstore`` opens whatever is there, even to say its size. So it is not used to look for files of a
+directory or to read them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def make_directory(directory: Path) -> None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error means that a file could not be written: there is no room, or something that is not ours in its place."""
+    """Whether an error means that a file could not be written: there is no room, or a foreign folder or file has its place."""
     return not {*FULL, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}.isdisjoint(map(int, _OS_ERROR.findall(str(error))))
 
 
