@@ -241,7 +241,7 @@ class MediumHealth:
         """
         worked_at, worked_for = self._worked[ACCESS_OF[job.kind]]
         if worked_for is job:
-            return 2 * job.num_answered >= len(job.keys)
+            return 2 * (len(job.answers) - job.answers.count(None)) >= len(job.keys)
         return worked_at > job.queued_at
 
     def _note_failure(self, job: TierJob) -> Access | None:

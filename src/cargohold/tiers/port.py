@@ -360,11 +360,6 @@ class TierJob:
         self.answers = [None] * len(self.keys)
 
     @property
-    def num_answered(self) -> int:
-        """Number of chunks that have an answer."""
-        return len(self.answers) - self.answers.count(None)
-
-    @property
     def succeeded(self) -> list[bool]:
         """Whether each chunk succeeded: a probe or touch found it, a load filled its buffer, a store or removal was done.
 

@@ -64,10 +64,6 @@ class BlockTable:
         """The blocks that are not null, last first: the order in which they should be evicted."""
         return [block for block in reversed(self.blocks) if not block.is_null]
 
-    def has_uncached_blocks(self, num_computed_tokens: int) -> bool:
-        """Whether ``num_computed_tokens`` computed tokens fill a block that was not offered to the prefix cache."""
-        return num_computed_tokens // self.group.block_tokens > self.num_cached
-
     def cache_full_blocks(self, pool: BlockPool, hashes: Sequence[bytes], num_computed_tokens: int) -> list[int]:
         """Let the prefix cache find the blocks that ``num_computed_tokens`` computed tokens fill.
 
@@ -242,7 +238,7 @@ class KVCacheManager:
         if not self._prefix_caching:
             return
         for table in self._tables[request.request_id]:
-            if not table.has_uncached_blocks(num_tokens):
+            if num_tokens // table.group.block_tokens <= table.num_cached:
                 continue  # as in most steps while generating
             hashes = self._hashes(request, table.group)
             new = table.cache_full_blocks(self.pool, hashes, num_tokens)

@@ -190,17 +190,13 @@ def _refusals(group: Any, layers: Sequence[Any]) -> Iterator[str]:
             yield f"has layers of kind {name}, which is not supported"
     if len({_describe(layer) for layer in layers}) > 1:
         yield f"mixes layers of different kinds: {', '.join(names)}"
-    if _is_state(layers[0]) and getattr(layers[0], "mamba_cache_mode", "none") == "none":
+    if type(layers[0]).__name__ == _STATE and getattr(layers[0], "mamba_cache_mode", "none") == "none":
         yield "keeps one recurrent state per request and none at block boundaries; vLLM's --mamba-cache-mode says when"
 
 
 def _is_kept(layers: Sequence[Any]) -> bool:
     """Whether a group of these layers can be found by a prefix."""
     return all(getattr(layer, "prefix_cacheable", True) for layer in layers)
-
-
-def _is_state(layer: Any) -> bool:
-    return type(layer).__name__ == _STATE
 
 
 def _describe(layer: Any) -> tuple[AttentionKind, int, int | None, bool]:

@@ -67,7 +67,7 @@ class BlockView:
     @property
     def _group(self) -> KVCacheGroup | None:
         key = self.block.block_hash
-        return None if key is None else self._groups[_group_of(key)]
+        return None if key is None else self._groups[int.from_bytes(key[-GROUP_BYTES:], "big")]
 
 
 class BlockIdTable(Sequence[int]):
@@ -265,7 +265,3 @@ def block_ids(tables: Iterable[Sequence[Any]]) -> BlockIds:
 
 def _is_free(block: Any) -> bool:
     return block.ref_cnt == 0 and block.next_free_block is not None
-
-
-def _group_of(key: bytes) -> int:
-    return int.from_bytes(key[-GROUP_BYTES:], "big")

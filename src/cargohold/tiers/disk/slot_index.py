@@ -183,7 +183,7 @@ class SlotIndex:
             return [place[0] for place in places]
         numbers = self._several.take(len(places))
         for number, place in zip(numbers, places, strict=True):
-            self._several.set_rows(number, place)
+            self._several.rows_at[number] = place
         return numbers
 
     def commit(self, slot: int) -> None:

@@ -272,10 +272,6 @@ class SlotTable(RowTable):
         super().give_rows(slot, count - len(firsts))
         self.rows_at[slot] = tuple(sorted((*firsts, *self.rows_at[slot])))
 
-    def set_rows(self, slot: int, rows: tuple[int, ...]) -> None:
-        """Let a chunk that was found have its slots, which ``take_rows`` has taken."""
-        self.rows_at[slot] = rows
-
     def take_rows(self, rows: Iterable[int]) -> None:
         """Take certain free slots, because chunks were found in them."""
         gone = set(rows)
