@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cargohold.lab.replay.paying import Paying, describe_size, format_s, tokens_per_gib
+from cargohold.lab.replay.costs import Paying, describe_size, format_s, tokens_per_gib
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pays.md").read_text(encoding="utf-8")
 OF_PEAK = 0.5

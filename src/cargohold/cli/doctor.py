@@ -25,8 +25,7 @@ from cargohold.cli.machine import MEASURED_BYTES, Finding, Level, judged
 from cargohold.cli.vllm_flags import installed_version, is_tested
 from cargohold.engine.core.request import SamplingParams
 from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError, one_line
-from cargohold.lab.replay.costs import KVSize, describe_kv
-from cargohold.lab.replay.paying import TOKENS, Paying, describe_size, format_s
+from cargohold.lab.replay.costs import TOKENS, KVSize, Paying, describe_kv, describe_size, format_s
 from cargohold.llm import LLM
 from cargohold.option_values import format_bytes, parse_path, parse_room
 from cargohold.tiers.packing import NUMBER_TYPES
