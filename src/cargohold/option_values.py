@@ -159,6 +159,16 @@ def import_named(key: str, name: str) -> Any:
         raise ConfigError(key, name, f"it cannot be imported from here ({reason}); {expected}") from error
 
 
+def import_class(key: str, name: str, base: type, expected: str) -> Any:
+    """Import a class that an option names. Raises ``ConfigError`` if it is not ``expected``, one derived from ``base``."""
+    found = import_named(key, name)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ConfigError(key, name, f"it must be {expected}")
+    if lacking := getattr(found, "__abstractmethods__", ()):
+        raise ConfigError(key, name, f"the class lacks {', '.join(sorted(lacking))}")
+    return found
+
+
 def find_factory(key: str, name: object) -> Callable[..., Any]:
     """Return what an option names as ``MODULE:FACTORY``, which must be callable. Raises ``ConfigError`` if it is not."""
     if not isinstance(name, str) or ":" not in name:

@@ -7,11 +7,10 @@ is in a place of it. All else is written once for all kinds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import isabstract
 from typing import Any, Final
 
 from cargohold.errors import ConfigError, option_path
-from cargohold.option_values import import_named, somebody_elses
+from cargohold.option_values import import_class, somebody_elses
 from cargohold.options import list_of, made, refuse_names_elsewhere
 from cargohold.tiers.config import NAMES_ELSEWHERE, TierConfig
 from cargohold.tiers.disk.kind import DiskTierConfig
@@ -39,7 +38,10 @@ def read_tier(key: str, value: Any) -> TierConfig:
     own = {name: of for name, of in value.items() if name != "kind"}
     if isinstance(kind, str) and ":" in kind:
         with somebody_elses(f"{key}.kind", kind):
-            return made(_named(f"{key}.kind", kind), own, f"{key}.", beside=["kind"])
+            named: type[TierConfig] = import_class(
+                f"{key}.kind", kind, TierConfig, "a dataclass derived from cargohold.tiers.TierConfig"
+            )
+            return made(named, own, f"{key}.", beside=["kind"])
     if not isinstance(kind, str) or kind not in KINDS:
         with option_path(f"{key}."):
             refuse_names_elsewhere(own, NAMES_ELSEWHERE, own)
@@ -69,13 +71,3 @@ def open_inventory(place: str) -> Inventory:
         if inventory is not None:
             return inventory
     raise ConfigError("PLACE", place, expected)
-
-
-def _named(key: str, name: str) -> type[TierConfig]:
-    """Import a third-party kind. Raises ``ConfigError`` if it is none."""
-    found = import_named(key, name)
-    if not isinstance(found, type) or not issubclass(found, TierConfig):
-        raise ConfigError(key, name, "it must be a dataclass derived from cargohold.tiers.TierConfig")
-    if isabstract(found):
-        raise ConfigError(key, name, f"the class lacks {', '.join(sorted(found.__abstractmethods__))}")
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from inspect import isabstract
 from types import MappingProxyType
 from typing import Final
 
@@ -11,7 +10,7 @@ from cargohold.cache.policies.arc import ARCPolicy
 from cargohold.cache.policies.base import FIFOPolicy, LRUPolicy, ReplacementPolicy
 from cargohold.cache.policies.reuse_index import ReuseIndexPolicy
 from cargohold.errors import ConfigError
-from cargohold.option_values import import_named
+from cargohold.option_values import import_class
 from cargohold.options import Reader, checked
 
 POLICIES: Final[Mapping[str, type[ReplacementPolicy]]] = MappingProxyType(
@@ -40,12 +39,10 @@ def find_policy(name: object, key: str = "policy", *, besides: Sequence[str] = (
         raise ConfigError(key, name, f"it must be one of {', '.join([*besides, POLICY_NAMES])} for a class of your own")
     if name in POLICIES:
         return POLICIES[name]
-    policy = import_named(key, name)
-    if not isinstance(policy, type) or not issubclass(policy, ReplacementPolicy):
-        raise ConfigError(key, name, "it must be a class derived from cargohold.cache.policies.ReplacementPolicy")
-    if isabstract(policy):
-        raise ConfigError(key, name, f"the class lacks {', '.join(sorted(policy.__abstractmethods__))}")
-    return policy
+    found: type[ReplacementPolicy] = import_class(
+        key, name, ReplacementPolicy, "a class derived from cargohold.cache.policies.ReplacementPolicy"
+    )
+    return found
 
 
 POLICY: Final[Reader] = checked(lambda key, name: find_policy(name, key))

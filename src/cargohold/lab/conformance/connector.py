@@ -170,10 +170,7 @@ class ConnectorConformance(ABC):
 
     def test_it_gives_back_what_it_has_stored(self) -> None:
         """A prompt that was evicted from the device pool is restored, at least in part, when it comes again."""
-        engine = self._engine(self.factory())
-        prompt = self._prompt(0)
-        self._ask(engine, "first", prompt)
-        self._overwrite_device(engine)
+        engine, prompt = self._engine_with_a_prompt()
         again = self._ask(engine, "again", prompt)
         if self.may_forget and not again.num_external_tokens:
             pytest.skip("nothing was restored, which this connector may do")
@@ -181,10 +178,7 @@ class ConnectorConformance(ABC):
 
     def test_it_explains_what_it_has_restored(self) -> None:
         """A request's cache report claims no more restored tokens than were loaded, and none of its notes is empty."""
-        engine = self._engine(self.factory())
-        prompt = self._prompt(0)
-        self._ask(engine, "first", prompt)
-        self._overwrite_device(engine)
+        engine, prompt = self._engine_with_a_prompt()
         again = self._ask(engine, "again", prompt)
         report = engine.outputs["again"].cache_report
         assert sum(report.restored_tokens.values()) <= again.num_external_tokens
@@ -293,10 +287,7 @@ class ConnectorConformance(ABC):
     @pytest.mark.parametrize("num_steps", range(8))
     def test_an_abort_at_any_step_leaves_nothing_behind(self, num_steps: int) -> None:
         """A request is aborted while its prompt is restored or computed: nothing is left in flight, and others are served."""
-        engine = self._engine(self.factory())
-        prompt = self._prompt(0)
-        self._ask(engine, "first", prompt)
-        self._overwrite_device(engine)
+        engine, prompt = self._engine_with_a_prompt()
         engine.add("aborted", prompt, OUTPUT_TOKENS)
         for _ in range(num_steps):
             engine.step()
@@ -386,6 +377,13 @@ class ConnectorConformance(ABC):
         engine.scheduler.connector.get_kv_connector_stats()
         engine.scheduler.take_events()
         return num_reachable([engine.connector, *engine.worker_sides])
+
+    def _engine_with_a_prompt(self) -> tuple[SimulatedEngine, list[int]]:
+        """Return an engine whose tier has a prompt that its device has lost, and the prompt."""
+        engine, prompt = self._engine(self.factory()), self._prompt(0)
+        self._ask(engine, "first", prompt)
+        self._overwrite_device(engine)
+        return engine, prompt
 
     def _overwrite_device(self, engine: SimulatedEngine) -> None:
         """Serve other prompts until the first one is evicted from the device pool."""
