@@ -132,7 +132,8 @@ class HeldQueue(JobQueue):
 
     def health(self) -> TierHealth:
         """The health of the medium, judged as a real queue does."""
-        return replace(self._health.report(), is_off=self.is_off)
+        health = self._health.report()
+        return replace(health, is_off=True) if self.is_off else health
 
     def cancel(self, job_id: int) -> None:
         """End a job."""

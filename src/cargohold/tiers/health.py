@@ -14,7 +14,7 @@ would wait forever. And what is on a full disk can still be loaded.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -198,9 +198,12 @@ class MediumHealth:
         """Return the state of every access."""
         states = {access: breaker.state for access, breaker in self._breakers.items()}
         worst = max(states, key=states.__getitem__)
-        health = TierHealth(states[Access.LOOK_UP], states[Access.LOAD], states[Access.WRITE])
+        if not states[worst]:
+            return HEALTHY  # nearly always
         retry_s = max(breaker.cooldown_s for breaker in self._breakers.values())
-        return replace(health, reason=self._reasons[worst], retry_s=retry_s) if health.worst else HEALTHY
+        return TierHealth(
+            states[Access.LOOK_UP], states[Access.LOAD], states[Access.WRITE], self._reasons[worst], retry_s
+        )
 
     def admit(self, kind: JobKind) -> bool:
         """Let a job through if its breaker allows, and return whether it does. If so, call ``note_end`` at its end."""

@@ -237,7 +237,8 @@ class TierQueue(JobQueue):
     def health(self) -> TierHealth:
         """Return which of look-ups, loads and writes are possible, and whether the tier is off for good."""
         with self._changed:
-            return replace(self._health.report(), is_off=self._is_off)
+            health = self._health.report()
+            return replace(health, is_off=True) if self._is_off else health
 
     def usage(self) -> TierUsage:
         """Return how full the tier is, as far as is known here; empty if it cannot say."""

@@ -98,7 +98,7 @@ class SimulatedMedium:
     def take_losses(self) -> Losses:
         """What was evicted since the last call."""
         lost, self.lost = self.lost, []
-        return Losses(tuple(lost))
+        return Losses(tuple(lost)) if lost else NO_LOSSES
 
     def lacking(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return [key for key in keys if key not in self.chunks]

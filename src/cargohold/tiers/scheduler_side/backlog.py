@@ -146,11 +146,6 @@ class RetryQueue:
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._chunks
 
-    @property
-    def is_any_coming(self) -> bool:
-        """Whether some chunk is offered again by itself."""
-        return bool(self.times)
-
     def is_coming(self, key: OffloadKey) -> bool:
         """Whether a chunk is offered again by itself."""
         chunk = self._chunks.get(key)

@@ -154,7 +154,7 @@ class Writes:
     @property
     def has_more(self) -> bool:
         """Whether chunks are to be written now, or soon."""
-        return self.tier.is_writable and (self.num_writable > 0 or self.untaken.is_any_coming)
+        return self.tier.is_writable and (self.num_writable > 0 or bool(self.untaken.times))
 
     @property
     def is_idle(self) -> bool:
