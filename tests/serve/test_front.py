@@ -363,6 +363,27 @@ def test_a_mark_covers_less_of_the_prompt_than_is_before_it_and_the_last_one_all
     assert Hint.retain(part=whole).within(64).end == 64 and Hint.retain(part=0.001).within(64).end == 1
 
 
+def parts(line: Line, **fields: Any) -> list[float]:
+    """The parts of a prompt that its marks cover."""
+    line.ask(fields, MESSAGES)
+    return [hint.part for hint in line.behind.hints if hint.lease is None and hint.part is not None]
+
+
+def test_a_mark_counts_what_every_template_writes_before_it_and_nothing_else(line: Line) -> None:
+    """Texts of 1,000 characters in all: each part is some 0.05 below what is sure to be before the mark."""
+    rest = {"role": "user", "content": "c" * 400}
+    (of_first,) = parts(line, system="s" * 500, messages=[{"role": "user", "content": [marked("a" * 100)]}, rest])
+    assert 0.50 < of_first < 0.56, "what is before all messages counts, less a margin"
+    tool = {"name": "t", "description": "x" * 99, "cache_control": MARK}
+    (of_tool,) = parts(line, system="s" * 500, tools=[tool], messages=[rest])
+    assert of_tool < 0.06, "a template may write tools first"
+    thought = {"type": "thinking", "thinking": "t" * 500}
+    said = {"role": "assistant", "content": [thought, marked("a" * 100)]}
+    assert parts(line, messages=[said, rest])[0] < 0.06, "a template may leave thoughts out"
+    spaced = {"role": "user", "content": [" " * 500, marked("a" * 100)]}
+    assert parts(line, messages=[spaced, rest])[0] < 0.06, "and white space"
+
+
 @pytest.mark.parametrize("marks", [[{"type": "eternal"}], [{**MARK, "ttl": "2h"}], [1], [MARK] * 5], ids=str)
 def test_marks_that_are_impossible_are_passed_over_and_refused_where_it_is_strict(marks: Any) -> None:
     body = {
@@ -447,6 +468,25 @@ def test_a_conversation_is_kept_while_its_tool_runs_and_released_when_it_was_ans
     assert leases(line.behind, "release") == [], "it has begun again"
 
 
+def test_an_answer_of_several_looks_is_read_across_their_border() -> None:
+    """Found by a mutant: what is kept of the pieces before could be nothing."""
+    begin = b'{"choices":[{"message":{"tool_calls":[{"id":"c1"},{"x":"' + b"a" * 8192
+    end = b'","id":"c2"}]},"finish_reason":"tool_calls"}]}'
+    for at in range(len(end)):
+        line = Line(Behind(begin + end[:at], end[at:]))
+        line.ask(turn())
+        (name,) = leases(line.behind)
+        line.ask(turn("c2"))
+        assert leases(line.behind) == [name], "any of its calls may come back first"
+    text = b'{"choices":[{"message":{"content":"' + b"a" * 8192
+    over = b'"},"finish_reason":"stop"}]}'
+    for at in range(len(over)):
+        line = Line(Behind(text + over[:at], over[at:]))
+        line.ask(turn("c1"))
+        line.ask(ASKED)
+        assert leases(line.behind, "release") == ["turn:c1"], at
+
+
 ENDS: Mapping[str, tuple[str, bytes, bool]] = {
     "OpenAI, answer": (CHAT, ANSWERED, True),
     "OpenAI, tool": (CHAT, CALLED, False),
@@ -526,6 +566,47 @@ def test_a_session_that_says_that_it_is_over_is_released_whichever_way_it_says_w
     headers, fields = LAST[last]
     line.ask({**ASKED, **fields}, headers=headers)
     assert (leases(line.behind), leases(line.behind, "release")) == ([], ["turn:s1", "turn:s2"])
+
+
+def test_a_session_that_is_over_is_over_for_its_tenant_alone_and_once(kept_apart: Line) -> None:
+    kept_apart.behind.pieces = [CALLED]
+    final = {"X-Session-ID": "s", "X-Dynamo-Session-Final": "True"}
+    for tenant in ("acme", "zebra"):
+        kept_apart.ask(turn(f"{tenant}1"), headers={**keyed(f"of {tenant}"), "X-Session-ID": "s"})
+    for expected in (["turn:acme1"], []):
+        kept_apart.ask(turn("acme1"), headers={**keyed("of acme"), **final})
+        assert leases(kept_apart.behind, "release") == expected
+        assert leases(kept_apart.behind) == [], "nothing follows a last request, whatever tools it has"
+    kept_apart.ask(ASKED, headers={**keyed("of zebra"), **final})
+    assert leases(kept_apart.behind, "release") == ["turn:zebra1"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"X-Dynamo-Session-Final": "false", "X-Session-ID": "s"}, {}),
+        ({"X-Dynamo-Session-Final": "", "X-Session-ID": "s"}, {}),
+        ({}, {"nvext": {"session_control": {"session_id": "s", "action": "open"}}}),
+        ({}, {"agent_hint": {"session_id": "s", "session_control": "continue"}}),
+    ],
+)
+def test_a_session_that_says_that_it_goes_on_is_kept(headers: dict[str, str], fields: dict[str, Any]) -> None:
+    line = Line(Behind(CALLED))
+    line.ask(turn("c1"), headers={"X-Session-ID": "s"})
+    line.ask({**ASKED, **fields}, headers=headers)
+    assert leases(line.behind, "release") == []
+
+
+def test_more_that_has_ended_than_one_request_says_is_said_by_the_next_ones() -> None:
+    line = Line(Behind(ANSWERED))
+    names = [f"turn:c{number}" for number in range(20)]
+    for name in names:
+        line.front._sessions.end(None, name)
+    said = []
+    for _ in range(3):
+        line.ask(ASKED)
+        said.append(leases(line.behind, "release"))
+    assert said == [names[:16], names[16:], []]
 
 
 def test_what_is_remembered_of_sessions_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

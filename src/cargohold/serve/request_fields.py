@@ -204,15 +204,14 @@ def _chars(value: Any) -> int:
     return num_chars
 
 
-_LEFT_OUT: Final = ("thinking", "redacted_thinking", "image", "image_url")
 _IN_PROMPTS: Final = ("text", "content", "input", "name", "description", "input_schema", "parameters", "function")
 
 
 def _sure(block: Any) -> int:
-    """Characters of a block that every template writes into the prompt."""
+    """Characters of a block that every template writes into the prompt: no thoughts, no pictures."""
     if isinstance(block, str):
         return len(block.strip())
-    if not isinstance(block, dict) or block.get("type") in _LEFT_OUT:
+    if not isinstance(block, dict):
         return 0
     return sum(_chars(block[key]) for key in _IN_PROMPTS if key in block)
 
