@@ -154,6 +154,19 @@ def test_what_a_prefetch_has_brought_up_is_kept_until_its_deadline() -> None:
     assert grant.ends_at - engine.clock() == pytest.approx(20.0, abs=0.5)
 
 
+@pytest.mark.parametrize(("hint", "level"), [(Hint.prefetch(), 100), (Hint.share(), Hint.share().priority)])
+def test_what_a_prefetch_has_brought_up_outlives_all_that_is_only_retained_and_what_is_shared_does_not(
+    hint: Hint, level: int
+) -> None:
+    tiering = SimulatedTiering(60)
+    engine = restarted(tiering)
+    give(engine, hint)
+    finish(engine, tiering)
+    assert isinstance(engine.connector, OffloadingScheduler)
+    assert level < 100 or hint.kind == "prefetch"
+    assert {engine.connector.hints.grants.level_of(one) for one in keys_of(TOKENS, 11)} == {level}
+
+
 def test_a_reset_voids_a_prefetch() -> None:
     tiering = SimulatedTiering(60)
     engine = restarted(tiering)

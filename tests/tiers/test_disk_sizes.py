@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cargohold.cache.retention import Retention
 from cargohold.tiers import LoadOutcome, StoreOutcome
-from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec, Details, Note
+from cargohold.tiers.chunk_format import HEADER_BYTES, ChunkCodec, Details, Header, Note, tag_of
 from cargohold.tiers.disk import DiskTier
 from cargohold.tiers.disk.files import Segment
 from cargohold.tiers.disk.root import bytes_in
-from cargohold.tiers.disk.slots import SlotPlan, runs_of
+from cargohold.tiers.disk.slots import Links, SlotPlan, gather, runs_of
 from cargohold.tiers.inventory import Verification
 from cargohold.tiers.kinds import open_inventory
 from tests.tiers.common import NAMESPACE, codec, disk_tier, key, payload, slots_per_segment, ticking
@@ -209,16 +213,20 @@ def test_a_process_that_ends_while_it_writes_leaves_a_whole_chunk_or_none(
     again.close()
 
 
-@pytest.mark.parametrize("other", [bytes(8), bytes(4), b"\xff" * 4], ids=["none", "elsewhere", "the end"])
+@pytest.mark.parametrize(
+    ("begin", "other"),
+    [(0, bytes(8)), (0, bytes(4)), (0, b"\xff" * 4), (4, bytes(4))],
+    ids=["none", "elsewhere", "the end", "another chunk's"],
+)
 @pytest.mark.parametrize("at", range(6))
 def test_a_chunk_that_lacks_one_of_its_links_is_not_there_and_its_slots_are_free(
-    tmp_path: Path, at: int, other: bytes
+    tmp_path: Path, at: int, begin: int, other: bytes
 ) -> None:
     tier = tier_in(tmp_path)
     assert store(tier, 0) is StoreOutcome.STORED
     tier.close()
     with headers_in(tmp_path)[0].open("r+b") as file:
-        file.seek(HEADER_BYTES * slots_per_segment(tmp_path) + 8 * at)
+        file.seek(HEADER_BYTES * slots_per_segment(tmp_path) + 8 * at + begin)
         file.write(other)
     tier = tier_in(tmp_path)
     assert there(tier) == [] and tier.usage().num_bytes == 0
@@ -226,6 +234,29 @@ def test_a_chunk_that_lacks_one_of_its_links_is_not_there_and_its_slots_are_free
     assert store(tier, 0) is StoreOutcome.STORED and load(tier, 0) == payload(0, size_of(0))
     tier.close()
     assert list(open_inventory(str(tmp_path)).verify(NAMESPACE.id, delete=False)) == [Verification.GOOD]
+
+
+def links_of(header: Header, slots: Sequence[int]) -> bytes:
+    tag = tag_of(header.pack())
+    return b"".join(struct.pack("<II", following, tag) for following in (*slots[1:], 2**32 - 1))
+
+
+def test_a_slot_is_of_one_chunk_and_a_chunk_of_no_more_slots_than_any_has() -> None:
+    """Headers may be forged, or left from other chunks."""
+    plan = SlotPlan(PAGE, 1, 3)
+    sizes = (3 * PAGE, PAGE, 4 * PAGE)
+    large, small, longer = headers = [
+        Header(bytes(32), key(at), b"", size, bytes(16), 1) for at, size in enumerate(sizes)
+    ]
+    first_slots = (0, 1, 4)
+    links = b""
+    for header, first, size in zip(headers[::2], first_slots[::2], sizes[::2], strict=True):
+        links += links_of(header, range(first, first + size // PAGE)) + bytes(8) * (first == 0)
+    segment: Any = SimpleNamespace(read_links=lambda: links)
+    whole, left = gather(zip(headers, first_slots, strict=True), Links([segment], 8), plan)
+    assert whole == [(large, (0, 1, 2))] and left == [1, 4]
+    assert gather([(small, 3)], Links([segment], 8), plan) == ([(small, (3,))], [])
+    assert Links([segment], 8).follow(longer, 4, 4) == (4, 5, 6, 7)
 
 
 def test_leases_and_tokens_of_a_chunk_in_several_slots_outlive_a_restart(tmp_path: Path) -> None:
