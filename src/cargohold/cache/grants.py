@@ -91,6 +91,8 @@ class Grants:
         on_retained: called with chunks for which hints ask something else now, for lower tiers.
         on_displaced: called with a grant that newer ones have left no chunk; it must end the grant.
         coming: tells which chunks are on their way into the tier.
+        in_force: the grants, by number.
+        covered: by chunk, the grants that cover it, the oldest first.
     """
 
     def __init__(self, manager: OffloadManager, budgets: Budgets[str | None], clock: Clock) -> None:
@@ -98,30 +100,24 @@ class Grants:
         self.budgets = budgets
         self._clock = clock
         self._numbers = count(1)
-        self._in_force: dict[int, Grant] = {}
+        self.in_force: dict[int, Grant] = {}
         self._num_of: Counter[str | None] = Counter()
         self._ends = Ends[Grant]()
         self._leases: dict[tuple[str | None, str], Grant] = {}
-        # By chunk: the grants that cover it, the oldest first.
-        self._of: dict[OffloadKey, tuple[Grant, ...]] = {}
+        self.covered: dict[OffloadKey, tuple[Grant, ...]] = {}
         self.on_retained: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self.on_displaced: Callable[[Grant], None] = lambda _: None
         self.coming: Callable[[Sequence[OffloadKey]], AbstractSet[OffloadKey]] = lambda _: frozenset()
 
     def __len__(self) -> int:
-        return len(self._in_force)
+        return len(self.in_force)
 
     def __iter__(self) -> Iterator[Grant]:
-        return iter(list(self._in_force.values()))
-
-    @property
-    def cover_any(self) -> bool:
-        """Whether some chunk is covered."""
-        return bool(self._of)
+        return iter(list(self.in_force.values()))
 
     def of(self, key: OffloadKey) -> tuple[Grant, ...]:
         """Return the grants that cover a chunk, the oldest first."""
-        return self._of.get(key, ())
+        return self.covered.get(key, ())
 
     def on(self, keys: Iterable[OffloadKey]) -> list[Grant]:
         """Return the grants that cover some of these chunks, each once."""
@@ -132,7 +128,7 @@ class Grants:
 
     def level_of(self, key: OffloadKey) -> int:
         """Return the level that a chunk has, or gets when it comes."""
-        grants = self._of.get(key)
+        grants = self.covered.get(key)
         return NORMAL if grants is None else counting(grants).level
 
     def retention_of(self, key: OffloadKey) -> Retention:
@@ -148,7 +144,7 @@ class Grants:
     def has_room_for(self, tenant: str | None) -> bool:
         """Whether another grant of a tenant may begin. If there are too many, an older one ends, unless all are leases."""
         is_own = self._num_of[tenant] >= MAX_GRANTS // 2
-        if not is_own and len(self._in_force) < MAX_GRANTS:
+        if not is_own and len(self.in_force) < MAX_GRANTS:
             return True
         oldest = next((one for one in self if not one.is_lease and (one.tenant == tenant or not is_own)), None)
         if oldest is not None:
@@ -161,7 +157,7 @@ class Grants:
 
     def begin(self, grant: Grant) -> None:
         """Let a grant be in force until its time is over."""
-        self._in_force[grant.number] = grant
+        self.in_force[grant.number] = grant
         self._num_of[grant.tenant] += 1
         self._ends.set(grant, grant.ends_at)
         if grant.hint.lease is not None:
@@ -179,7 +175,7 @@ class Grants:
         """Let a grant be in force no more. Return the chunks that it has covered."""
         grant.is_over = True
         self._ends.forget(grant)
-        del self._in_force[grant.number]
+        del self.in_force[grant.number]
         self._num_of[grant.tenant] -= 1
         if not self._num_of[grant.tenant]:
             del self._num_of[grant.tenant]
@@ -215,8 +211,8 @@ class Grants:
         self.budgets.take(grant.tenant, grant.budget, len(covered))
         grant.keys.update(dict.fromkeys(covered))
         for key in covered:
-            before = self._of.get(key)
-            self._of[key] = grant.alone if before is None else (*before, grant)
+            before = self.covered.get(key)
+            self.covered[key] = grant.alone if before is None else (*before, grant)
         self.rank(covered)
         self.on_retained(covered)
         return len(new) - len(covered)
@@ -261,17 +257,17 @@ class Grants:
         """Let a grant cover a chunk no more; the caller ranks the chunk."""
         del grant.keys[key]
         self.budgets.take(grant.tenant, grant.budget, -1)
-        left = tuple(other for other in self._of[key] if other is not grant)
+        left = tuple(other for other in self.covered[key] if other is not grant)
         if left:
-            self._of[key] = left
+            self.covered[key] = left
         else:
-            del self._of[key]
+            del self.covered[key]
 
     def rank(self, keys: Iterable[OffloadKey]) -> None:
         """Give chunks the levels that follow from their grants."""
         by_level: dict[tuple[int, str | None], list[OffloadKey]] = {}
         for key in keys:
-            grants = self._of.get(key)
+            grants = self.covered.get(key)
             if grants is None:
                 by_level.setdefault((NORMAL, None), []).append(key)
             else:
@@ -294,7 +290,7 @@ class Grants:
         for grant in self:
             for key in grant.keys:
                 covered.setdefault(key, set()).add(grant)
-        assert covered == {key: set(grants) for key, grants in self._of.items()}, (
+        assert covered == {key: set(grants) for key, grants in self.covered.items()}, (
             "a chunk has grants that are not in force"
         )
 

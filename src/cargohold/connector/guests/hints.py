@@ -258,7 +258,7 @@ class Hints(Guest):
         """Go on with prefetches, after the requests that the engine has asked for; end what is over."""
         if self.ahead:
             self.ahead.step()
-        if self.grants:
+        if self.grants.in_force:
             self.expire()
 
     def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
@@ -318,7 +318,7 @@ class Hints(Guest):
         Grants of other tenants than the one that a chunk was fetched for release it: they cannot hold it.
         """
         grants = self.grants
-        if not grants.cover_any:
+        if not grants.covered:
             return
         covered = [key for key in keys if grants.of(key)]
         for grant in grants.on(covered) if self._manager.quotas else ():
@@ -335,7 +335,7 @@ class Hints(Guest):
     def note_used(self, state: RequestState) -> None:
         """Learn that a request is admitted: it uses its chunks, which renews leases, and makes lowered chunks normal."""
         grants = self.grants
-        if not grants.cover_any:
+        if not grants.covered:
             return
         used = [key for keys in state.keys for key in keys.keys if grants.of(key)]
         now, own = self._clock(), set(self._granted_to(state.request))
