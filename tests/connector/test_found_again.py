@@ -251,7 +251,7 @@ def on_disk(tiering: SimulatedTiering, known: Iterable[list[bytes]], blocks_per_
     found = set()
     for hashes in known:
         for end in range(blocks_per_chunk, len(hashes) + 1, blocks_per_chunk):
-            (name,) = tiering.lower.names_of([offload_key(hashes[end - 1], 0)])
+            (name,) = tiering.lower.tasks.names([offload_key(hashes[end - 1], 0)])
             if all(name in medium.chunks for medium in tiering.media[0]):
                 found |= {(block_hash, 0) for block_hash in hashes[end - blocks_per_chunk : end]}
     return found

@@ -128,7 +128,7 @@ class Replica:
         keys = [offload_key(hashes[end - 1], 0) for end in range(per_chunk, len(hashes) + 1, per_chunk)]
         in_host = [state == READY for state in self.tiering.manager.lookup(keys)]
         (disk,), ((medium,),) = self.tiering.lower.tiers, self.tiering.media
-        on_disk = [disk.is_readable and name in medium.chunks for name in self.tiering.lower.names_of(keys)]
+        on_disk = [disk.is_readable and name in medium.chunks for name in self.tiering.lower.tasks.names(keys)]
         num_host = end_of_run(in_host, num_device, per_chunk)
         num_disk = end_of_run(on_disk, num_host, per_chunk)
         return Found(num_device * BLOCK_TOKENS, num_host * BLOCK_TOKENS, num_disk * BLOCK_TOKENS)

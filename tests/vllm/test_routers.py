@@ -148,7 +148,7 @@ class Replica:
         connector: Any = self.engine.side.guard.inner
         manager = connector.shared.manager
         in_host = [state == READY for state in manager.lookup(keys)]
-        on_disk = self._disks[-1].probe(connector.lower.names_of(keys))
+        on_disk = self._disks[-1].probe(connector.lower.tasks.names(keys))
         num_device = len(list(takewhile(on_device.__contains__, hashes)))
         num_host = end_of_run(in_host, num_device, per_chunk)
         num_disk = end_of_run(on_disk, num_host, per_chunk)

@@ -80,7 +80,6 @@ class UnitStates(Protocol):
 
     def run(self, first: int, end: int) -> bytes:
         """Return one state byte per unit in ``[first, end)``, up to the first ``ABSENT`` one, which may be left out."""
-        ...
 
     def window(self, first: int, end: int) -> bytes: ...
 

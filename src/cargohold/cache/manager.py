@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias, final
 
 from cargohold.cache.shares import Limits
 from cargohold.errors import LifecycleError
 from cargohold.protocol import KVCacheGroup, KVCacheLayout, TurnEnd
-from cargohold.protocol.hooks import passed_on
+from cargohold.protocol.hooks import answered, passed_on
 
 OffloadKey: TypeAlias = bytes
 """Block hash of a chunk's last block, the KV-cache group's index in a byte, the namespace's number in three: 36 bytes.
@@ -396,6 +397,7 @@ class OffloadManager(ABC):
 # --- a manager that forwards every call to another --------------------------------------------------------------------
 
 
+@answered(OffloadManager, passed_on)
 class ForwardingManager(OffloadManager):
     """Passes every call on to an inner manager. Subclasses override the methods that they change.
 
@@ -406,51 +408,6 @@ class ForwardingManager(OffloadManager):
     def __init__(self, inner: OffloadManager) -> None:
         self.inner = inner
         self.capacity = inner.capacity
-
-    admit_all = passed_on(OffloadManager.admit_all)
-    takes_hints = passed_on(OffloadManager.takes_hints)
-    rank = passed_on(OffloadManager.rank)
-    others = passed_on(OffloadManager.others)
-
-    @property
-    def quotas(self) -> Mapping[str, Limits]:  # noqa: D102
-        return self.inner.quotas
-
-    pool_with_device = passed_on(OffloadManager.pool_with_device)
-    num_listed = passed_on(OffloadManager.num_listed)
-    listed = passed_on(OffloadManager.listed)
-    num_known = passed_on(OffloadManager.num_known)
-    list_on_device = passed_on(OffloadManager.list_on_device)
-    note_copies = passed_on(OffloadManager.note_copies)
-    prepare_saves = passed_on(OffloadManager.prepare_saves)
-    parents = passed_on(OffloadManager.parents)
-    note_lost = passed_on(OffloadManager.note_lost)
-    usage = passed_on(OffloadManager.usage)
-    generation = passed_on(OffloadManager.generation)
-    lookup = passed_on(OffloadManager.lookup)
-    lookup_run = passed_on(OffloadManager.lookup_run)
-    touch = passed_on(OffloadManager.touch)
-    renew = passed_on(OffloadManager.renew)
-    end_turn = passed_on(OffloadManager.end_turn)
-    drop = passed_on(OffloadManager.drop)
-    prepare_load = passed_on(OffloadManager.prepare_load)
-    prepare_stores = passed_on(OffloadManager.prepare_stores)
-    remove = passed_on(OffloadManager.remove)
-    reset = passed_on(OffloadManager.reset)
-    take_events = passed_on(OffloadManager.take_events)
-    num_ready = passed_on(OffloadManager.num_ready)
-    num_writing = passed_on(OffloadManager.num_writing)
-
-    @property
-    def num_removed(self) -> Mapping[str, int]:  # noqa: D102
-        return self.inner.num_removed
-
-    num_leaving = passed_on(OffloadManager.num_leaving)
-    num_pins = passed_on(OffloadManager.num_pins)
-    fill = passed_on(OffloadManager.fill)
-    num_obtainable = passed_on(OffloadManager.num_obtainable)
-    num_free = passed_on(OffloadManager.num_free)
-    check = passed_on(OffloadManager.check)
 
 
 NUM_NAMESPACES: Final = 1 << 24
@@ -486,17 +443,36 @@ class ChunkKeys:
         self.group = group
         self.chunk_tokens = group.block_tokens * blocks_per_chunk
         self.keys: list[OffloadKey] = []
+        self.hash_tokens = hash_block_tokens
+        self._hashes: Sequence[bytes] = ()
         self._hashes_per_chunk = self.chunk_tokens // hash_block_tokens
         self._hashes_per_block = group.block_tokens // hash_block_tokens
         self._suffix = offload_key(b"", group.index, namespace)
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
         """Add the keys of chunks that became full. ``block_hashes`` are all block hashes of the request."""
+        self._hashes = block_hashes
         per_chunk = self._hashes_per_chunk
         first = (len(self.keys) + 1) * per_chunk - 1
         if first < len(block_hashes):
             suffix = self._suffix
             self.keys += [block_hash + suffix for block_hash in block_hashes[first::per_chunk]]
+
+    @property
+    def num_hashed_tokens(self) -> int:
+        """Number of leading tokens at whose ends there are hashes."""
+        return len(self._hashes) * self.hash_tokens
+
+    def tail(self, num_tokens: int) -> OffloadKey:
+        """Return the key of the tail that ends behind so many tokens; see ``tails``. No chunk has it if none ends there."""
+        at, inside = divmod(num_tokens, self.hash_tokens)
+        return b"" if inside else self._hashes[at - 1] + self._suffix
+
+    def cut(self, num_tokens: int) -> ChunkKeys:
+        """Return the keys of a prefix of so many tokens, as if its tail were a whole chunk. No more can be added to them."""
+        cut = copy(self)
+        cut.keys = [*self.keys[: num_tokens // self.chunk_tokens], self.tail(num_tokens)]
+        return cut
 
     def inner_hashes(self, block_hashes: Sequence[bytes], at: int) -> tuple[bytes, ...]:
         """Return the hashes of the engine blocks of chunk number ``at`` but the last, whose hash is in the chunk's key."""

@@ -16,11 +16,9 @@ class LayerHooks(Protocol):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before a layer reads its KV."""
-        ...
 
     def save_kv_layer(self, layer_name: str) -> None:
         """After a layer's KV of this step is written."""
-        ...
 
 
 class ModelRunner(Protocol):
@@ -28,7 +26,6 @@ class ModelRunner(Protocol):
 
     def kv_regions(self) -> Sequence[Sequence[Any]]:
         """The paged KV memory, per group; see ``KVConnectorWorker.register_kv_caches``."""
-        ...
 
     def execute(self, step: SchedulerStep, hooks: LayerHooks | None) -> Mapping[str, int | None]:
         """Run the model on the step's batch, writing KV into its blocks; returns sampled tokens by request id.
@@ -40,7 +37,6 @@ class ModelRunner(Protocol):
             step: the batch; not empty.
             hooks: to be called around every layer's attention; ``None`` without a listener.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,6 @@ class RunnerFactory(Protocol):
 
     def make_runner(self, place: RankPlace) -> ModelRunner:
         """Load the rank's shard of the model. Called in the rank's own process."""
-        ...
 
 
 # --- a worker ---------------------------------------------------------------------------------------------------------
@@ -113,11 +108,9 @@ class Executor(Protocol):
         Raises:
             EngineDeadError: a worker cannot go on; the executor is shut down.
         """
-        ...
 
     def shutdown(self) -> None:
         """Stop the workers, letting their transfers end. May be called twice."""
-        ...
 
 
 # --- merges all workers' outputs of a step into one -------------------------------------------------------------------

@@ -28,6 +28,7 @@ from cargohold.protocol.engine_view import (
     SchedulerContext,
     ServedModel,
     StepView,
+    Tail,
 )
 from cargohold.protocol.guard import NOT_CONTAINED, ConnectorGuard
 from cargohold.protocol.hints import (
@@ -153,6 +154,7 @@ __all__ = [
     "ServedModel",
     "Stats",
     "StepView",
+    "Tail",
     "Tally",
     "TenantUse",
     "TierContents",

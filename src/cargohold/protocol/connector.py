@@ -317,7 +317,6 @@ class Clock(Protocol):
 
     def __call__(self) -> float:
         """Seconds since some fixed moment."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +387,6 @@ class Exchange(Protocol):
 
     def __call__(self, message: bytes) -> Sequence[bytes]:
         """Wait for the messages of all of them, and return these in the order of their ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,11 +411,9 @@ class KVConnectorFactory(Protocol):
 
     def make_scheduler_side(self, environment: SchedulerEnvironment) -> KVConnectorScheduler:
         """Make the scheduler side. Raises ``ConfigError`` if it cannot work in this environment."""
-        ...
 
     def make_worker_side(self, environment: WorkerEnvironment) -> KVConnectorWorker:
         """Make the worker side of the same connector, for one worker."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,8 @@ class KVCacheLayout:
             a group's layers may use less of it.
         hash_block_tokens: tokens per entry of a request's ``block_hashes``; divides every group's ``block_tokens``.
         world_size: number of workers; each holds a shard of every block.
+        has_tails: whether the engine's own cache finds prefixes that end inside a block, at the end of a block hash: in a model
+            of full attention and recurrent state whose groups' blocks have one size. Its steps then have ``tails``.
         num_replicas: number of neighbouring workers that hold the same shard, byte for byte, on one machine: then a tier keeps
             it once for all of them. Workers ``0`` to ``num_replicas - 1`` hold the first shard, and so on.
         model: the model that computes the KV; ``None`` if the engine cannot say, and then the KV cannot outlive the engine.
@@ -163,6 +165,7 @@ class KVCacheLayout:
     world_size: int = 1
     model: ServedModel | None = None
     num_replicas: int = 1
+    has_tails: bool = False
 
     def __post_init__(self) -> None:
         if [group.index for group in self.groups] != list(range(len(self.groups))) or not self.groups:
@@ -226,22 +229,18 @@ class RequestView(Protocol):
     @property
     def request_id(self) -> str:
         """Unique among the requests alive."""
-        ...
 
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens that the user sent."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens whose ids are known: the prompt and the tokens generated so far."""
-        ...
 
     @property
     def all_token_ids(self) -> Sequence[int]:
         """The ``num_tokens`` ids, prompt first."""
-        ...
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
@@ -250,17 +249,14 @@ class RequestView(Protocol):
         Each covers its tokens *and all before them*, and whatever else changes the KV: salt, adapter, media. It grows as
         tokens are generated; an entry never changes.
         """
-        ...
 
     @property
     def adapter(self) -> Adapter | None:
         """The adapter with which the KV is computed; ``None`` for the model's own weights alone."""
-        ...
 
     @property
     def salt(self) -> str | None:
         """What the client keeps its KV apart with: only requests with the same salt share it. ``None`` if there is none."""
-        ...
 
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
         """Return what the hash of ``[start, end)`` covers besides the tokens, so that followers of events can compute it.
@@ -268,22 +264,18 @@ class RequestView(Protocol):
         In vLLM's order: the adapter's name; for each multimedia item that reaches into the range, its identifier and its
         first position, counted from ``start``; the salt, if ``start`` is 0; the digest of embeddings that stand in for tokens.
         """
-        ...
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """The client's parameters to the connectors for this request, unvalidated."""
-        ...
 
     @property
     def tenant(self) -> str | None:
         """Whose request it is, for quotas and hints: the name that a server gives, or else the salt, or ``None``."""
-        ...
 
     @property
     def turn_end(self) -> TurnEnd:
         """How it ended, from ``request_finished`` on; ``UNKNOWN`` before, and where the engine cannot tell."""
-        ...
 
 
 @runtime_checkable
@@ -293,12 +285,10 @@ class ScheduledRequest(Protocol):
     @property
     def request_id(self) -> str:
         """Id of the request."""
-        ...
 
     @property
     def num_computed_tokens(self) -> int:
         """Number of tokens whose KV is in the device pool before this step."""
-        ...
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -306,12 +296,10 @@ class ScheduledRequest(Protocol):
 
         Under asynchronous scheduling, ``num_computed_tokens`` plus this may exceed the number of token ids that are known.
         """
-        ...
 
     @property
     def block_ids(self) -> BlockIds:
         """The request's block tables, this step's new blocks included."""
-        ...
 
 
 @runtime_checkable
@@ -321,7 +309,6 @@ class StepView(Protocol):
     @property
     def scheduled(self) -> Sequence[ScheduledRequest]:
         """The requests that compute tokens in this step; empty in a step that only carries transfers."""
-        ...
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
@@ -329,17 +316,31 @@ class StepView(Protocol):
 
         While many requests generate, most of them need nothing of a connector: these numbers tell so at less cost.
         """
-        ...
 
     @property
     def preempted_req_ids(self) -> AbstractSet[str]:
         """Requests that lost their blocks in this step and will start over."""
-        ...
 
     @property
     def finished_req_ids(self) -> AbstractSet[str]:
         """Requests that ended since the last step."""
-        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What a prompt has left where a prefix ends inside a block, in blocks that nothing writes before this place any more.
+
+    The steps of an engine whose layout ``has_tails`` have ``tails``: those that are there when their forward pass is over.
+
+    Attributes:
+        request_id: id of the request.
+        num_tokens: number of leading tokens that it is behind.
+        block_ids: the block that holds it, per group.
+    """
+
+    request_id: str
+    num_tokens: int
+    block_ids: Sequence[int]
 
 
 # --- the scheduler context --------------------------------------------------------------------------------------------
@@ -352,27 +353,22 @@ class KVCacheBlockView(Protocol):
     @property
     def block_id(self) -> int:
         """Index of the block in the KV tensors."""
-        ...
 
     @property
     def ref_cnt(self) -> int:
         """Number of references held on the block, by requests and connectors together."""
-        ...
 
     @property
     def is_null(self) -> bool:
         """True for the null block alone."""
-        ...
 
     @property
     def block_hash(self) -> bytes | None:
         """Digest of the prefix that the block holds, opaque; ``None`` unless the block is in the prefix cache."""
-        ...
 
     @property
     def group_id(self) -> int | None:
         """Index of the KV-cache group whose KV the block holds; ``None`` unless the block is in the prefix cache."""
-        ...
 
 
 @runtime_checkable
@@ -381,11 +377,9 @@ class BlockPoolView(Protocol):
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with that id. Raises ``IndexError`` if there is none."""
-        ...
 
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
         """Take one reference on each block. Raises ``NullBlockError``, and changes nothing, if the null block is among them."""
-        ...
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
         """Give back one reference on each block; blocks without references left go to the tail of the free queue.
@@ -396,18 +390,15 @@ class BlockPoolView(Protocol):
 
         Raises ``BlockNotHeldError`` or ``NullBlockError``, and changes nothing, if one of them cannot be given back.
         """
-        ...
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:
         """Do ``touch`` for the blocks with these ids. A step copies hundreds: views of them would cost more than the touch.
 
         Raises ``IndexError`` or ``NullBlockError``, and changes nothing, if one of them cannot be touched.
         """
-        ...
 
     def free_ids(self, block_ids: Sequence[int]) -> None:
         """Do ``free_blocks`` for the blocks with these ids, to the tail of the free queue."""
-        ...
 
     def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
         """Walk the free queue in eviction order, next victim first.
@@ -417,7 +408,6 @@ class BlockPoolView(Protocol):
         just yielded is allowed during the walk. If the walk's next block has left the queue meanwhile, the walk raises
         ``StaleCursorError``.
         """
-        ...
 
 
 @runtime_checkable
@@ -426,8 +416,6 @@ class SchedulerContext(BlockPoolView, Protocol):
 
     def get_request_blocks(self, request_id: str) -> tuple[Sequence[KVCacheBlockView], ...]:
         """Return the request's block table per group, null blocks included; empty tables if it holds no blocks."""
-        ...
 
     def waiting_requests(self) -> Iterable[RequestView]:
         """Return the requests that are not running yet, in the order in which the scheduler will try to admit them."""
-        ...

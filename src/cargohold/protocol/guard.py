@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -37,7 +37,7 @@ from cargohold.protocol.engine_view import (
     SchedulerContext,
 )
 from cargohold.protocol.hints import Hint, HintOutcome
-from cargohold.protocol.hooks import Hook, HookDispatcher
+from cargohold.protocol.hooks import Hook, HookDispatcher, passed_on
 from cargohold.protocol.messages import (
     EmptyMetadata,
     KVConnectorMetadata,
@@ -80,23 +80,24 @@ class GuardedContext:
     """A scheduler context through which a connector can give back only references that it took itself."""
 
     def __init__(self, context: SchedulerContext, ledger: BlockLedger) -> None:
-        self._context = context
+        self.inner = context
         self._ledger = ledger
 
-    def get_block(self, block_id: int) -> KVCacheBlockView:
-        """See ``SchedulerContext``."""
-        return self._context.get_block(block_id)
+    get_block = passed_on(SchedulerContext.get_block)
+    iter_free_blocks = passed_on(SchedulerContext.iter_free_blocks)
+    get_request_blocks = passed_on(SchedulerContext.get_request_blocks)
+    waiting_requests = passed_on(SchedulerContext.waiting_requests)
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``."""
-        self._context.touch_ids(block_ids)
+        self.inner.touch_ids(block_ids)
         self._ledger.take(block_ids)
 
     def free_ids(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``. Raises ``BlockNotHeldError`` for references that this connector does not hold."""
         self._ledger.give_back(block_ids)
         try:
-            self._context.free_ids(block_ids)
+            self.inner.free_ids(block_ids)
         except BaseException:
             self._ledger.take(block_ids)  # nothing was freed
             raise
@@ -104,7 +105,7 @@ class GuardedContext:
     def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
         """See ``SchedulerContext``."""
         blocks = list(blocks)
-        self._context.touch(blocks)
+        self.inner.touch(blocks)
         self._ledger.take([block.block_id for block in blocks])
 
     def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
@@ -113,22 +114,10 @@ class GuardedContext:
         block_ids = [block.block_id for block in blocks]
         self._ledger.give_back(block_ids)
         try:
-            self._context.free_blocks(blocks, evict_first=evict_first)
+            self.inner.free_blocks(blocks, evict_first=evict_first)
         except BaseException:
             self._ledger.take(block_ids)  # nothing was freed
             raise
-
-    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
-        """See ``SchedulerContext``."""
-        return self._context.iter_free_blocks(after_block)
-
-    def get_request_blocks(self, request_id: str) -> tuple[Sequence[KVCacheBlockView], ...]:
-        """See ``SchedulerContext``."""
-        return self._context.get_request_blocks(request_id)
-
-    def waiting_requests(self) -> Iterable[RequestView]:
-        """See ``SchedulerContext``."""
-        return self._context.waiting_requests()
 
 
 class ConnectorGuard(HookDispatcher):

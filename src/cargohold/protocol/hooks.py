@@ -11,13 +11,14 @@ off, and what several connectors answer together. A class that treats all hooks 
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import abstractmethod, update_abstractmethods
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from inspect import signature
 from itertools import chain
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, Final, TypeVar, cast
 
 from cargohold.errors import ContractError, RequestError
@@ -41,6 +42,7 @@ from cargohold.protocol.messages import CacheReport, EmptyMetadata
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Member = TypeVar("Member", bound=Any)
+Answering = TypeVar("Answering")
 
 
 def _always(answer: Any) -> Callable[..., Any]:
@@ -156,42 +158,20 @@ def _dispatched(method: Method, hooks: Mapping[str, Hook] = HOOKS) -> Method:
     return cast("Method", update_wrapper(call, method, updated=()))  # its ``__dict__`` says that it is abstract
 
 
-class HookDispatcher(KVConnectorScheduler):
-    """A scheduler side whose hooks all do the same; see ``dispatch``."""
+def answered(port: type, answer: Callable[[Any], Any]) -> Callable[[type[Answering]], type[Answering]]:
+    """Let a class have what ``answer`` makes of each method and property of a port, except those that it has itself.
 
-    @abstractmethod
-    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
-        """Answer a hook.
+    Final methods call the others.
+    """
 
-        Args:
-            hook: which one.
-            args: the arguments of the call, in the contract's order.
-        """
+    def decorate(answering: type[Answering]) -> type[Answering]:
+        for name, member in vars(port).items():
+            is_final = name.startswith("_") or getattr(member, "__final__", False)
+            if isinstance(member, FunctionType | property) and not is_final and name not in vars(answering):
+                setattr(answering, name, answer(member))
+        return update_abstractmethods(answering)
 
-    bind_scheduler_context = _dispatched(KVConnectorScheduler.bind_scheduler_context)
-    on_new_request = _dispatched(KVConnectorScheduler.on_new_request)
-    on_hints = _dispatched(KVConnectorScheduler.on_hints)
-    take_hint_events = _dispatched(KVConnectorScheduler.take_hint_events)
-    get_num_new_matched_tokens = _dispatched(KVConnectorScheduler.get_num_new_matched_tokens)
-    get_shared_prefix_end = _dispatched(KVConnectorScheduler.get_shared_prefix_end)
-    expect_tokens = _dispatched(KVConnectorScheduler.expect_tokens)
-    update_state_after_alloc = _dispatched(KVConnectorScheduler.update_state_after_alloc)
-    build_connector_meta = _dispatched(KVConnectorScheduler.build_connector_meta)
-    update_connector_output = _dispatched(KVConnectorScheduler.update_connector_output)
-    report_to_scheduler = _dispatched(KVConnectorScheduler.report_to_scheduler)
-    request_finished = _dispatched(KVConnectorScheduler.request_finished)
-    explain = _dispatched(KVConnectorScheduler.explain)
-    take_events = _dispatched(KVConnectorScheduler.take_events)
-    has_pending_work = _dispatched(KVConnectorScheduler.has_pending_work)
-    num_stuck_references = _dispatched(KVConnectorScheduler.num_stuck_references)
-    give_up_transfers = _dispatched(KVConnectorScheduler.give_up_transfers)
-    reset_cache = _dispatched(KVConnectorScheduler.reset_cache)
-    use_weights = _dispatched(KVConnectorScheduler.use_weights)
-    get_kv_connector_stats = _dispatched(KVConnectorScheduler.get_kv_connector_stats)
-    get_outages = _dispatched(KVConnectorScheduler.get_outages)
-    get_contents = _dispatched(KVConnectorScheduler.get_contents)
-    get_finished_count = _dispatched(KVConnectorScheduler.get_finished_count)
-    shutdown = _dispatched(KVConnectorScheduler.shutdown)
+    return decorate
 
 
 def passed_on(member: Member) -> Member:
@@ -206,10 +186,21 @@ def passed_on(member: Member) -> Member:
     return cast("Member", update_wrapper(call, member, updated=()))
 
 
-def _on_workers(method: Method) -> Method:
-    return _dispatched(method, WORKER_HOOKS)
+@answered(KVConnectorScheduler, _dispatched)
+class HookDispatcher(KVConnectorScheduler):
+    """A scheduler side whose hooks all do the same; see ``dispatch``."""
+
+    @abstractmethod
+    def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
+        """Answer a hook.
+
+        Args:
+            hook: which one.
+            args: the arguments of the call, in the contract's order.
+        """
 
 
+@answered(KVConnectorWorker, partial(_dispatched, hooks=WORKER_HOOKS))
 class WorkerHookDispatcher(KVConnectorWorker):
     """A worker side whose hooks all do the same; see ``HookDispatcher``."""
 
@@ -217,21 +208,7 @@ class WorkerHookDispatcher(KVConnectorWorker):
     def dispatch(self, hook: Hook, args: tuple[Any, ...]) -> Any:
         """Answer a hook."""
 
-    register_kv_caches = _on_workers(KVConnectorWorker.register_kv_caches)
-    unregister_kv_caches = _on_workers(KVConnectorWorker.unregister_kv_caches)
-    restore_kv_caches = _on_workers(KVConnectorWorker.restore_kv_caches)
-    bind_connector_metadata = _on_workers(KVConnectorWorker.bind_connector_metadata)
-    handle_preemptions = _on_workers(KVConnectorWorker.handle_preemptions)
-    start_load_kv = _on_workers(KVConnectorWorker.start_load_kv)
-    wait_for_layer_load = _on_workers(KVConnectorWorker.wait_for_layer_load)
-    save_kv_layer = _on_workers(KVConnectorWorker.save_kv_layer)
-    wait_for_save = _on_workers(KVConnectorWorker.wait_for_save)
-    get_transfer_results = _on_workers(KVConnectorWorker.get_transfer_results)
-    get_block_ids_with_load_errors = _on_workers(KVConnectorWorker.get_block_ids_with_load_errors)
-    get_kv_connector_stats = _on_workers(KVConnectorWorker.get_kv_connector_stats)
-    build_connector_worker_meta = _on_workers(KVConnectorWorker.build_connector_worker_meta)
-    clear_connector_metadata = _on_workers(KVConnectorWorker.clear_connector_metadata)
-    shutdown = _on_workers(KVConnectorWorker.shutdown)
+    clear_connector_metadata = _dispatched(KVConnectorWorker.clear_connector_metadata, WORKER_HOOKS)
 
 
 class ForwardingWorker(WorkerHookDispatcher):

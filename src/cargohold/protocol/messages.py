@@ -61,7 +61,6 @@ class KVConnectorWorkerMetadata(Protocol):
 
         The aggregator calls it pairwise in rank order: ``meta[0].aggregate(meta[1]).aggregate(meta[2])``.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

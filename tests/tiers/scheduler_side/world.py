@@ -134,7 +134,7 @@ class World:
 
     def _judge(self, command: TierCommand, answers: Sequence[bool | Answer], outcome: TransferOutcome) -> bytes:
         job, medium = self.jobs.pop(command.job_id), self.media[command.tier]
-        task = self.lower._tasks.get(command.job_id)
+        task = self.lower.tasks.get(command.job_id)
         job.status = STATUSES[outcome] if task is not None and not task.is_cancelled else JobStatus.CANCELLED
         for at, is_good in enumerate(answers):
             if is_good or job.status is JobStatus.DONE:

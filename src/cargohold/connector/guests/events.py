@@ -115,12 +115,25 @@ def contents_of(request: RequestView, keys: ChunkKeys, at: int) -> Contents:
     )
 
 
-def contents_in(details: Details, block_tokens: int) -> Contents | None:
+def contents_of_tail(request: RequestView, end: int, size: int) -> Contents:
+    """Return the contents of the tail that ends behind ``end`` tokens, as of a block of the ``size`` tokens of a hash."""
+    start, hashes = end - size, request.block_hashes
+    return Contents(
+        hashes[start // size - 1] if start else None,
+        array(TOKEN_TYPE, request.all_token_ids[start:end]),
+        (),
+        (request.extra_keys(start, end),),
+        request.adapter,
+        request.salt is not None,
+    )
+
+
+def contents_in(details: Details, *sizes: int) -> Contents | None:
     """Return the contents of a chunk that a tier has kept; ``None`` if they do not fit its blocks.
 
     Args:
         details: as the tier has them.
-        block_tokens: tokens of an engine block of the chunk's group.
+        sizes: numbers of tokens that an engine block of the chunk's group may have.
     """
     try:
         extras = _DECODER.decode(details.extras)
@@ -129,7 +142,7 @@ def contents_in(details: Details, block_tokens: int) -> Contents | None:
     except (msgspec.DecodeError, ValueError):
         return None
     num_blocks = len(extras.hashes)
-    is_whole = num_blocks > 0 and len(tokens) == num_blocks * block_tokens
+    is_whole = num_blocks > 0 and not len(tokens) % num_blocks and len(tokens) // num_blocks in sizes
     if not is_whole or len(extra_keys) not in (0, num_blocks):
         return None
     parent, *inner = extras.hashes
@@ -157,7 +170,6 @@ class EventSource(Protocol):
 
     def take_events(self) -> Sequence[TierEvent]:
         """Return the events of chunks that became ready or were removed since the last call, in order."""
-        ...
 
 
 class Medium:
@@ -209,7 +221,10 @@ class TierEvents(Guest):
         *,
         salted: bool,
     ) -> None:
-        self._block_tokens = [group.block_tokens for group in layout.groups]
+        # A tail is announced as the engine announces it: as a block of the tokens of its last hash.
+        self._hash_tokens = layout.hash_block_tokens
+        more = {self._hash_tokens} if layout.has_tails else set[int]()
+        self._sizes = [{group.block_tokens} | more for group in layout.groups]
         self._media = media
         self._is_asked_for = is_asked_for
         self._salted = salted
@@ -256,6 +271,10 @@ class TierEvents(Guest):
     def _note_contents(self, offer: Offer) -> None:
         keys, at = offer.of_group, offer.first
         self._make_room(len(offer.keys))
+        if offer.tail_end:
+            of_tail = contents_of_tail(offer.state.request, offer.tail_end, self._hash_tokens)
+            self.known.update(dict.fromkeys(offer.keys, of_tail))
+            return
         for key in offer.keys:
             while keys.keys[at] != key:
                 at += 1
@@ -331,9 +350,9 @@ class TierEvents(Guest):
     def _note_found(self, medium: Medium, found: Found) -> bool:
         """Remember the contents of a chunk that a tier has listed; return whether it is to be announced now."""
         _, group = split_key(found.key)
-        if found.key in medium.announced or group >= len(self._block_tokens):
+        if found.key in medium.announced or group >= len(self._sizes):
             return False
-        contents = contents_in(found.details, self._block_tokens[group])
+        contents = contents_in(found.details, *self._sizes[group])
         if contents is None or (contents.is_salted and not self._salted):
             return False
         self.known.setdefault(found.key, contents)
@@ -342,7 +361,8 @@ class TierEvents(Guest):
     def _stored(self, medium: Medium, key: OffloadKey, contents: Contents) -> BlockStored:
         """Return the event of a chunk's blocks, without those that are announced already: they come first."""
         block_hash, group = split_key(key)
-        hashes, size = (*contents.inner_hashes, block_hash), self._block_tokens[group]
+        hashes = (*contents.inner_hashes, block_hash)
+        size = len(contents.tokens) // len(hashes)
         inner = [(group, inner_hash) for inner_hash in contents.inner_hashes]
         first = sum(block in medium.inner for block in inner)
         medium.inner.update(inner)

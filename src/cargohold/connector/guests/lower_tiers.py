@@ -38,6 +38,7 @@ class LowerTierGuest(Below):
         environment: facts about the engine.
 
     Attributes:
+        want: returns what a request wants, from the fields of ``Wanted``.
         num_announced: tells how many leading tokens of a request will come to the tiers if they are not there yet.
         on_ask: called with a request's chunks before tiers are asked for them; ``None`` without a listener.
     """
@@ -55,13 +56,10 @@ class LowerTierGuest(Below):
         self.tiers = [tier.name for tier in lower.tiers]
         self.num_announced: Callable[[RequestState], int] = lambda _: 0
         self.on_ask: Callable[[RequestView, Sequence[ChunkKeys]], None] | None = None
+        self.want: Callable[..., Wanted] = Wanted
         # By request, its wait from the first look-up until it is admitted; by store, the chunks that it brings.
-        self._waiting: dict[str, Waiting] = {}
+        self.waiting: dict[str, Waiting] = {}
         self._storing: dict[int, Sequence[Offer]] = {}
-
-    def waiting_of(self, request_id: str) -> Waiting | None:
-        """Return a request's wait: for inspection."""
-        return self._waiting.get(request_id)
 
     # --- requests wait ------------------------------------------------------------------------------------------------
 
@@ -79,15 +77,15 @@ class LowerTierGuest(Below):
         self, state: RequestState, num_computed_tokens: int, limit_tokens: int, num_found_tokens: int | None
     ) -> bool:
         """Whether a request still waits for the tiers, or, once it was looked up in host memory, begins to."""
-        wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, limit_tokens, state.tenant)
-        waiting = self._waiting.get(state.request.request_id)
+        wanted = self.want(state.keys, state.request.num_tokens, num_computed_tokens, limit_tokens, state.tenant)
+        waiting = self.waiting.get(state.request.request_id)
         if num_found_tokens is not None:
             if waiting is not None:
                 return self._prefetcher.begins_again(waiting, wanted, num_found_tokens)
             return self._begins_to_wait(state, wanted, num_found_tokens)
         if waiting is not None and waiting.has_expired:
             waiting = None
-            del self._waiting[state.request.request_id]
+            del self.waiting[state.request.request_id]
             state.notes.append("lower tiers were asked again: the request waited long for the engine")
         if waiting is not None and waiting.num_announced:
             # The first request of an engine waits before a worker has said what the engine's namespace is.
@@ -103,18 +101,18 @@ class LowerTierGuest(Below):
         else:
             on_ask = partial(self.on_ask, state.request, state.keys)
             waiting = self._prefetcher.begin(wanted, state.notes, *found, on_ask)
-        self._waiting[state.request.request_id] = waiting
+        self.waiting[state.request.request_id] = waiting
         return waiting.must_wait
 
     def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bytes:
         """Return the tier that each token was fetched from for this request."""
-        waiting = self._waiting.get(state.request.request_id)
+        waiting = self.waiting.get(state.request.request_id)
         wanted = Wanted(state.keys, state.request.num_tokens, num_computed_tokens, num_hit_tokens)
         return sources_per_token(wanted, {} if waiting is None else waiting.sources, num_hit_tokens)
 
     def request_admitted(self, state: RequestState, admission: AdmissionReport) -> None:
         """Release the chunks that were held for it: its load holds them now."""
-        waiting = self._waiting.pop(state.request.request_id, None)
+        waiting = self.waiting.pop(state.request.request_id, None)
         if waiting is None:
             return
         if waiting.fetch is not None and self._observe is not None:
@@ -130,7 +128,7 @@ class LowerTierGuest(Below):
 
     def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
         """End its wait."""
-        if (waiting := self._waiting.pop(state.request.request_id, None)) is not None:
+        if (waiting := self.waiting.pop(state.request.request_id, None)) is not None:
             waiting.end()
 
     def where_is(self, key: OffloadKey) -> str:
@@ -211,9 +209,9 @@ class LowerTierGuest(Below):
         self._lower.use_namespace(namespace, weights)
 
     def _end_waits(self) -> None:
-        for waiting in self._waiting.values():
+        for waiting in self.waiting.values():
             waiting.end()
-        self._waiting.clear()
+        self.waiting.clear()
 
     def shutdown(self) -> None:
         """End all waits, and use the tiers no more."""

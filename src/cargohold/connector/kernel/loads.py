@@ -226,7 +226,7 @@ def blocks_to_load(
         num_computed_tokens: number of leading tokens that are on the device.
         num_hit_tokens: number of leading tokens that will be on the device after the load.
     """
-    numbers: Sequence[int] = range(num_computed_tokens // block_tokens, num_hit_tokens // block_tokens)
+    numbers: Sequence[int] = range(num_computed_tokens // block_tokens, -(-num_hit_tokens // block_tokens))
     block_ids = table[numbers[0] : numbers[-1] + 1] if numbers else ()
     if NULL_BLOCK_ID in block_ids:
         numbers = [number for number in numbers if table[number] != NULL_BLOCK_ID]

@@ -206,16 +206,29 @@ class Offer(StoreOffer):
         rest: number of the chunk to go on with: all before it are offered now, or were before.
         chunks: numbers of those that can be stored.
         block_ids: their device blocks.
+        tail_end: if what is offered is a tail, the number of leading tokens that it is behind; else 0.
     """
 
-    __slots__ = ("block_ids", "chunks", "end", "first", "group", "is_urgent", "of_group", "rest", "state", "table")
+    __slots__ = (
+        "block_ids",
+        "chunks",
+        "end",
+        "first",
+        "group",
+        "is_urgent",
+        "of_group",
+        "rest",
+        "state",
+        "table",
+        "tail_end",
+    )
 
     def __init__(
         self, state: RequestState, group: int, table: Sequence[int], first: int, end: int, *, is_urgent: bool = False
     ) -> None:
         self.state, self.group, self.table, self.is_urgent = state, group, table, is_urgent
         self.first, self.end, self.rest = first, end, end
-        self.of_group, self.tenant, self.level = state.keys[group], state.tenant, NORMAL
+        self.of_group, self.tenant, self.level, self.tail_end = state.keys[group], state.tenant, NORMAL, 0
         self.keys: Sequence[OffloadKey] = ()
         self.chunks: Sequence[int] = ()
         self.block_ids: Sequence[int] = ()

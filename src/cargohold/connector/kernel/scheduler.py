@@ -60,6 +60,9 @@ class KernelScheduler(KVConnectorScheduler):
     """
 
     name = "offloading"
+    _lookup_type: type[TierLookup] = TierLookup
+    _loads_type: type[Loads] = Loads
+    _answers_type: type[KeptAnswers] = KeptAnswers
 
     def __init__(
         self,
@@ -85,14 +88,14 @@ class KernelScheduler(KVConnectorScheduler):
         )
         self._guests = self.shared.guests
         self.requests: dict[str, RequestState] = {}
-        self._lookup = TierLookup(
+        self._lookup = self._lookup_type(
             self.shared,
             shares_loads=environment.prefix_caching and environment.shares_loads,
             shares_load_ends=environment.prefix_caching and environment.shares_load_ends,
             full_hits=environment.full_hits,
         )
-        self.answers = KeptAnswers(manager, self._mark_used)
-        self._loads = Loads(self.shared, self.requests)
+        self.answers = self._answers_type(manager, self._mark_used)
+        self._loads = self._loads_type(self.shared, self.requests)
         self.stores = make_stores(self.shared, self.requests)
         # Ended requests whose blocks are kept, because their stores cannot be protected otherwise.
         self._lingering: set[str] = set()

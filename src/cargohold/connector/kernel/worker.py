@@ -28,23 +28,18 @@ class WorkerPart(Protocol):
 
     def carry_out(self, message: Any) -> None:
         """Do what ``Guest.worker_message`` says, at once."""
-        ...
 
     def poll(self) -> Mapping[int, TransferOutcome]:
         """Return the jobs that ended since the last call, and how."""
-        ...
 
     def take_report(self) -> KVConnectorWorkerMetadata | None:
         """Return what the guest is to learn besides; ``None`` if nothing."""
-        ...
 
     def take_stats(self) -> Stats:
         """Return counters since the last call."""
-        ...
 
     def shutdown(self) -> None:
         """Stop."""
-        ...
 
 
 class KernelWorker(KVConnectorWorker):

@@ -14,6 +14,7 @@ from cargohold.connector.config import EAGER, LAZY, OffloadConfig, limits_in_chu
 from cargohold.connector.kernel.pooled_stores import PooledStores
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
+from cargohold.connector.offloading.tails import TailedScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.deadlines import FINISH, REQUEST, WRITE
 from cargohold.errors import ConfigError, option_path
@@ -212,7 +213,9 @@ def scheduler_side(
         )
         lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
     make_stores = _planner_of(config, environment)
-    side = OffloadingScheduler(config, environment, host, make_stores=make_stores, lower=lower)
+    has_tails = environment.layout.has_tails and config.blocks_per_chunk == 1
+    make_side = TailedScheduler if has_tails else OffloadingScheduler
+    side = make_side(config, environment, host, make_stores=make_stores, lower=lower)
     side.name = _name_of(config)
     return side
 

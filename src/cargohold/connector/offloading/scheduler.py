@@ -90,6 +90,7 @@ class OffloadingScheduler(KernelScheduler):
     """
 
     worker_metadata_type = TierReport
+    _below_type: type[LowerTierGuest] = LowerTierGuest
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class OffloadingScheduler(KernelScheduler):
         """Make what lower tiers are for the kernel, and connect the guests with it."""
         only_if_faster = config.restore == RESTORE_IF_FASTER
         prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
-        below, hints = LowerTierGuest(lower, prefetcher, self.shared.jobs.new_id, environment), self.hints
+        below, hints = self._below_type(lower, prefetcher, self.shared.jobs.new_id, environment), self.hints
         lower.describe_by(self._notes_of)
         below.num_announced = self._handoff.num_announced
         lower.on_arrived = hints.note_stored

@@ -471,7 +471,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         )
         # All tested versions have this option. Its stand-in is right for two steps in flight, the most without pipeline stages.
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
-        room = LoadRoom(pool, self._groups.in_pool, tables, int(in_flight))
+        room = LoadRoom(pool, self._groups.in_pool, tables, int(in_flight), has_tails=layout.has_tails)
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
         told = self._vllm_config, self._kv_cache_config
         for line in (

@@ -109,7 +109,19 @@ def make_layout(
         world_size=int(vllm_config.parallel_config.world_size),
         model=served_model(vllm_config, kv_cache_config),
         num_replicas=replicas(vllm_config, kv_cache_config)[0],
+        has_tails=len(groups) == len(kv_cache_config.kv_cache_groups)
+        and _has_tails(vllm_config, groups, hash_block_tokens),
     )
+
+
+def _has_tails(vllm_config: Any, groups: Sequence[KVCacheGroup], hash_block_tokens: int) -> bool:
+    """Whether vLLM's prefix cache finds what a prompt leaves inside a block, in groups that all end their blocks together.
+
+    With a draft model that reads the target's hidden states it finds less of attention, which is not followed here.
+    """
+    kinds, sizes = {group.kind for group in groups}, {group.block_tokens for group in groups}
+    has_states = AttentionKind.RECURRENT in kinds and kinds <= {AttentionKind.RECURRENT, AttentionKind.FULL}
+    return has_states and len(sizes) == 1 and hash_block_tokens < min(sizes) and not dropped_tokens(vllm_config, groups)
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, str]:

@@ -81,16 +81,24 @@ class LoadRoom:
         groups: the KV-cache groups.
         tables: the requests' block tables.
         max_in_flight_tokens: most tokens that vLLM schedules before it frees the blocks that these tokens move out of a window.
+        has_tails: whether loads may end inside a block: vLLM keeps a copy of the state there, and does not count its block.
     """
 
     def __init__(
-        self, pool: Any, groups: Sequence[KVCacheGroup], tables: BlockTables, max_in_flight_tokens: int
+        self,
+        pool: Any,
+        groups: Sequence[KVCacheGroup],
+        tables: BlockTables,
+        max_in_flight_tokens: int,
+        *,
+        has_tails: bool = False,
     ) -> None:
         self._pool = pool
         self._groups = groups
         self._tables = tables
         self._max_in_flight_tokens = max_in_flight_tokens
-        self._counts_too_little = any(group.kind in _FORGETTING for group in groups)
+        self._has_tails = has_tails
+        self._counts_too_little = has_tails or any(group.kind in _FORGETTING for group in groups)
 
     def admits(self, num_tokens: int, parked: Iterable[Any]) -> bool:
         """Whether a load can have its blocks without any of ``parked`` being short of them.
@@ -122,7 +130,7 @@ class LoadRoom:
         """Blocks that a request holds at most at a time until its prompt is computed."""
         all_blocks = -(-num_tokens // group.block_tokens)
         if group.kind is AttentionKind.RECURRENT:
-            return min(all_blocks, _MAX_STATES)
+            return min(all_blocks + self._has_tails, _MAX_STATES)
         if group.window_tokens is None:
             return all_blocks
         return min(all_blocks, -(-(group.window_tokens + self._max_in_flight_tokens) // group.block_tokens) + 1)

@@ -106,7 +106,6 @@ class BlockTables(Protocol):
 
     def blocks(self, request_id: str) -> Sequence[Sequence[Any]]:
         """The request's table per group: vLLM's block objects, null blocks included; empty tables if it holds no blocks."""
-        ...
 
 
 class ManagerTables:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, overload
 
@@ -19,6 +19,7 @@ from cargohold.protocol import (
     KVCacheGroup,
     KVCacheLayout,
     Prefix,
+    Tail,
     ToolTokens,
     TurnEnd,
 )
@@ -256,3 +257,26 @@ class ScheduledStep:
         self.scheduled: Sequence[StepShare] = _Shares(counts, requests, (layout, tables, groups))
         self.preempted_req_ids: AbstractSet[str] = output.preempted_req_ids or frozenset()
         self.finished_req_ids: AbstractSet[str] = output.finished_req_ids
+        self._output, self._requests, self._tables, self._groups = output, requests, tables, groups
+
+    @property
+    def tails(self) -> Iterator[Tail]:
+        """What prompts have left inside a block. Only of layouts that have tails, whose groups' blocks have one size.
+
+        vLLM shows copies of states, which nothing writes again. Of attention, a request's own block has what it needs.
+        """
+        # Since 0.32.
+        shown = getattr(getattr(self._output, "kv_connector_block_state", None), "boundary_state_offloads", {})
+        size = self._groups.served[0].block_tokens
+        for request_id in filter(self._requests.__contains__, shown):
+            tables = self._tables.blocks(request_id)
+            states = {(number, end): block_id for number, block_id, end in shown[request_id]}
+            for end in sorted({end for _, end in states if end % size}):
+                ids = [
+                    states.get((group.index, end), NULL_BLOCK_ID)
+                    if group.kind is AttentionKind.RECURRENT
+                    else tables[group.index][end // size].block_id
+                    for group in self._groups.served
+                ]
+                if NULL_BLOCK_ID not in ids:
+                    yield Tail(request_id, end, ids)

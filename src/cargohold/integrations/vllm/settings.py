@@ -18,7 +18,7 @@ from cargohold.errors import option_path
 from cargohold.options import Options, declared, made, one_of
 from cargohold.process import ENGINE
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVConnectorFactory
-from cargohold.tiers import TierConfig, check_place_here, require_packages
+from cargohold.tiers import check_place_here, require_packages
 
 DISABLE: Final = "disable"
 REFUSE: Final = "refuse"
@@ -101,7 +101,7 @@ class VllmSettings:
     @property
     def has_tiers(self) -> bool:
         """Whether something is kept that could outlive the server."""
-        return bool(self._tiers)
+        return any(True for _ in tiers_of(self.offload))
 
     @property
     def has_own_parts(self) -> bool:
@@ -149,11 +149,6 @@ class VllmSettings:
         if self.adapter.record is not None:
             factory = RecordingFactory(factory, self.adapter.record)
         return TracingFactory(factory) if self.adapter.traces else factory
-
-    @property
-    def _tiers(self) -> list[TierConfig]:
-        """The tiers below host memory of all connectors of ours."""
-        return [tier for _, tier, _ in tiers_of(self.offload)]
 
     def _with(self, **options: Any) -> Self:
         children = [replace(child, **options) if _is_ours(child) else child for child in self._children]

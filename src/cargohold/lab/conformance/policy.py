@@ -18,6 +18,7 @@ from cargohold.cache.chunk_table import NO_SLOT, ChunkTable
 from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import Newcomers, ReplacementPolicy
 from cargohold.protocol import TurnEnd
+from cargohold.protocol.hooks import answered, passed_on
 
 NUM_OPERATIONS = 250
 
@@ -155,6 +156,7 @@ class PolicyConformance(ABC):
         assert self.policy(ChunkTable(4)).name
 
 
+@answered(ReplacementPolicy, passed_on)
 class StrictPolicy(ReplacementPolicy):
     """Wraps a policy, and asserts that it keeps the rules of the policy port.
 
@@ -166,28 +168,22 @@ class StrictPolicy(ReplacementPolicy):
 
     def __init__(self, inner: ReplacementPolicy) -> None:
         super().__init__(inner.table)
-        self._inner = inner
-
-    def admit_all(self) -> None:
-        self._inner.admit_all()
+        self.inner = inner
 
     def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
         before = list(slots)
-        self._inner.touch(slots, is_whole=is_whole)
+        self.inner.touch(slots, is_whole=is_whole)
         assert list(slots) == before, "touch changed its argument"
-
-    def renew(self, slot: int) -> None:
-        self._inner.renew(slot)
 
     def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:
         before = list(keys)
-        self._inner.end_turn(keys, slot, end)
+        self.inner.end_turn(keys, slot, end)
         assert list(keys) == before, "end_turn changed its argument"
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
         table, num_free = self.table, self.table.num_free
         with self._evicts_rightly([parent], num_slots):
-            refused: object = self._inner.make_room(keys, parent, num_slots)  # whatever an untyped policy answers
+            refused: object = self.inner.make_room(keys, parent, num_slots)  # whatever an untyped policy answers
         assert isinstance(refused, bool), f"the answer is whether the rest is refused, not {refused!r}"
         if table.num_free - num_free < num_slots and not refused:
             # Some idle chunks may have to stay as well: those in front of a busy one in its prefix.
@@ -196,20 +192,11 @@ class StrictPolicy(ReplacementPolicy):
 
     def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:
         with self._evicts_rightly([parent for _, parent in newcomers], num_slots):
-            self._inner.make_room_ahead(newcomers, num_slots)
-
-    def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
-        self._inner.add(keys, parent, slots)
-
-    def drop(self, slots: Sequence[int]) -> None:
-        self._inner.drop(slots)
-
-    def clear(self) -> None:
-        self._inner.clear()
+            self.inner.make_room_ahead(newcomers, num_slots)
 
     def check(self) -> None:
         try:
-            self._inner.check()
+            self.inner.check()
         except AssertionError as error:
             used = f"slots {[slot for slot, key in enumerate(self.table.keys) if key is not None]} are in use"
             raise AssertionError(f"the policy's own check fails: {used}; {error}".rstrip("; ")) from error

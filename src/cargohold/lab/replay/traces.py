@@ -192,7 +192,6 @@ class TextTokenizer(Protocol):
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Tokens of a conversation."""
-        ...
 
 
 class RequestLogDecoder:

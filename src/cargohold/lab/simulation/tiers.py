@@ -312,14 +312,14 @@ class ListedMedium:
 
     def retention(self, key: OffloadKey) -> Retention | None:
         """What the first shard was asked for a chunk that this engine has stored; ``None`` for others."""
-        (name,) = self.lower.names_of([key])
+        (name,) = self.lower.tasks.names([key])
         return None if name in self.shards[0].inherited else self.shards[0].retained.get(name)
 
     def find(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Note]:
         """Those of the chunks, and of all others whose key is known, that are on all shards, with what was noted of them."""
         lower = self.lower
         known = sorted({*keys, *(() if lower.has_renamed else self.shards[0].chunks)})
-        names = dict(zip(known, lower.names_of(known), strict=True))
+        names = dict(zip(known, lower.tasks.names(known), strict=True))
         notes = self.shards[0].notes
         return {key: notes[name] for key, name in names.items() if all(name in shard.chunks for shard in self.shards)}
 

@@ -114,6 +114,8 @@ class AdapterEngine(VllmEngine):
 
     def _new_worker(self, config: Any, caches: Any, rank: int) -> SimulatedWorker:
         worker = super()._new_worker(config, caches, rank)
+        # What is behind a tail may be written on while it is stored.
+        worker.runner.guards_appends = not self.vllm.connector._scheduler.layout.has_tails
         if self.tells_weights_apart:
             worker.connector.adapters.hold(AdapterWorker(self._files, rank, self.layout.world_size))
         return worker

@@ -80,26 +80,26 @@ class LowerTiers:
         self.clock = SteppedClock(clock)
         self.host = host
         self.namespace: Mapping[str, str] = {}
-        self._tasks = TaskTable(self.clock, new_epoch)
+        self.tasks = TaskTable(self.clock, new_epoch)
         self.tiers = [
-            TierState(options, host.capacity, clock, config, partial(self._tasks.is_in_flight, at))
+            TierState(options, host.capacity, clock, config, partial(self.tasks.is_in_flight, at))
             for at, options in enumerate(tiers)
         ]
         self.max_look_up = min((tier.lookup_cache.limit for tier in self.tiers), default=0) // 2
         self.writes = [
-            Writes(at, tier, host, self._tasks, clock, config.local_hashes) for at, tier in enumerate(self.tiers)
+            Writes(at, tier, host, self.tasks, clock, config.local_hashes) for at, tier in enumerate(self.tiers)
         ]
-        self._fetches = Fetches(host, self.tiers, self._tasks, self.clock, config.restore_timeout_s, self._note_arrived)
+        self._fetches = Fetches(host, self.tiers, self.tasks, self.clock, config.restore_timeout_s, self._note_arrived)
         self._to_rank: dict[OffloadKey, None] = {}
         self.on_arrived: Callable[[Iterable[OffloadKey]], None] = lambda _: None
-        self._scans = [InventoryScan(at, tier, self._tasks, self.clock) for at, tier in enumerate(self.tiers)]
+        self._scans = [InventoryScan(at, tier, self.tasks, self.clock) for at, tier in enumerate(self.tiers)]
         self.promises = Promises(host, self.writes, self.clock, PROMISE.seconds(config.restore_timeout_s))
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
 
     def describe_by(self, notes_of: Callable[[Sequence[OffloadKey]], Sequence[Note]]) -> None:
         """Let ``notes_of`` say what else is known of chunks, to be written with them: a note each, or none at all."""
-        self._tasks.notes_of = notes_of
+        self.tasks.notes_of = notes_of
 
     def rank(self, keys: Iterable[OffloadKey]) -> None:
         """Note that hints ask something else for chunks now: tiers that have them are notified, a few with each step."""
@@ -117,11 +117,7 @@ class LowerTiers:
     @property
     def has_renamed(self) -> bool:
         """Whether chunks have other names in the tiers than their keys."""
-        return self._tasks.is_renamed
-
-    def names_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the names that chunks have in the tiers now: for inspection."""
-        return self._tasks.names(keys)
+        return self.tasks.is_renamed
 
     @property
     def is_readable(self) -> bool:
@@ -143,7 +139,7 @@ class LowerTiers:
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for a request. Probes and touches, which move none, may be in flight."""
         return not (self._fetches or self.promises) and all(
-            task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self._tasks
+            task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self.tasks
         )
 
     @property
@@ -159,13 +155,13 @@ class LowerTiers:
         a reset is not possible.
         """
         now = self.clock()
-        if self._tasks and now >= self._progressed_at + PROGRESS.seconds():
+        if self.tasks and now >= self._progressed_at + PROGRESS.seconds():
             return False
         if self._fetches.arriving or self.promises or any(scan.is_at_work for scan in self._scans):
             return True
         if now >= self._settles_at:
             return False
-        return bool(self._tasks or self._to_rank) or any(writes.has_more for writes in self.writes)
+        return bool(self.tasks or self._to_rank) or any(writes.has_more for writes in self.writes)
 
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether a chunk is on its way from or to a tier, or a tier is being asked whether it has it."""
@@ -247,7 +243,7 @@ class LowerTiers:
                     for part in tier.parts(asked[:count])
                 ]
         for probe in probes:
-            self._tasks.want(probe)
+            self.tasks.want(probe)
         return probes
 
     def forget_absent(self, keys: Sequence[OffloadKey]) -> None:
@@ -287,13 +283,13 @@ class LowerTiers:
         Writes in flight are cancelled. Chunks that they have written already keep their old names, and are not found again.
         """
         assert not self.is_fetching, "chunks on their way would be remembered under the wrong name"
-        self._tasks.cancel(lambda _: True)
+        self.tasks.cancel(lambda _: True)
         for tier, writes in zip(self.tiers, self.writes, strict=True):
             tier.clear(is_empty=True)
             writes.clear()
         self._to_rank.clear()
         self.promises.note_reset()
-        self._tasks.rename()
+        self.tasks.rename()
 
     def use_namespace(self, namespace: int, weights: str = "") -> None:
         """Learn in which namespace requests have their chunks now. In all but 0, no other engine knows their names.
@@ -301,11 +297,11 @@ class LowerTiers:
         With a lasting name of their ``weights``, an engine knows them that is given the same name.
         """
         if namespace:
-            self._tasks.use_namespace(namespace, weights)
+            self.tasks.use_namespace(namespace, weights)
         if namespace and weights and not self.has_renamed:
             for tier in self.tiers:
                 tier.ask_always()  # what earlier engines have left there has names that do not reveal which chunks they are
-        self.promises.are_names_private = self._tasks.is_renamed or namespace > 0
+        self.promises.are_names_private = self.tasks.is_renamed or namespace > 0
 
     # --- for workers --------------------------------------------------------------------------------------------------
 
@@ -317,27 +313,27 @@ class LowerTiers:
             scan.step()
         if self._to_rank:
             self._rank_some()
-        if not self._tasks:
+        if not self.tasks:
             self._progressed_at = self.clock()
         commands: list[TierCommand] = []
         full: set[int] = set()
-        for task in self._tasks.take_wanted():
+        for task in self.tasks.take_wanted():
             tier = self.tiers[task.tier]
             # The workers of a full tier would refuse the job, which looks like a failure of the medium.
             if not task.is_cancelled and (task.tier in full or self._is_too_much(task)):
                 full.add(task.tier)
-                self._tasks.want(task)
+                self.tasks.want(task)
             elif not task.is_cancelled and tier.takes(task.kind):
                 # No request waits for a list or a write: on a slow medium, too, it is to end.
                 is_waited_for = task.kind not in _NOT_WAITED_FOR
                 timeout_s = self.config.restore_timeout_s if is_waited_for else self.config.store_timeout_s
-                commands.append(self._tasks.begin(new_id(), task, timeout_s))
+                commands.append(self.tasks.begin(new_id(), task, timeout_s))
             else:
                 task.is_cancelled = True
                 self._conclude(task, is_done=False)
         for writes in self.writes:
             if not writes.is_idle:
-                commands += [self._tasks.begin(new_id(), task, self.config.store_timeout_s) for task in writes.take()]
+                commands += [self.tasks.begin(new_id(), task, self.config.store_timeout_s) for task in writes.take()]
         return tuple(commands)
 
     def begin_writes(self) -> None:
@@ -345,11 +341,11 @@ class LowerTiers:
         for tier, writes in zip(self.tiers, self.writes, strict=True):
             if tier.health is HEALTHY and not writes.is_idle:  # while writes are tried, there is one job at a time
                 for task in writes.take():
-                    self._tasks.want(task)
+                    self.tasks.want(task)
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Return the ids of jobs cancelled since the last call; they are reported like all others, only sooner."""
-        return self._tasks.take_cancelled()
+        return self.tasks.take_cancelled()
 
     def note_report(
         self,
@@ -370,7 +366,7 @@ class LowerTiers:
         """
         self.namespace = namespace or self.namespace
         for job_id, (succeeded, num_workers) in answers.items():
-            if (task := self._tasks.get(job_id)) is not None:
+            if (task := self.tasks.get(job_id)) is not None:
                 task.note_answers(succeeded, num_workers)
                 task.listing = listings.get(job_id, task.listing)
                 task.took_s = max(task.took_s, seconds.get(job_id, 0.0))
@@ -382,19 +378,19 @@ class LowerTiers:
     def note_emptied(self, tiers: Iterable[int]) -> None:
         """Learn that tiers have lost all that they had. To be called before a report's answers are noted, and jobs end."""
         for at in tiers:
-            self.tiers[at].clear(is_empty=self._tasks.is_renamed)
+            self.tiers[at].clear(is_empty=self.tasks.is_renamed)
             self._scans[at].begin_again()
-            self._tasks.note_lost(at, None)
+            self.tasks.note_lost(at, None)
 
     def note_lost(self, at: int, names: Sequence[OffloadKey]) -> None:
         """Learn that a worker has lost chunks of a tier. To be called after the jobs have ended."""
-        keys = self._tasks.keys_of(names)
+        keys = self.tasks.keys_of(names)
         self.tiers[at].note_lost(keys)
-        self._tasks.note_lost(at, frozenset(keys))
+        self.tasks.note_lost(at, frozenset(keys))
 
     def end(self, job_id: int, outcome: TransferOutcome) -> bool:
         """End a job that all workers have reported. Returns ``False`` if it is not a job of lower tiers."""
-        task = self._tasks.end(job_id)
+        task = self.tasks.end(job_id)
         if task is None:
             return False
         self._progressed_at = self.clock()
@@ -404,7 +400,7 @@ class LowerTiers:
     @property
     def is_busy(self) -> bool:
         """Whether workers have jobs that have not ended."""
-        return bool(self._tasks)
+        return bool(self.tasks)
 
     def retire(self) -> None:
         """Use the tiers no more, and release all that is held except what jobs in flight read and write; ``end`` does that."""
@@ -414,7 +410,7 @@ class LowerTiers:
         self._to_rank.clear()
         self._fetches.release_all()
         self.promises.give_up_all()
-        for task in self._tasks.take_wanted():
+        for task in self.tasks.take_wanted():
             task.is_cancelled = True
             self._conclude(task, is_done=False)
 
@@ -434,7 +430,7 @@ class LowerTiers:
 
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""
-        tasks = list(self._tasks)
+        tasks = list(self.tasks)
         for at, tier in enumerate(self.tiers):
             own = [task for task in tasks if task.tier == at]
             assert tier.probing == {k for t in own if t.kind is JobKind.PROBE for k in t.keys}, "asked by nobody"
@@ -456,13 +452,13 @@ class LowerTiers:
             del self._to_rank[key]
         for at, tier in enumerate(self.tiers):
             if tier.ranks:
-                self._tasks.want(TierTask(JobKind.RANK, at, ranked, _nothing_follows))
+                self.tasks.want(TierTask(JobKind.RANK, at, ranked, _nothing_follows))
 
     def _expect_writes(self) -> None:
         self._settles_at = self.clock() + SETTLE.seconds()
 
     def _is_too_much(self, task: TierTask) -> bool:
-        num_asked = 0 if task.kind is JobKind.STORE else self._tasks.num_asked(task.tier)
+        num_asked = 0 if task.kind is JobKind.STORE else self.tasks.num_asked(task.tier)
         return num_asked > 0 and num_asked + len(task.keys) > self.tiers[task.tier].options.max_asked_chunks
 
     def _conclude(self, task: TierTask, *, is_done: bool) -> None:
@@ -476,7 +472,7 @@ class LowerTiers:
         if task.kind is JobKind.STORE:
             self.promises.note_written(task.keys)
             there = (key for key in compress(task.keys, succeeded) if key not in task.lost)
-            self._tasks.note_written(task.tier, there)
+            self.tasks.note_written(task.tier, there)
 
     def _end_probe(self, task: TierTask, succeeded: Sequence[bool], is_done: bool) -> None:
         """Remember the answers of a tier. One that does not answer counts as not having the chunks."""

@@ -7,8 +7,9 @@ from collections.abc import Container, Iterator, Mapping, MutableSequence, Seque
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from cargohold.blocks import ABSENT, NOT_YET, GroupUnits, PrefixHit, longest_hit
+from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, PrefixHit, longest_hit
 from cargohold.cache.manager import ChunkKeys, ChunkStates, OffloadKey, OffloadManager
+from cargohold.cache.tails import longest_tail
 from cargohold.pace import StepPace
 from cargohold.protocol import AttentionKind
 from cargohold.tiers.scheduler_side.fetches import Chain
@@ -32,6 +33,8 @@ class Wanted(NamedTuple):
         num_computed_tokens: number of leading tokens that are on the device and need no load.
         limit_tokens: maximum number of leading tokens that are wanted, computed tokens included.
         tenant: whose chunks they will be in host memory, for quotas.
+        tails: tails that tiers are to be asked for if they are asked for chunks; see ``cargohold.cache.tails``.
+        may_end_inside: whether it may end with a tail, which is still to be looked for.
     """
 
     keys: Sequence[ChunkKeys]
@@ -39,6 +42,8 @@ class Wanted(NamedTuple):
     num_computed_tokens: int
     limit_tokens: int
     tenant: str | None = None
+    tails: Sequence[OffloadKey] = ()
+    may_end_inside: bool = False
 
     def needed(self, keys: ChunkKeys, num_hit_tokens: int) -> range:
         """Return the numbers of the chunks of one group that a hit of so many tokens needs: of windows, the last ones."""
@@ -159,7 +164,34 @@ class FetchPlanner:
             GroupUnits(keys.group, keys.chunk_tokens, DeepStates(self._host, self._lower, keys, unknown, skipped))
             for keys in wanted.keys
         ]
-        return longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens)
+        hit = longest_hit(groups, wanted.num_tokens, wanted.num_computed_tokens, limit_tokens)
+        if hit.undecided and wanted.tails:
+            states = self._lower.lookup(wanted.tails, skipped=skipped)
+            unknown += [key for key, state in zip(wanted.tails, states, strict=True) if state == UNKNOWN]
+        return hit
+
+    def with_tail(self, wanted: Wanted) -> Wanted:
+        """Return what is wanted as if it ended with a tail that there is; until that is known, with the tails to ask for."""
+        keys, size, unit = wanted.keys, wanted.keys[0].chunk_tokens, wanted.keys[0].hash_tokens
+        hit = self.deep_hit(wanted, wanted.limit_tokens, [], ())
+        if hit.undecided:
+            limit = min(hit.num_tokens + size, wanted.limit_tokens + 1, keys[0].num_hashed_tokens + 1)
+            # Without an index, tiers would have to look for each place where a tail may end.
+            tells_all = all(tier.options.has_index for tier in self._lower.tiers)
+            ends = range(hit.num_tokens + unit, limit, unit) if tells_all else ()
+            return wanted._replace(tails=[of.tail(end) for of in keys for end in ends])
+        end = longest_tail(keys, hit.num_tokens, wanted.limit_tokens, self._look_up)
+        if not end:
+            return wanted
+        whole = -(-end // size) * size
+        # A hit of all tokens would need one less, because the last one is computed.
+        cut, num_tokens = [of.cut(end) for of in keys], max(wanted.num_tokens, whole + 1)
+        return wanted._replace(keys=cut, num_tokens=num_tokens, limit_tokens=whole, may_end_inside=False, tails=())
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Tell what host memory or a tier has, or is coming into host memory."""
+        states = zip(self._host.lookup(keys), self._lower.lookup(keys), strict=True)
+        return bytes([READY if here == READY or below in (READY, NOT_YET) else ABSENT for here, below in states])
 
     def may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
         """Whether lower tiers may have more leading tokens than were found in host memory, as far as is known without asking.

@@ -153,6 +153,10 @@ class Prefetcher:
         self._note_asked(waiting)
         return True
 
+    def with_tail(self, wanted: Wanted) -> Wanted:
+        """See ``FetchPlanner.with_tail``."""
+        return self._planner.with_tail(wanted._replace(may_end_inside=True))
+
     def _within_reach(self, wanted: Wanted) -> Wanted:
         # All answers of one look-up must be remembered until the last has come.
         max_tokens = int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in wanted.keys]))
@@ -230,6 +234,8 @@ class Prefetcher:
 
     def _decide(self, waiting: Waiting) -> None:
         """Ask the tiers further, or fetch what they have, or wait no more: by what is known now."""
+        if waiting.wanted.may_end_inside:
+            waiting.wanted = waiting.planner.with_tail(waiting.wanted)
         wanted, unknown = waiting.wanted, list[OffloadKey]()
         hit = waiting.planner.deep_hit(wanted, wanted.limit_tokens, unknown, waiting.skipped)
         if self._skip_slow(waiting, len(unknown)):

@@ -77,7 +77,7 @@ class FoundOracle(Oracle):
 
     def _owes_all(self, side: OffloadingScheduler, state: RequestState) -> bool:
         """Whether a request that is about to be admitted is to get all that there is."""
-        waiting = None if side.below is None else side.below.waiting_of(state.request.request_id)
+        waiting = None if side.below is None else side.below.waiting.get(state.request.request_id)
         gave_up = waiting is not None and waiting.num_again >= MAX_AGAIN
         return not (state.notes or gave_up or state.was_admitted or state.params.max_load_tokens is not None)
 

@@ -271,7 +271,7 @@ def _written_down(side: OffloadingScheduler, asked: str) -> Mapping[str, bytes]:
     parts: dict[str, Any] = {"the manager": side.shared.manager, "lower tiers": side.lower}
     for name, state in requests.items():
         if name != asked:
-            parts[f"request {name}"] = state, None if side.below is None else side.below.waiting_of(name)
+            parts[f"request {name}"] = state, None if side.below is None else side.below.waiting.get(name)
     apart = {id(state.request) for state in requests.values()} | {id(requests[asked])}
     return {name: _bytes_of(part, apart) for name, part in parts.items()}
 

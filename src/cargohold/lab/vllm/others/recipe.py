@@ -139,7 +139,8 @@ class StrangerRecipe(VllmRecipe):
         return self._drawn(seed, self.workload)
 
     def _drawn(self, seed: int, workload: str) -> Scenario:
-        scenario = draw_scenario(seed, workload, "eager", self.faults & (FAULTS | self._asked_for()))
+        asked_for = {Fault.FAILED} if self.faults != frozenset(Fault) else set[Fault]()  # played only if it is named
+        scenario = draw_scenario(seed, workload, "eager", self.faults & (FAULTS | asked_for))
         classes = [connector_class(name) for name in self._names()]
         shape = replace(scenario.shape, scheduler={**scenario.shape.scheduler, "prefix_caching": True})
         if not all(supports_hma(kind) for kind in classes):
@@ -192,10 +193,6 @@ class StrangerRecipe(VllmRecipe):
 
     def _names(self) -> Sequence[str]:
         return self.connector.removeprefix(PREFIX).split("+")
-
-    def _asked_for(self) -> frozenset[Fault]:
-        """Faults that are played only if they are named."""
-        return frozenset() if self.faults == frozenset(Fault) else self.faults & {Fault.FAILED}
 
 
 def _shorter(ask: Ask) -> Iterator[Ask]:

@@ -1,0 +1,97 @@
+"""What a prompt leaves inside a block is found again, and never taken for anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Something that vLLM has since 0.32, when it began to show connectors what prompts leave inside a block.
+pytest.importorskip(
+    "vllm.v1.metrics.cache_hit_source", reason="vLLM 0.32 has an environment of its own: make test-vllm"
+)
+
+from benchmarks.neighbours import ALONE, MODELS, OURS, compare, play
+from cargohold.cache.manager import ChunkKeys, OffloadKey
+from cargohold.lab.simulation.fingerprints import WrongTokenError
+from cargohold.protocol import AttentionKind
+from tests.vllm.common import RESTARTED, ask_twice, make_prompts, tokens
+from tests.vllm.faults import Faults
+from tests.vllm.test_neighbours import TAILED, nested
+
+
+@pytest.mark.parametrize("traffic", ["same_prompts", "shared_beginnings", "turns", "forks"])
+def test_as_much_is_found_as_on_a_device_that_forgets_nothing(traffic: str) -> None:
+    row = compare(MODELS[TAILED], traffic, (0,), (ALONE, OURS))
+    assert int(row.computed[OURS]) <= int(row.computed[ALONE])
+
+
+def test_requests_that_load_tails_leave_each_other_the_blocks_that_they_need() -> None:
+    # vLLM copies the state that a load ends with, and does not count the block: three loads filled the pool for ever.
+    assert compare(MODELS[TAILED], "several_answers", (1,), (OURS,)).computed
+
+
+def a_shorter_one(keys: ChunkKeys, num_tokens: int) -> OffloadKey:
+    return KEY_OF(keys, num_tokens - 4 if num_tokens % 16 > 4 else num_tokens)
+
+
+def the_state_before(keys: ChunkKeys, num_tokens: int) -> OffloadKey:
+    is_state = keys.group.kind is AttentionKind.RECURRENT
+    return keys.keys[num_tokens // 16 - 1] if is_state else KEY_OF(keys, num_tokens)
+
+
+KEY_OF = ChunkKeys.tail
+
+
+@pytest.mark.parametrize("mistake", [a_shorter_one, the_state_before])
+def test_a_prefix_taken_for_one_of_another_length_is_a_wrong_token(
+    mistake: Callable[[ChunkKeys, int], OffloadKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = ChunkKeys.cut
+
+    def cut_wrongly(self: ChunkKeys, num_tokens: int) -> ChunkKeys:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChunkKeys, "tail", mistake)
+            return cut(self, num_tokens)
+
+    assert play(MODELS[TAILED], nested(), OURS).total() == play(MODELS[TAILED], nested(), ALONE).total()
+    monkeypatch.setattr(ChunkKeys, "cut", cut_wrongly)
+    with pytest.raises(WrongTokenError):
+        play(MODELS[TAILED], nested(), OURS)
+
+
+def test_a_tail_whose_key_does_not_say_how_long_it_is_is_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first, shorter one is kept for all that end inside the same block.
+    monkeypatch.setattr(ChunkKeys, "tail", lambda keys, num_tokens: KEY_OF(keys, num_tokens // 16 * 16 + 4))
+    with pytest.raises(WrongTokenError):
+        play(MODELS[TAILED], nested(), OURS)
+
+
+@pytest.mark.parametrize("tier", [None, "disk"])
+def test_a_models_tokens_are_the_same_from_tails_that_were_restored(
+    tier: str | None,
+    vllm_model: Callable[[str], str],
+    start: Callable[..., Any],
+    faults: Faults,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks have 32 tokens, and the last hash of a prompt's 345 covers 336."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    options = {"num_blocks": 40, "mamba_cache_mode": "align", "prefix_match_unit": 16, "enable_prefix_caching": True}
+    disk = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
+    extra = {**RESTARTED, "tiers": [disk] if tier else []}
+    model, prompts = vllm_model("lfm2"), make_prompts(2, 345)
+    expected = tokens(ask_twice(start(model, **options), prompts))
+    engine = start(model, extra, **options)
+    answers = ask_twice(engine, prompts)
+    if tier:
+        engine.settle()
+        engine = start(model, extra, **options)
+        answers = [engine.ask([prompt], 6)[0] for prompt in prompts]
+    assert tokens(answers) == expected and [answer.restored for answer in answers] == [336] * 2
+    assert not engine.side.guard.broken
+    faults.scramble_loads = True
+    assert tokens(ask_twice(start(model, extra, **options), prompts)) != expected
