@@ -22,6 +22,9 @@ of them than the tier (set duelling: M. Qureshi et al., "Adaptive Insertion Poli
 the lead of 2 % that was best on parts for choosing (26.5 % of the gap closed in place of 26.9, worst cell -0.4 points in
 place of -0.6), held-out parts closed 27.9 % in place of 30.1, and their worst cell stayed at -0.5; what it gained, it
 gained on every 16th coding session (-0.3 in place of -0.7). With a lead of 0.5 %, 20.5 %; with 5 %, a cell lost 0.9.
+
+**Rejected: coarse classes first.** Eight learners with fewer classes, or with fine ones blended into coarse ones as far as
+enough requests are known, were tried on parts and on two foreign sources. None was better on both.
 """
 
 from __future__ import annotations
