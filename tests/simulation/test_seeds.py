@@ -75,6 +75,11 @@ def test_the_oracle_of_bad_chunks_knows_jobs_of_composed_connectors_by_their_own
     assert ScenarioRun(draw_scenario(15538228, "any", "any")).play().error is None
 
 
+def test_blocks_that_are_saved_ahead_are_not_taken_for_the_next_victims() -> None:
+    """Found by seeds: what the device evicted after them was lost, because only they were watched."""
+    assert ScenarioRun(draw_scenario(9086, "any", "any")).play().error is None
+
+
 SEEDS = [range(6), pytest.param(range(6, 30), marks=pytest.mark.long)]
 
 

@@ -231,6 +231,7 @@ class PooledStores(EagerStores):
         self._refused.update(set(keys).difference(handle.keys))
         block_ids = [next_lost[key] for key in handle.keys]
         shared.holder.hold(block_ids)
+        device.watch_more(num_kept_free)  # those that are held are no next ones any more
         return self._save(handle, block_ids, is_held=True)
 
     def _save(self, handle: SlotReservation, block_ids: Sequence[int], *, is_held: bool) -> list[CopyJob]:
