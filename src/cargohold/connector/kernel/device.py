@@ -70,7 +70,10 @@ class DeviceChunks:
 
     def watch(self, num_blocks: int) -> None:
         """Note what so many blocks hold that are evicted next."""
-        if num_blocks > self._num_watched:
+        # Another connector may have put blocks back in front.
+        if num_blocks > self._num_watched or (
+            (first := next(self._context.iter_free_blocks(), None)) and first.block_id not in self._watched
+        ):
             blocks = list(islice(self._context.iter_free_blocks(), num_blocks))
             # Fewer if no more are free: those that are given back next are to be seen, too.
             self._num_watched = len(blocks)

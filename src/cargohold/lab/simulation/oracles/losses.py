@@ -17,7 +17,8 @@ class LossOracle(Oracle):
     """Checks that nothing which the device alone held is lost while host memory has a free slot, or that of a copy, for it.
 
     Under pressure it may be: what a request held when the last step ended, preempted or left behind by a window, may be freed
-    and allocated again in one go. Of several connectors, one that has kept a chunk is enough.
+    and allocated again in one go. Of several connectors, one that has kept a chunk is enough, and none sees what another
+    one has held until after the last step.
 
     Args:
         engine: the replica.
@@ -32,6 +33,7 @@ class LossOracle(Oracle):
         # By connector, what only blocks that are free held when the last step ended, and whether there was room then; what was
         # to be saved since; and of that, what was refused although there was room.
         self._before: list[tuple[set[OffloadKey], bool]] = [(set(), False) for _ in self._shared]
+        self._earlier: list[set[OffloadKey]] = [set() for _ in self._shared]  # the same, one step earlier
         self._offered: set[OffloadKey] = set()
         self._refused: list[OffloadKey] = []
         for at, shared in enumerate(self._shared):
@@ -42,9 +44,9 @@ class LossOracle(Oracle):
         lost, self._refused = self._refused, []
         for at, shared in enumerate(self._shared):
             (held, had_room), now = self._before[at], _held_and_room(shared)
-            self._before[at] = now
+            both, self._earlier[at], self._before[at] = held & self._earlier[at], held, now
             if had_room and now[1]:
-                lost += _gone(shared, held - now[0] - self._offered)
+                lost += _gone(shared, (both if len(self._shared) > 1 else held) - now[0] - self._offered)
         self._offered.clear()
         lost = [key for key in lost if not any(_keeps(shared, key) for shared in self._shared)]
         if lost and not self._is_excused():
@@ -88,8 +90,7 @@ def _held_and_room(shared: Shared) -> tuple[set[OffloadKey], bool]:
         manager = manager.inner
     if shared.device is None or not isinstance(manager, TierManager) or not manager.num_listed:
         return set(), False
-    table = manager.table
-    free = [key for key, _ in shared.device.next_lost(shared.layout.num_blocks)]
+    free = shared.device.next_lost(shared.layout.num_blocks)
     # What a policy thinks no request asks for again takes free slots alone.
-    copies = table.slots_in(READY) if manager.policy.name in ("lru", "fifo") else []
-    return set(manager.listed(free)), manager.num_free > 0 or any(manager.may_be_taken(copies))
+    copies = manager.table.slots_in(READY) if manager.policy.name in ("lru", "fifo") else []
+    return set(manager.listed([key for key, _ in free])), manager.num_free > 0 or any(manager.may_be_taken(copies))
