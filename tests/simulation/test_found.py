@@ -141,3 +141,27 @@ def test_loads_that_steps_have_waited_for_do_not_queue_up() -> None:
         link.submit(CopyJob(job_id, Direction.LOAD, (1, 2), (1, 2), 30.0))
         assert link.finish_loads()
         assert [result.outcome for result in link.poll()] == [TransferOutcome.DONE]
+
+
+def test_what_another_connector_gives_back_right_before_it_is_allocated_is_not_held_against_ours() -> None:
+    # A mistake of the oracle, found in a composition (seed 71000010): no connector can look at a block that another one holds
+    # for a copy until it is free, and then it is allocated at once.
+    pooled = {
+        "policy": "fifo",
+        "mode": "exclusive",
+        "max_inflight_fraction": 0.5,
+        "transfer_timeout_s": 0.5,
+        "store_within_steps": 8,
+    }
+    tiers = (TierPlan(9, None, pooled), TierPlan(4, None, pooled | {"policy": "reuse-index", "blocks_per_chunk": 3}))
+    lazy = TierPlan(200, 1, {"max_inflight_fraction": 1.0, "transfer_timeout_s": 3.0})
+    scheduler = SCHEDULER | {"max_num_seqs": 1, "max_num_batched_tokens": 64, "prefix_caching": True}
+    shape = Shape((GroupPlan(),), 9, 1, scheduler, LinkProfile(latency_s=0.2, block_s=0.001, lanes=4))
+    connector = ConnectorPlan("nested", (*tiers, lazy), (2, 2))
+    lengths = ((0.0, 18, 7), (0.261, 27, 3), (0.381, 19, 11))
+    asks = tuple(
+        Ask(at, f"r{number}", tuple(range(100 * number, 100 * number + length)), most)
+        for number, (at, length, most) in enumerate(lengths)
+    )
+    result = ScenarioRun(Scenario(1, "by hand", shape, connector, {}, 0.0, asks)).play()
+    assert result.error is None
