@@ -391,12 +391,13 @@ class PooledTable(GroupedRowTable):
         while self._copies and self.num_free_rows < num_free_rows and len(passed) < MAX_PASSED:
             slots = self._copies.pop()
             self._num_noted -= len(slots)
-            copies = [slot for slot in slots if self.is_copy[slot] and self.states[slot] == READY]
+            noted = [slot for slot in slots if self.is_copy[slot] and self.states[slot] in (WRITING, READY)]
+            copies = [slot for slot in noted if self.states[slot] == READY]
             for slot, may in zip(copies, may_take(copies), strict=True):
                 if may and self.num_free_rows < num_free_rows:
                     self._unplace(slot)
                     taken.append(slot)
-            if left := [slot for slot in copies if self.states[slot] == READY]:
+            if left := [slot for slot in noted if self.states[slot] in (WRITING, READY)]:
                 passed.append(left)
         self._copies += reversed(passed)
         self._num_noted += sum(map(len, passed))

@@ -10,6 +10,7 @@ import pytest
 
 from cargohold.cache import TierManager, make_manager
 from cargohold.cache.manager import ChunkPins, StoreOffer, offload_key
+from cargohold.cache.rows import PooledTable
 from cargohold.cache.shares import Limits
 
 POOL = 40
@@ -187,3 +188,18 @@ def test_what_the_device_loses_is_all_kept_while_there_is_room_also_of_tenants(l
     handle.commit()
     assert len(manager.lookup_run(keys)) == 8
     manager.check()
+
+
+def test_a_copy_that_is_still_being_written_is_taken_later() -> None:
+    """Found by seeds: a copy that a store passed while it was being written was never taken again."""
+    manager = make_manager("lru", 2)
+    keys = [offload_key(bytes([number]) * 32, 0) for number in range(3)]
+    assert manager.pool_with_device(POOL, lambda asked: [True] * len(asked))
+    table = manager.table
+    assert isinstance(table, PooledTable)
+    written = manager.prepare_stores([StoreOffer(keys[:2], None)])
+    manager.note_copies(keys[:2])
+    manager.list_on_device([StoreOffer(keys[2:], None)])
+    assert not manager.prepare_saves(keys[2:]).keys, "both slots are being written"
+    written.commit()
+    assert len(table.take_copies(1, lambda slots: [True] * len(slots))) == 1
