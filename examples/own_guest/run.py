@@ -34,7 +34,9 @@ def main() -> None:
             llm.generate([prompt(number)], SamplingParams(max_tokens=1))
             llm.settle()
         stats = llm.stats()
-    stored, evicted = (int(stats[family.of("host")]) for family in (metrics.STORED, metrics.REMOVED))
+    stored, evicted = (
+        int(stats[series]) for series in (metrics.STORED.of("host"), metrics.REMOVED.of("host", "evicted"))
+    )
     print(f"{stored} chunks stored, {evicted} evicted, {int(stats[UNUSED.of()])} of them unused")
     assert evicted > 0
 

@@ -185,10 +185,10 @@ def test_histograms_are_what_was_measured(intervals: list[list[float]]) -> None:
 def test_the_log_shows_what_an_interval_brought_and_no_levels() -> None:
     """Found by reading: as so many chunks in host memory it showed by how many there were more, or less."""
     stats = TransferStats.of({metrics.STORED.of("host"): 2, metrics.READY_CHUNKS: 1})
-    more = {metrics.REMOVED.of("host"): 4, metrics.PREFILL_SECONDS.of(): 0.12345, metrics.READY_CHUNKS: -4}
+    more = {metrics.REMOVED.of("host", "evicted"): 4, metrics.PREFILL_SECONDS.of(): 0.12345, metrics.READY_CHUNKS: -4}
     assert stats.aggregate(TransferStats.of(more)).reduce() == {
         "prefill_seconds": 0.123,
-        'removed_chunks{tier="host"}': 4,
+        'removed_chunks{tier="host", reason="evicted"}': 4,
         'stored_chunks{tier="host"}': 2,
     }
 
@@ -234,10 +234,12 @@ def test_levels_are_shown_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     types[Histogram] = ray_wrappers.RayHistogramWrapper
     shown_by_vllm = PromMetrics(CONFIG, types, ["model_name", "engine"], {0: ["tiny", "0"]})
     for stored, removed in ((5, 0), (3, 4)):
-        change = {metrics.STORED: stored, metrics.REMOVED: removed, metrics.TIER_READY: stored - removed}
-        shown_by_vllm.observe(
-            TransferStats.of({family.of("host"): value for family, value in change.items() if value}).data
-        )
+        change = {
+            metrics.STORED.of("host"): stored,
+            metrics.REMOVED.of("host", "evicted"): removed,
+            metrics.TIER_READY.of("host"): stored - removed,
+        }
+        shown_by_vllm.observe(TransferStats.of({series: value for series, value in change.items() if value}).data)
     assert shown["cargohold_stored_chunks"] == [5, 3]
     assert shown["cargohold_tier_ready_bytes"] == [5, 4]
 
