@@ -127,7 +127,7 @@ def test_the_end_of_a_transfer_that_no_request_has_turns_the_connector_off(
 ) -> None:
     """As in our own engine."""
     engine = start(vllm_model("llama"), EAGER)
-    inner = compat.worker_connector()._worker._guard.inner
+    inner = compat.worker_connector()._worker._guard._inner
     ended = inner.get_transfer_results
     monkeypatch.setattr(
         inner, "get_transfer_results", lambda ids: replace(ended(ids), **{kind: frozenset({"unknown"})})

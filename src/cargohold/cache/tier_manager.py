@@ -234,7 +234,8 @@ class TierManager(OffloadManager):
             if not isinstance(self.policy, RunsPolicy):
                 return 0
             self.policy = self.shares = Shares(self.policy)
-        states, ranked = self.table.states, (chunk_table.READY, ON_DEVICE)
+        # A listed chunk that was set aside stays that while it is saved, so it is brought back also then.
+        states, ranked = self.table.states, (chunk_table.READY, ON_DEVICE, *[chunk_table.WRITING] * (level == NORMAL))
         slots = [slot for slot in self.table.find_each(keys) if slot is not None and states[slot] in ranked]
         if level != NORMAL:
             slots = self.shares.owned_by(slots, self.shares.share_of(tenant))

@@ -10,6 +10,7 @@ import pytest
 
 from cargohold.cache import TierManager, make_manager
 from cargohold.cache.manager import ChunkPins, StoreOffer, offload_key
+from cargohold.cache.retention import NORMAL
 from cargohold.cache.rows import PooledTable
 from cargohold.cache.shares import Limits
 
@@ -203,3 +204,17 @@ def test_a_copy_that_is_still_being_written_is_taken_later() -> None:
     assert not manager.prepare_saves(keys[2:]).keys, "both slots are being written"
     written.commit()
     assert len(table.take_copies(1, lambda slots: [True] * len(slots))) == 1
+
+
+def test_what_is_being_saved_is_brought_back_when_its_hint_ends() -> None:
+    """Found by seeds: a listed chunk that a hint had lowered stayed lowered if the hint ended while it was saved."""
+    manager = make_manager("reuse-index", 4)
+    keys = [offload_key(bytes([number]) * 32, 0) for number in range(2)]
+    assert manager.pool_with_device(POOL, lambda asked: [True] * len(asked))
+    manager.list_on_device([StoreOffer(keys, None)])
+    assert manager.rank(keys, 0) == len(keys)
+    saved = manager.prepare_saves(keys)
+    manager.rank(keys, NORMAL)
+    saved.commit()
+    assert manager.shares is not None and manager.shares.num_aside == 0
+    manager.check()
