@@ -145,9 +145,11 @@ class PooledStores(EagerStores):
         """Return the stores of what this step completes, and of what is evicted next if there is no time for that later."""
         jobs = super().plan(step)
         if (device := self._listing) is not None:
-            if num_ahead := self._num_ahead():
-                jobs += self._save_ahead(device, num_ahead, step)
-            device.watch(self._num_blocks_next(step))
+            num_next, num_ahead = self._num_blocks_next(step), self._num_ahead()
+            saves = self._save_ahead(device, num_ahead, num_next) if num_ahead else []
+            # What is held now is no next victim any more.
+            (device.watch_more if saves else device.watch)(num_next)
+            jobs += saves
         return jobs
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
@@ -214,7 +216,7 @@ class PooledStores(EagerStores):
             return False
         return sum(1 for _ in islice(context.iter_free_blocks(), num_ahead)) < num_ahead
 
-    def _save_ahead(self, device: DeviceChunks, num_ahead: int, step: StepView) -> list[CopyJob]:
+    def _save_ahead(self, device: DeviceChunks, num_ahead: int, num_kept_free: int) -> list[CopyJob]:
         """Return the store of what is evicted next. So many blocks stay free as the step's requests need in the next one."""
         shared, context = self._shared, self._shared.context
         limit = shared.num_storable_blocks()
@@ -222,7 +224,6 @@ class PooledStores(EagerStores):
         wanted = shared.manager.listed(list(next_lost))
         if not wanted or not limit or context is None:
             return []
-        num_kept_free = self._num_blocks_next(step)
         num_free = sum(1 for _ in islice(context.iter_free_blocks(), len(wanted) + num_kept_free))
         keys = wanted[: max(0, min(limit, num_free - num_kept_free))]
         if not keys:
@@ -231,7 +232,6 @@ class PooledStores(EagerStores):
         self._refused.update(set(keys).difference(handle.keys))
         block_ids = [next_lost[key] for key in handle.keys]
         shared.holder.hold(block_ids)
-        device.watch_more(num_kept_free)  # those that are held are no next ones any more
         return self._save(handle, block_ids, is_held=True)
 
     def _save(self, handle: SlotReservation, block_ids: Sequence[int], *, is_held: bool) -> list[CopyJob]:
