@@ -104,7 +104,7 @@ class DeviceChunks:
             return {}
         self._watched, self._num_watched = {}, 0
         gone = {key: at for at in changed if (key := self._key(watched[at][1])) is not None}
-        lost = {key: at for key, at in gone.items() if self._block_of.get(key, at) == at}
+        lost = {key: at for key, at in gone.items() if self._block_of.get(key) == at or not self._holds(key)}
         for key in lost:
             self._block_of.pop(key, None)
         return lost
