@@ -191,12 +191,18 @@ ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
     ("get_num_new_matched_tokens", (4.0, False)),
     ("request_finished", (False, 7)),
     ("request_finished", (False, {1: 2})),
+    *(
+        ("request_finished", (False, {"told": [{"x": value}]}))
+        for value in (object(), {1}, b"\xff", {5: 1}, 2**70, float("nan"), "\ud800", {"\ud800": 1})
+    ),
     ("report_to_scheduler", KVConnectorSchedulerOutput((1.0,), ())),  # type: ignore[arg-type]  # that is the point
     ("report_to_scheduler", KVConnectorSchedulerOutput((), ("1",))),  # type: ignore[arg-type]  # that is the point
     ("report_to_scheduler", ((1,), ())),
     ("get_kv_connector_stats", None),
     ("get_kv_connector_stats", {metrics.READY_CHUNKS: "many"}),
     ("get_kv_connector_stats", {3: 1}),
+    ("get_kv_connector_stats", {metrics.STORED.of("host"): -1}),
+    ("get_kv_connector_stats", {metrics.READY_CHUNKS: float("nan")}),
     ("take_events", None),
     ("take_events", [("stored", 1)]),
     *(
@@ -222,7 +228,9 @@ ANSWERS_OF_OTHER_TYPES: list[tuple[str, object]] = [
 def test_an_answer_of_another_type_turns_it_off(
     guard: ConnectorGuard, inner: Scripted, method: str, answer: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by a third party: a forgotten ``return`` in ``explain`` ended the engine."""
+    """Found by a third party: a forgotten ``return`` in ``explain`` ended the engine; and by attack: what vLLM's engine core
+    cannot send to its API server held every request up, and a counter that fell ended that server.
+    """
     arguments = ARGUMENTS.get(method, ())
     expected = getattr(ConnectorGuard(NullConnectorScheduler(), NUM_BLOCKS), method)(*arguments)
     monkeypatch.setattr(inner, method, lambda *_: answer)

@@ -144,6 +144,7 @@ def test_loads_whose_bad_blocks_it_could_not_name_have_failed() -> None:
         ("get_kv_connector_stats", None, "not time series and numbers"),
         ("get_kv_connector_stats", {metrics.STORED.of("host"): "many"}, "not time series and numbers"),
         ("get_kv_connector_stats", {"copies": 1}, "not time series and numbers"),
+        ("get_kv_connector_stats", {metrics.STORED.of("host"): -1}, "counters from 0 on"),
     ],
 )
 def test_an_answer_that_no_executor_could_carry_stops_it(

@@ -107,10 +107,30 @@ def test_what_this_machine_has_not_is_refused_only_where_it_runs_the_engine(tmp_
         config = transfer({"host_bytes": "1MiB", **extra})
         with pytest.raises(ConfigError, match=rf"kv_connector_extra_config\.({expected})"):
             check(Command.read(words(config)))
-        for elsewhere in (["--distributed-executor-backend", "ray"], ["-n", "2"], ["--data-parallel-size-local=0"]):
+        for elsewhere in (["-n", "2"], ["--data-parallel-size-local=0"]):
             check(Command.read(words(config, *elsewhere)))
     check(Command.read(words(transfer({"host_bytes": "1MiB", "tiers": [disk]}))))
     assert not list(tmp_path.iterdir()), "nothing is made by looking"
+
+
+@pytest.mark.parametrize("option", ["--distributed-executor-backend", "--data-parallel-backend"])
+def test_over_ray_the_engine_runs_here_unless_a_cluster_is_joined(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    over_ray = words(transfer({"host_bytes": "9000TiB"}), option, "ray")
+    with pytest.raises(ConfigError, match="this machine allows"):
+        check(Command.read(over_ray))
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    check(Command.read(over_ray))
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(ConfigError, match="this machine allows"):
+        check(Command.read(over_ray))
+    monkeypatch.delenv("RAY_ADDRESS")
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").touch()  # as `ray start` leaves it
+    check(Command.read(over_ray))
 
 
 def test_a_directory_in_use_is_refused_before_a_process_is_started(

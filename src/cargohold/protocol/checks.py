@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from math import isfinite
 from typing import Any, Final, get_type_hints
 
 from cargohold.errors import BlockNotHeldError
@@ -27,7 +28,7 @@ from cargohold.protocol.messages import (
     Locality,
     TransferOutcome,
 )
-from cargohold.protocol.metrics import Series, Stats
+from cargohold.protocol.metrics import Stats, is_countable
 from cargohold.protocol.reports import KeptPrefix, Outage, Pin, TenantUse, TierContents
 
 _LOCALITIES: Final = (None, "LOCAL", "REMOTE")
@@ -66,9 +67,11 @@ def checked_block_ids(block_ids: Iterable[Any]) -> frozenset[int]:
 
 
 def checked_stats(stats: Any) -> Stats:
-    """Check the answer of either side's ``get_kv_connector_stats``, and return it."""
-    if not isinstance(stats, Mapping) or not (_are_all(stats, Series) and _are_all(stats.values(), int | float)):
-        raise TypeError(f"{stats!r} are not time series and numbers")
+    """Check the answer of either side's ``get_kv_connector_stats``, and return it: a counter that falls would end a server."""
+    if not isinstance(stats, Mapping) or not all(map(is_countable, stats, stats.values())):
+        raise TypeError(
+            f"{stats!r} are not time series and numbers that can be added: finite ones, for counters from 0 on"
+        )
     return stats
 
 
@@ -130,10 +133,21 @@ def checked_matched(answer: Any, request: RequestView, num_computed_tokens: int)
 
 
 def checked_params(params: Any) -> Mapping[str, Any] | None:
-    """Check the second half of the answer of ``request_finished``, and return it."""
-    if params is None or (isinstance(params, Mapping) and _are_all(params, str)):
+    """Check the second half of the answer of ``request_finished``, and return it: it is carried to clients as JSON."""
+    if params is None or (isinstance(params, Mapping) and is_plain(params)):
         return params
-    raise TypeError(f"{params!r} are not transfer parameters")
+    raise TypeError(f"{params!r} are not transfer parameters: texts, numbers, lists, and mappings from texts to such")
+
+
+def is_plain(value: object) -> bool:
+    """Whether every executor and server can carry a value: as msgpack, and as JSON."""
+    if isinstance(value, Mapping):
+        return _are_all(value, str) and all(map(is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode() == value  # it has no half of a pair
+    return value is None or (isinstance(value, int | float) and isfinite(value) and -(2**63) <= value < 2**64)
 
 
 def checked_outcomes(outcomes: Iterable[Any], hints: Sequence[Hint]) -> tuple[HintOutcome, ...]:

@@ -6,12 +6,14 @@ The command line is read with vLLM's own parser, so what a ``--config`` file say
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from tempfile import gettempdir
 from typing import Any, Final, Self
 
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -87,7 +89,9 @@ class Command:
         given = {name.replace("_", "-"): value for name, value in vars(parser.parse_args(list(words))).items()}
         transfer = json.loads(given[_TRANSFER] or "{}")
         deciding = [given[forms.split()[0].removeprefix("--")] for forms in _DECIDING]
-        is_elsewhere = given["nnodes"] != "1" or any(given[name] == value for name, value in _ELSEWHERE.items())
+        is_elsewhere = given["nnodes"] != "1" or any(
+            given[name] == value and (value != "ray" or _joins_others()) for name, value in _ELSEWHERE.items()
+        )
         return cls(
             transfer if isinstance(transfer, Mapping) else {},
             given[_SIZE] is not None,
@@ -105,6 +109,12 @@ class Command:
             for at, child in enumerate(options.get("connectors", ())):
                 if child.get("kv_connector") == NAME:
                     yield f"{extra}.connectors[{at}].", child.get(extra) or {}
+
+
+def _joins_others() -> bool:
+    """Whether Ray would join a cluster, which may have other machines: one that its variable or its file here names."""
+    file = Path(os.environ.get("RAY_TMPDIR") or gettempdir(), "ray", "ray_current_cluster")
+    return os.environ.get("RAY_ADDRESS", "local") != "local" or file.exists()
 
 
 def check(command: Command) -> None:
