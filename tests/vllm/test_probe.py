@@ -88,7 +88,9 @@ class TestWithoutVLLM:
         fake(monkeypatch, FACTORY, **known)
         plugin.register()
         (line,) = [record.message for record in caplog.records]
-        assert line.startswith("this vLLM takes no connectors by name, so it does not know CargoholdConnector: ")
+        assert line.startswith(
+            "cargohold: this vLLM takes no connectors by name, so it does not know CargoholdConnector: "
+        )
 
     def test_the_connector_is_registered_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         registered: dict[str, tuple[str, str]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -513,10 +514,23 @@ def _pool_obstacles(pool: Any) -> list[str]:
     return compat.missing_from_pool(pool)
 
 
+class _OursFirst(logging.Handler):
+    """Hands our lines on to one of vLLM's handlers, with our name in front: else nothing in its log says whose they are."""
+
+    def __init__(self, inner: logging.Handler) -> None:
+        super().__init__(inner.level)
+        self._inner = inner
+
+    def emit(self, record: logging.LogRecord) -> None:
+        named = copy(record)
+        named.msg = f"cargohold: {record.msg}"
+        self._inner.handle(named)
+
+
 def _follow_vllm_log() -> None:
     ours, theirs = logging.getLogger("cargohold"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         for handler in theirs.handlers:
-            ours.addHandler(handler)
+            ours.addHandler(_OursFirst(handler))
         if ours.level == logging.NOTSET:
             ours.setLevel(theirs.level)

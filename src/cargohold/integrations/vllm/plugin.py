@@ -62,7 +62,8 @@ def register() -> None:
     except ValueError:
         return  # an earlier call did
     except (ImportError, AttributeError, TypeError) as error:
-        logger.error("this vLLM takes no connectors by name, so it does not know %s: %s", NAME, error)  # noqa: TRY400  # one line
+        line = "cargohold: this vLLM takes no connectors by name, so it does not know %s: %s"
+        logger.error(line, NAME, error)  # noqa: TRY400  # one line
 
 
 def _check_front() -> None:
@@ -73,7 +74,7 @@ def _check_front() -> None:
     if has_tenants:
         raise SystemExit(f"cargohold: {_PASSED_BY}, so the tenants of CARGOHOLD_TENANTS would not be kept apart")
     if any("cargohold.serve.front" in word for word in sys.argv):
-        logger.error("%s: requests pass the front by", _PASSED_BY)
+        logger.error("cargohold: %s: requests pass the front by", _PASSED_BY)
 
 
 def _check_command() -> None:
@@ -81,16 +82,16 @@ def _check_command() -> None:
     try:
         from cargohold.integrations.vllm import command as command_line  # noqa: PLC0415  # imports vLLM
     except ImportError as error:
-        logger.debug("this vLLM has its parser elsewhere, so wrong options are found later: %s", error)
+        logger.debug("cargohold: this vLLM has its parser elsewhere, so wrong options are found later: %s", error)
         return
     command = command_line.of_this_process()
     if command is None:
         return
     if command.is_replaced:
-        logger.error("%s", _REPLACED)
+        logger.error("cargohold: %s", _REPLACED)
     try:
         command_line.check(command)
     except ConfigError as error:
         raise SystemExit(f"cargohold: {error}") from None
     except Exception as error:  # noqa: BLE001  # a third-party connector or tier may raise anything; the engine says so
-        logger.debug("options were not checked: %r", error)
+        logger.debug("cargohold: options were not checked: %r", error)
