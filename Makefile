@@ -63,7 +63,7 @@ test-lowest: $(LOWEST_VENV)/.installed ## Run the test suite with the lowest ver
 
 test-browser: $(VENV)/.dev $(VENV)/.demo ## Test the pages in a real browser, which must be there: apt-get install chromium
 	$(PIP) install --constraint constraints.txt --group browser
-	$(BIN)/python -m pytest -m browser tests/serve/test_page.py tests/serve/test_dashboard.py tests/replay/test_browser.py $(ARGS)
+	$(BIN)/python -m pytest -m browser tests/serve/test_page.py tests/serve/test_dashboard.py $(ARGS)
 
 test-dashboards: $(VENV)/.dev ## Test dashboard and alerts with a real Prometheus, which must be there: apt-get install prometheus
 	$(BIN)/python -m pytest tests/test_dashboards.py $(ARGS)

@@ -74,14 +74,14 @@ def commands(text: str) -> list[list[str]]:
 SHORTER = {
     "demo": ["--turns", "2", "--answer-tokens", "1", "--num-device-blocks", "300"],
     "simulate": ["--seeds", "2", "--jobs", "1"],
-    "replay trace.jsonl": ["--until", "100"],
-    "plan --model M --trace trace.jsonl": ["--until", "100"],
 }
 
 
 @pytest.mark.parametrize("args", commands(README), ids=" ".join)
 def test_commands_in_the_readme_work(args: list[str], cargohold: Command, chat_model: str, tmp_path: Path) -> None:
-    stand_ins = {"smollm2": chat_model, "M": chat_model, "trace.jsonl": str(TRACE), "/nvme/kv": str(tmp_path)}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(TRACE.read_text().splitlines()[:100]))
+    stand_ins = {"smollm2": chat_model, "M": chat_model, "trace.jsonl": str(trace), "/nvme/kv": str(tmp_path)}
     args = [stand_ins.get(arg, arg) for arg in args] + SHORTER.get(" ".join(args), [])
     if args[0] == "demo":
         args += ["--model", chat_model]

@@ -44,7 +44,6 @@ def stand_in(chat_model: str, tmp_path: Path) -> Callable[[str], str]:
         '"kv"': repr(str(tmp_path / "kv")),
         "smollm2": chat_model,
         "kv": str(tmp_path / "kv"),
-        "report.html": str(tmp_path / "report.html"),
         "file:///tmp/cargohold-shared": f"file://{tmp_path}/shared",
         "tests/data/made_trace.jsonl": str(REPOSITORY / "tests" / "data" / "made_trace.jsonl"),
     }

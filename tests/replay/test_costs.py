@@ -17,14 +17,14 @@ from cargohold.lab.replay.costs import CostModel, describe_kv, kv_size, parse_si
 from cargohold.lab.replay.replaying import replay
 from cargohold.lab.replay.tiers import DISK, HOST
 from cargohold.lab.replay.traces import TraceRequest
-from cargohold.lab.replay.workload import Selection, Workload, load_workload
+from cargohold.lab.replay.workload import Workload, WorkloadOptions, load_workload
 
 REQUESTS = [TraceRequest(hash_ids=list(range(1000)), input_length=15_990, block_tokens=16)] * 2
 
 
 @pytest.fixture
 def workload() -> Workload:
-    return load_workload(REQUESTS, Selection(blocks_per_chunk=4))
+    return load_workload(REQUESTS, WorkloadOptions(blocks_per_chunk=4))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from cargohold.lab.replay.planning import GIB, Gain, Plan, Planner, Recommendati
 from cargohold.lab.replay.replaying import INFINITE, OPTIMUM, ReplayResult, replay
 from cargohold.lab.replay.tiers import DISK, HOST
 from cargohold.lab.replay.traces import TraceRequest, read_trace
-from cargohold.lab.replay.workload import Selection, Workload, load_workload
+from cargohold.lab.replay.workload import Workload, load_workload
 from cargohold.option_values import format_bytes
 
 TOKEN_BYTES = 1 << 10
@@ -131,7 +131,10 @@ class TestRecommendation:
     def test_it_does_not_move_with_the_length_of_a_real_trace(self) -> None:
         """Of 7 minutes it is "at least": the rest of the trace shows how much more pays."""
         requests = list(read_trace([CHAT]))
-        cuts = [load_workload(requests, Selection(until_s=60 * minutes)) for minutes in (7, 14, 30)]
+        cuts = [
+            load_workload([one for one in requests if (one.arrival_ms or 0) < 60_000 * minutes])
+            for minutes in (7, 14, 30)
+        ]
         short, half, whole = (recommended(cut, CHAT_COSTS, 2.0)[0] for cut in cuts)
         assert short.is_least and short.num_bytes <= half.num_bytes
         assert not half.is_least and not whole.is_least
@@ -247,20 +250,6 @@ class TestDemand:
         facts = as_facts(planner, plan)
         assert facts["demand_accelerators"] == pytest.approx(2.0, rel=0.01)
         assert facts["demand_left_accelerators"] == pytest.approx(1.0, rel=0.01)
-
-    def test_a_warmed_up_cache_is_counted_from_its_window_on(self) -> None:
-        requests = [TraceRequest(hash_ids=[at % 10], block_tokens=16, timestamp_ms=1000 * at) for at in range(40)]
-        cold, warm = (
-            load_workload(requests, Selection(from_s=10, until_s=30, warm=is_warm)) for is_warm in (False, True)
-        )
-        for workload, hits in ((cold, 10), (warm, 20)):
-            for policy in ("lru", OPTIMUM, INFINITE):
-                (result,) = replay(workload, policy, [(10,)])
-                assert (result.num_requests, result.num_lookups, result.num_prefix_hits) == (20, 20, hits), policy
-            assert workload.duration_s == 19
-        (result,) = replay(warm, "lru", [(5,)])
-        (host,) = result.tiers
-        assert (host.stored, host.evicted, host.held) == (20, 20, 5)
 
 
 class TestDisk:
@@ -396,5 +385,3 @@ def test_what_cannot_be_planned() -> None:
     untold = load_workload([TraceRequest(hash_ids=[1])])
     with pytest.raises(ConfigError, match="block-tokens"):
         Planner(untold, costs, "lru", SizingBudget())
-    with pytest.raises(ConfigError, match="give --from, too"):
-        Selection(warm=True)

@@ -20,7 +20,7 @@ from cargohold.connector.recording import RecordingFactory
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.lab.replay.replaying import replay
 from cargohold.lab.replay.traces import TraceRequest, read_trace
-from cargohold.lab.replay.workload import Selection, load_workload
+from cargohold.lab.replay.workload import WorkloadOptions, load_workload
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     NULL_CONNECTOR,
@@ -128,7 +128,7 @@ def test_the_replay_agrees_with_an_engine_that_offloads(
         max_model_len=256,
     )
     _, num_reused = serve_conversations(llm)
-    workload = load_workload(recorded(tmp_path / "trace.jsonl"), Selection(blocks_per_chunk=blocks_per_chunk))
+    workload = load_workload(recorded(tmp_path / "trace.jsonl"), WorkloadOptions(blocks_per_chunk=blocks_per_chunk))
     (result,) = replay(workload, policy, [(num_slots,)])
 
     assert workload.num_reused_blocks is not None

@@ -17,7 +17,7 @@ from cargohold.lab.replay import replaying
 from cargohold.lab.replay.replaying import BOUNDS, ReplayResult, plan_tasks, replay, run_tasks
 from cargohold.lab.replay.tiers import run_tiers
 from cargohold.lab.replay.traces import TraceRequest, read_trace, stop
-from cargohold.lab.replay.workload import Selection, Workload, load_workload
+from cargohold.lab.replay.workload import Workload, WorkloadOptions, load_workload
 
 MADE_TRACE = Path(__file__).parent.parent / "data" / "made_trace.jsonl"
 
@@ -36,7 +36,7 @@ def conversations(seed: int, num_requests: int = 400, *, max_new: int = 12) -> l
     return paths
 
 
-def workload_of(paths: Iterable[Sequence[int]], selection: Selection | None = None) -> Workload:
+def workload_of(paths: Iterable[Sequence[int]], selection: WorkloadOptions | None = None) -> Workload:
     return load_workload((TraceRequest(hash_ids=list(path)) for path in paths), selection)
 
 
@@ -247,7 +247,7 @@ class TestAtItsTime:
         return requests
 
     def hits(self, end: str, *, answer_tokens: int, rate: float) -> list[int]:
-        workload = load_workload(self.requests(end, answer_tokens=answer_tokens), Selection(rate=rate))
+        workload = load_workload(self.requests(end, answer_tokens=answer_tokens), WorkloadOptions(rate=rate))
         return list(map(int, one(workload, "reuse-index", 12).run.hits))
 
     def test_how_a_turn_ends_changes_no_hit_before_its_answer_is_complete(self) -> None:
@@ -265,10 +265,10 @@ class TestAtItsTime:
             TraceRequest(hash_ids=[4], timestamp_ms=4000, output_length=20, session_id="b"),
             TraceRequest(hash_ids=[3, 5], timestamp_ms=6000, session_id="a"),
         ]
-        assert load_workload(requests, Selection(rate=20)).answered_s.tolist() == [3.0, 1.5, 5.0, 5.0, 6.0]
+        assert load_workload(requests, WorkloadOptions(rate=20)).answered_s.tolist() == [3.0, 1.5, 5.0, 5.0, 6.0]
         assert load_workload([TraceRequest(hash_ids=[1], output_length=9)]).answered_s.tolist() == [-math.inf]
         with pytest.raises(ConfigError, match="rate"):
-            Selection(rate=0)
+            WorkloadOptions(rate=0)
 
     @pytest.mark.parametrize(("again_ms", "num_found"), [(1999, 1), (2001, 2)])
     def test_what_an_answer_filled_is_found_when_it_is_complete(self, again_ms: int, num_found: int) -> None:
@@ -279,44 +279,31 @@ class TestAtItsTime:
         assert one(load_workload(asked), "lru", 9).run.hits.tolist() == [0, num_found]
 
 
-class TestSelection:
+class TestOptions:
     REQUESTS = tuple(
         TraceRequest(hash_ids=[at, 100 + at], timestamp_ms=1000 * at, session_id=at % 2, input_length=24)
         for at in range(10)
     )
 
-    def test_sessions_and_window(self) -> None:
-        def ids(selection: Selection) -> int:
-            return load_workload(self.REQUESTS, selection).num_requests
-
-        assert ids(Selection()) == 10
-        assert ids(Selection(sessions=("1",))) == 5
-        assert ids(Selection(from_s=2)) == 8
-        assert ids(Selection(from_s=2, until_s=3.5)) == 2
-        assert ids(Selection(until_s=1, sessions=("0",))) == 1
-
     @pytest.mark.parametrize(
         "options",
-        [{"blocks_per_chunk": 0}, {"block_tokens": -1}, {"from_s": 2.0, "until_s": 2.0}, {"blocks_per_chunk": True}],
+        [{"blocks_per_chunk": 0}, {"block_tokens": -1}, {"blocks_per_chunk": True}],
     )
     def test_impossible_options(self, options: dict[str, float]) -> None:
         with pytest.raises(ConfigError):
-            Selection(**options)  # type: ignore[arg-type]  # that is the point
+            WorkloadOptions(**options)  # type: ignore[arg-type]  # that is the point
 
     def test_nothing_to_replay(self) -> None:
         for requests, selection in [
-            ((), Selection()),
-            (self.REQUESTS, Selection(sessions=("7",))),
-            ((TraceRequest(hash_ids=[]),), Selection()),
-            (self.REQUESTS, Selection(blocks_per_chunk=3)),
+            ((), WorkloadOptions()),
+            ((TraceRequest(hash_ids=[]),), WorkloadOptions()),
+            (self.REQUESTS, WorkloadOptions(blocks_per_chunk=3)),
         ]:
             with pytest.raises(ConfigError, match="nothing to replay"):
                 load_workload(requests, selection)
-        with pytest.raises(ConfigError, match="when each request arrived"):
-            load_workload([TraceRequest(hash_ids=[1])], Selection(from_s=1))
 
     def test_chunks_are_named_by_their_last_block_and_the_rest_is_left_out(self) -> None:
-        workload = workload_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Selection(blocks_per_chunk=2))
+        workload = workload_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], WorkloadOptions(blocks_per_chunk=2))
         assert workload.chunks.tolist() == [0, 1, 0, 2]
         assert workload.num_lookups == 4
 
@@ -330,33 +317,12 @@ class TestSelection:
         assert [renamed[chunk] for chunk in workload.chunks.tolist()] == by_time.chunks.tolist()
         assert workload.ends.tolist() == by_time.ends.tolist()
 
-    def test_a_window_is_counted_from_the_first_request_wherever_it_stands(self) -> None:
-        # Recordings have a line when a request ends, so a long one that came first stands behind short ones.
-        times = [5000, 1000, 9000, 7000, 1500]
-        requests = [TraceRequest(hash_ids=[at, 100 + at], timestamp_ms=time) for at, time in enumerate(times)]
-
-        def chosen(**window: float) -> Workload:
-            return load_workload(requests, Selection(**window))  # type: ignore[arg-type]  # only times are given
-
-        assert chosen(from_s=0).num_requests == 5
-        assert chosen(until_s=2).num_requests == 2
-        middle = chosen(from_s=0.5, until_s=6.5)
-        assert (middle.num_requests, middle.num_unique, middle.duration_s) == (3, 6, 5.5)
-        assert sorted(set(middle.chunks.tolist())) == list(range(6))
-        assert middle.count_misplaced() == 0 and one(middle, "infinite", 1).tiers[0].stored == 6
-        with pytest.raises(ConfigError, match=r"the trace ends 8\.0 s after its first request"):
-            chosen(from_s=8.5)
-
-    def test_a_session_is_no_request_without_one(self) -> None:
-        requests = [TraceRequest(hash_ids=[1]), TraceRequest(hash_ids=[2], session_id="None")]
-        assert load_workload(requests, Selection(sessions=("None",))).num_requests == 1
-
     def test_block_size_is_given_recorded_or_implied(self) -> None:
         lengths = [37, 160, 161, 512, 1000]
         partial = [TraceRequest(hash_ids=list(range(-(-n // 16))), input_length=n) for n in lengths]
         full = [TraceRequest(hash_ids=list(range(n // 16)), input_length=n) for n in lengths]
         assert load_workload(partial).block_tokens == load_workload(full).block_tokens == 16
-        assert load_workload(full, Selection(block_tokens=8)).block_tokens == 8
+        assert load_workload(full, WorkloadOptions(block_tokens=8)).block_tokens == 8
         recorded = [TraceRequest(hash_ids=[1, 2], block_tokens=128)]
         assert load_workload(recorded).block_tokens == 128
         assert workload_of([[1, 2]]).block_tokens is None

@@ -14,10 +14,10 @@ from rich.table import Table
 from cargohold.cache.policies import DEFAULT_POLICY, POLICY_NAMES, find_policy
 from cargohold.cli.app import Answers, app, remark, takes_groups
 from cargohold.cli.traces import (
+    AsJson,
     CostOptions,
     DiskOptions,
     LoadedTrace,
-    OutputOptions,
     TraceOptions,
     TracesArgument,
     load_trace,
@@ -28,7 +28,6 @@ from cargohold.cli.traces import (
 from cargohold.errors import ConfigError
 from cargohold.lab.replay.advice import advise, as_facts, disk_table, fits, plan_table, recommend, unit_of_gain
 from cargohold.lab.replay.costs import CostModel, Size, parse_size, parse_sizes
-from cargohold.lab.replay.html import page, plan_page, write_text
 from cargohold.lab.replay.planning import BASELINE, Plan, Planner, SizingBudget
 from cargohold.lab.replay.replaying import BOUNDS, HINTED, Capacities, ReplayResult, check_policies
 from cargohold.lab.replay.report import Report, all_numbers, describe_size, describe_trace, format_seconds
@@ -91,13 +90,12 @@ def replay(
     disk_options: DiskOptions = DiskOptions(),  # noqa: B008  # frozen
     trace_options: TraceOptions = TraceOptions(),  # noqa: B008  # frozen
     cost_options: CostOptions = CostOptions(),  # noqa: B008  # frozen
-    output: OutputOptions = OutputOptions(),  # noqa: B008  # frozen
+    as_json: AsJson = False,
 ) -> None:
     """Replay a trace of KV blocks through the policies that production runs, at several sizes.
 
     A hit is a block found with all blocks before it. The optimum knows the future; infinite never evicts.
     """
-    output.check()
     policies = grid.policies()
     disk_policy = disk_options.checked_policy("--disk", grid.disk)
     sizes, disk = grid.sizes()
@@ -114,10 +112,7 @@ def replay(
     if why is not None:
         remark(f"note: {why}", style="yellow")
         report = replace(report, remarks=(*report.remarks, why))
-    if output.html is not None:
-        write_text(output.html, page(report))
-        remark(f"wrote {output.html}")
-    if output.as_json:
+    if as_json:
         typer.echo(json.dumps(report.as_facts(), indent=1))
     else:
         show_report(report)
@@ -237,7 +232,7 @@ def plan(
     disk_options: DiskOptions = DiskOptions(),  # noqa: B008  # frozen
     trace_options: TraceOptions = TraceOptions(),  # noqa: B008  # frozen
     cost_options: CostOptions = CostOptions(),  # noqa: B008  # frozen
-    output: OutputOptions = OutputOptions(),  # noqa: B008  # frozen
+    as_json: AsJson = False,
 ) -> None:
     """Say how large a cache should be for a trace: up to which size the next GiB is worth its price, and if a disk pays.
 
@@ -245,7 +240,6 @@ def plan(
     """
     if not what.trace:
         raise ConfigError("trace", None, "--trace FILE is required")
-    output.check()
     budget = what.budget()
     disk_policy = disk_options.checked_policy("--disk-bytes", what.disk_bytes)
     costs = cost_options.costs(what.model)
@@ -257,13 +251,10 @@ def plan(
     found, memory = planner.plan(results), memory_limit_bytes()
     answer = list(recommend(planner, found))
     words = [*advise(planner, found), fits(planner, found, memory)]
-    report = Report(tuple(what.trace), trace.workload, costs, tuple(results), (*words, *trace.remarks))
-    if output.html is not None:
-        write_text(output.html, plan_page(planner, found, report, answer))
-        remark(f"wrote {output.html}")
-    if output.as_json:
+    if as_json:
+        report = Report(tuple(what.trace), trace.workload, costs, tuple(results), trace.remarks)
         facts = as_facts(planner, found) | {"memory_limit_bytes": memory, "advice": [*answer, *words]}
-        typer.echo(json.dumps(facts | replace(report, remarks=trace.remarks).as_facts(), indent=1))
+        typer.echo(json.dumps(facts | report.as_facts(), indent=1))
     else:
         _show(planner, found, [*answer, *words])
 

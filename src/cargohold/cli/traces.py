@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn
 
 from cargohold.cache.policies import POLICY_NAMES, find_policy
-from cargohold.cli.app import check_writable, progress, quiet_transformers, remark
+from cargohold.cli.app import progress, quiet_transformers, remark
 from cargohold.engine.model.info import describe_model
 from cargohold.engine.model.tokenizer import Tokenizer
 from cargohold.errors import ConfigError, TraceError
@@ -22,7 +22,7 @@ from cargohold.lab.replay.replaying import OPTIMUM, Capacities, ReplayResult, pl
 from cargohold.lab.replay.report import remarks_on
 from cargohold.lab.replay.tiers import DEFAULT_DISK_POLICY, DISK, HOST
 from cargohold.lab.replay.traces import STDIN, RequestLogDecoder, TraceRequest, read_trace, stop
-from cargohold.lab.replay.workload import Selection, Workload, load_workload
+from cargohold.lab.replay.workload import Workload, WorkloadOptions, load_workload
 from cargohold.option_values import SIZE_UNITS, format_count, parse_bytes, search_current_directory
 
 DEFAULT_LOG_BLOCK_TOKENS = 16
@@ -31,6 +31,7 @@ DEFAULT_LOG_BLOCK_TOKENS = 16
 TracesArgument = Annotated[
     list[str], typer.Argument(help="Files of one trace: JSON lines, plain, gz or zst; - for standard input.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def look_here_for(policies: Sequence[str]) -> None:
@@ -63,23 +64,8 @@ class DiskOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """How results are shown."""
-
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with curves and tables to this file.")
-    ] = None
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` if the page could not be written."""
-        if self.html is not None:
-            check_writable("html", self.html)
-
-
-@dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """Which part of a trace, and how it is cut; see ``Selection``."""
+    """How a trace is read and cut; see ``WorkloadOptions``."""
 
     blocks_per_chunk: Annotated[int, typer.Option(help="Number of blocks that are kept as one chunk.")] = 1
     block_tokens: Annotated[
@@ -88,30 +74,16 @@ class TraceOptions:
     tokenizer: Annotated[
         str | None, typer.Option(help="Model whose tokenizer to use for the trace's texts.", metavar="MODEL")
     ] = None
-    session: Annotated[list[str] | None, typer.Option(help="Only this session; can be repeated.")] = None
-    from_s: Annotated[float | None, typer.Option("--from", help="Only from this second on.")] = None
-    until_s: Annotated[float | None, typer.Option("--until", help="Only until this second.")] = None
-    warm: Annotated[
-        bool, typer.Option("--warm", help="Warm the cache up with the requests before --from, without counting them.")
-    ] = False
     rate: Annotated[
         float, typer.Option(help="Tokens per second of an answer, if the trace does not say when it was complete.")
     ] = 80.0
     on_bad_line: Annotated[str, typer.Option(help="stop or skip.")] = "stop"
 
-    def selection(self) -> Selection:
-        """The options as a selection. Raises ``ConfigError`` for impossible ones."""
+    def workload_options(self) -> WorkloadOptions:
+        """The options for a workload. Raises ``ConfigError`` for impossible ones."""
         if self.on_bad_line not in ("stop", "skip"):
             raise ConfigError("on_bad_line", self.on_bad_line, "it must be stop or skip")
-        return Selection(
-            blocks_per_chunk=self.blocks_per_chunk,
-            block_tokens=self.block_tokens,
-            sessions=frozenset(self.session or ()),
-            from_s=self.from_s,
-            until_s=self.until_s,
-            warm=self.warm,
-            rate=self.rate,
-        )
+        return WorkloadOptions(blocks_per_chunk=self.blocks_per_chunk, block_tokens=self.block_tokens, rate=self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +155,7 @@ class LoadedTrace:
         workload = self.workload
         size = parse_size("device", device).chunks_for(workload, costs.chunk_bytes(workload.chunk_tokens))
         workload = workload.behind(size)
-        share = int(workload.on_device[workload.num_warm :].sum()) / workload.num_lookups
+        share = int(workload.on_device.sum()) / workload.num_lookups
         text = f"the device pool alone finds {share:.1%} of the blocks asked for; hits are what offloading adds to that"
         remark(f"note: {text}", style="yellow")
         return replace(self, workload=workload, remarks=(*self.remarks, text))
@@ -212,7 +184,7 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
         ConfigError: an option is impossible, or leaves nothing to replay.
         TraceError: a file cannot be read, a line is broken, or there is nothing to replay.
     """
-    selection = options.selection()
+    workload_options = options.workload_options()
     decode = _decoder(options)
     skipped = _Skipped()
     with progress(BarColumn()) as bar:
@@ -224,7 +196,7 @@ def load_trace(files: Sequence[str], options: TraceOptions) -> LoadedTrace:
             decode=decode,
         )
         try:
-            workload = load_workload(_counted(requests, files, skipped), selection)
+            workload = load_workload(_counted(requests, files, skipped), workload_options)
         except ConfigError as error:
             if error.key != "trace":
                 raise

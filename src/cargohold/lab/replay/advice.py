@@ -186,7 +186,7 @@ def _why_none(planner: Planner) -> str:
 
 def _on_demand(planner: Planner, plan: Plan) -> str:
     demand = planner.demand()
-    asked = planner.workload.prompt_tokens_from(planner.workload.num_warm)
+    asked = planner.workload.prompt_tokens_from(0)
     if demand is None:
         return f"The prompts have {format_count(asked, 'token')}; without a cache, all are computed."
     rate = planner.costs.prefill_tokens_per_s

@@ -79,14 +79,14 @@ class CostModel:
         return result.num_hit_tokens / self.prefill_tokens_per_s - load_s
 
     def waiting_s(self, result: ReplayResult, workload: Workload) -> float | None:
-        """Seconds that all counted prompts together take to be loaded and computed: what their sessions wait for.
+        """Seconds that all prompts together take to be loaded and computed: what their sessions wait for.
 
         ``None`` where ``saved_s`` is.
         """
         saved_s = self.saved_s(result, workload.chunk_tokens)
         if saved_s is None or self.prefill_tokens_per_s is None:
             return None
-        return workload.prompt_tokens_from(workload.num_warm) / self.prefill_tokens_per_s - saved_s
+        return workload.prompt_tokens_from(0) / self.prefill_tokens_per_s - saved_s
 
     def break_even_tokens_per_s(self, tier: str) -> float | None:
         """The prefill rate above which computing a token is faster than loading it from a tier."""

@@ -235,7 +235,7 @@ class Planner:
         """Accelerators that prefill keeps busy without a cache; ``None`` if the prefill rate or times are not known."""
         if not (self.has_rates and self.costs.prefill_tokens_per_s):
             return None
-        tokens = self.workload.prompt_tokens_from(self.workload.num_warm)
+        tokens = self.workload.prompt_tokens_from(0)
         return tokens / self.costs.prefill_tokens_per_s / self.workload.duration_s
 
     def demand_left(self, result: ReplayResult) -> float | None:
@@ -292,7 +292,7 @@ class Planner:
 
     def _first(self, num_chunks: int) -> int:
         """The request from which on a size is counted. What is not judged is counted in the second half."""
-        return max(self.workload.num_warm, min(self._evicts_at(num_chunks), self._middle))
+        return min(self._evicts_at(num_chunks), self._middle)
 
     def _from(self, result: ReplayResult, first: int) -> ReplayResult:
         return count(self.workload, result.policy, result.capacities, result.run, first, result.seconds)

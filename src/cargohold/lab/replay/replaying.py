@@ -130,7 +130,7 @@ def count(
 
 
 def _counted(workload: Workload, policy: str, capacities: Capacities, run: TierRun, started: float) -> ReplayResult:
-    return count(workload, policy, capacities, run, workload.num_warm, time.perf_counter() - started)
+    return count(workload, policy, capacities, run, 0, time.perf_counter() - started)
 
 
 def _production(

@@ -87,7 +87,7 @@ class Report:
             "duration_s": workload.duration_s,
             "engine_reused_blocks": workload.num_reused_blocks,
             "device_chunks": workload.device_chunks,
-            "device_hits": int(workload.on_device[workload.num_warm :].sum()),
+            "device_hits": int(workload.on_device.sum()),
         }
 
     def _result_facts(self, result: ReplayResult) -> Facts:
@@ -179,34 +179,9 @@ def describe_trace(report: Report) -> str:
     )
 
 
-def describe_costs(report: Report) -> str:
-    """One line about what the times and bytes in the report are based on."""
-    costs = report.costs
-    if costs.bytes_per_token is None:
-        return "Amounts are numbers of blocks: how many bytes a token takes was not given."
-    weight = f"A token's KV takes {costs.bytes_per_token:,} bytes"
-    if costs.prefill_tokens_per_s is None or report.chunk_bytes is None:
-        return f"{weight}."
-    tiers = ", ".join(f"{tier} at {bandwidth / 1e9:g} GB/s" for tier, bandwidth in costs.bytes_per_s.items())
-    return (
-        f"{weight}. Prefill saved: hit tokens at {costs.prefill_tokens_per_s:,.0f} tokens per second, less the time to load "
-        f"them ({tiers}; nothing overlaps)."
-    )
-
-
 def describe_amount(report: Report, num_chunks: int) -> str:
     """A number of chunks, in bytes if the size of a chunk is known."""
     return f"{num_chunks:,}" if report.chunk_bytes is None else format_bytes(num_chunks * report.chunk_bytes)
-
-
-def format_amount(report: Report, num_chunks: float) -> str:
-    """A number of chunks like ``describe_amount``, but short, for axes."""
-    if report.chunk_bytes is not None:
-        return format_bytes(num_chunks * report.chunk_bytes)
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if num_chunks >= size:
-            return f"{num_chunks / size:.3g}{unit}"
-    return f"{num_chunks:.3g}"
 
 
 def describe_size(report: Report, capacities: Sequence[int]) -> str:

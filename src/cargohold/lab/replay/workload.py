@@ -1,4 +1,4 @@
-"""A trace in memory: selected requests, ordered, cut into chunks that are numbered in the order of their first use.
+"""A trace in memory: its requests, ordered, cut into chunks that are numbered in the order of their first use.
 
 All is in flat arrays that processes can share.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
@@ -18,13 +18,12 @@ import numpy.typing as npt
 
 from cargohold.errors import ConfigError
 from cargohold.lab.replay.traces import MAX_TOKENS, TraceRequest
-from cargohold.option_values import format_count, is_number, is_positive_int, is_positive_number
+from cargohold.option_values import format_count, is_positive_int, is_positive_number
 from cargohold.protocol import TurnEnd
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Chunks = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 Name = TypeVar("Name", bound=Hashable)
 
 UNKNOWN: Final = -1
@@ -33,7 +32,6 @@ FIRST_TOKEN_S: Final = 1.0
 TURN_ENDS: Final = tuple(TurnEnd)
 _LIKELY_BLOCK_TOKENS: Final = tuple(1 << power for power in range(14))
 _BELIEVED_FROM: Final = 0.95
-_NOTHING: Final = "there is nothing to replay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +52,11 @@ class Workload:
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
         arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
         answered_s: per request, when its answer is complete, in the same seconds; minus infinity, which is at once, where the
-            trace does not tell when it arrived. See ``Selection.rate``.
+            trace does not tell when it arrived. See ``WorkloadOptions.rate``.
         sessions: per request, number of its session, or ``UNKNOWN``.
         turn_ends: per request, how it ended, as its number in ``TURN_ENDS``.
-        num_warm: leading requests that only warm the cache up: they are replayed, but not counted.
         num_unique: number of different chunks.
-        num_prompt_blocks: blocks of counted prompts, including those left over at the ends of prompts, which are in no chunk.
+        num_prompt_blocks: blocks of all prompts, including those left over at the ends of prompts, which are in no chunk.
         blocks_per_chunk: blocks of the trace per chunk.
         block_tokens: tokens per block; ``None`` if the trace does not tell.
         told_block_tokens: least and most tokens per block that requests tell; ``None`` if none tells.
@@ -86,7 +83,6 @@ class Workload:
     block_tokens: int | None = None
     told_block_tokens: tuple[int, int] | None = None
     step_tokens: int | None = None
-    num_warm: int = 0
     is_timed: bool = True
     is_sorted: bool = True
     device_chunks: int = 0
@@ -120,13 +116,12 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """How many requests there are, without those that only warm up."""
-        return len(self.ends) - self.num_warm
+        return len(self.ends)
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first counted request to the last; 0 if the trace does not tell."""
-        return self.seconds_from(self.num_warm)
+        """Seconds from the first request to the last; 0 if the trace does not tell."""
+        return self.seconds_from(0)
 
     def seconds_from(self, first: int) -> float:
         """Seconds from a request to the last; 0 if the trace does not tell."""
@@ -143,8 +138,8 @@ class Workload:
 
     @property
     def num_lookups(self) -> int:
-        """Number of chunks of all counted prompts; a chunk counts each time."""
-        return self.lookups_from(self.num_warm)
+        """Number of chunks of all prompts; a chunk counts each time."""
+        return self.lookups_from(0)
 
     def lookups_from(self, first: int) -> int:
         """Number of chunks of the prompts from a request on; a chunk counts each time."""
@@ -157,9 +152,8 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Tokens of all counted prompts; ``None`` if the trace does not tell."""
-        counted = self.prompt_tokens[self.num_warm :]
-        return None if (counted == UNKNOWN).any() else int(counted.sum())
+        """Tokens of all prompts; ``None`` if the trace does not tell."""
+        return None if (self.prompt_tokens == UNKNOWN).any() else int(self.prompt_tokens.sum())
 
     def prompt_tokens_from(self, first: int) -> int:
         """Tokens of the prompts from a request on that the device pool lacks; where the trace does not tell, of their chunks.
@@ -174,8 +168,7 @@ class Workload:
     @property
     def num_reused_blocks(self) -> int | None:
         """Blocks that the recording engine reused; ``None`` if the trace does not tell."""
-        counted = self.reused_blocks[self.num_warm :]
-        return None if (counted == UNKNOWN).any() else int(counted.sum())
+        return None if (self.reused_blocks == UNKNOWN).any() else int(self.reused_blocks.sum())
 
     def first_use_requests(self) -> Ints:
         """Per different chunk, in the order of their first uses, the request that used it first."""
@@ -246,25 +239,18 @@ class DevicePool(Generic[Name]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Which requests of a trace are replayed, and how. Raises ``ConfigError`` for impossible values.
+class WorkloadOptions:
+    """How a trace is replayed. Raises ``ConfigError`` for impossible values.
 
     Attributes:
         blocks_per_chunk: consecutive blocks that are kept as one chunk; blocks left over at a prompt's end are not kept.
         block_tokens: tokens per block; by default the number that the trace says, or that its lengths imply.
-        sessions: only requests of these sessions; all if empty.
-        from_s, until_s: only requests that arrive in this window, in seconds since the trace's first request.
-        warm: requests before ``from_s`` are replayed, too, to warm the cache up, but not counted.
         rate: tokens of an answer per second. Where the trace does not say when an answer was complete, it takes so long after
             ``FIRST_TOKEN_S``, and at most until its session goes on.
     """
 
     blocks_per_chunk: int = 1
     block_tokens: int | None = None
-    sessions: Collection[str] = ()
-    from_s: float | None = None
-    until_s: float | None = None
-    warm: bool = False
     rate: float = 80.0
 
     def __post_init__(self) -> None:
@@ -273,52 +259,19 @@ class Selection:
         size = self.block_tokens
         if size is not None and not (is_positive_int(size) and size <= MAX_TOKENS):
             raise ConfigError("block_tokens", size, f"it must be an integer from 1 to {MAX_TOKENS}")
-        if self.from_s is not None and not (is_number(self.from_s) and self.from_s >= 0):
-            raise ConfigError("from", self.from_s, "it must be a number of seconds from 0")
-        if self.until_s is not None and not is_positive_number(self.until_s):
-            raise ConfigError("until", self.until_s, "it must be a number of seconds above 0")
-        if self.from_s is not None and self.until_s is not None and self.from_s >= self.until_s:
-            raise ConfigError(
-                "until", self.until_s, f"the window must end after it starts, which is at {self.from_s} s"
-            )
-
         if not is_positive_number(self.rate):
             raise ConfigError("rate", self.rate, "it must be a number of tokens per second above 0")
-        if self.warm and self.from_s is None:
-            raise ConfigError("warm", True, "it warms up on what comes before --from: give --from, too")
-
-    @property
-    def needs_times(self) -> bool:
-        """Whether every request must have an arrival time."""
-        return self.from_s is not None or self.until_s is not None
-
-    def includes_session(self, session_id: int | str | None) -> bool:
-        """Whether requests of a session are replayed."""
-        return not self.sessions or (session_id is not None and str(session_id) in self.sessions)
-
-    def includes_times(self, since_first_s: Floats) -> Bools:
-        """A mask of the requests to replay, from their arrival times in seconds since the first request."""
-        chosen = self.counts(since_first_s) | self.warm
-        if self.until_s is not None:
-            chosen &= since_first_s < self.until_s
-        return chosen
-
-    def counts(self, since_first_s: Floats) -> Bools:
-        """A mask of the requests that are not too early to be counted."""
-        if self.from_s is None:
-            return np.ones(len(since_first_s), dtype=np.bool_)
-        return since_first_s >= self.from_s
 
 
 class WorkloadBuilder:
     """Collects requests. They are replayed in this order if they have no times.
 
     Args:
-        selection: which requests to collect, and how.
+        options: how they are cut.
     """
 
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
+    def __init__(self, options: WorkloadOptions) -> None:
+        self._options = options
         self._numbers: dict[int, int] = {}
         self._chunks = array("i")
         self._prompt_lengths, self._lengths = array("q"), array("q")
@@ -328,32 +281,13 @@ class WorkloadBuilder:
         self._turn_ends = array("b")
         self._session_numbers: dict[int | str, int] = {}
         self._first_ms = math.inf
-        self._last_ms = -math.inf
         self._block_tokens: int | None = None
         self._told_block_tokens: tuple[int, int] | None = None
         self._step_tokens: int | None = None
-        self._has_sessions = False
 
     def add(self, request: TraceRequest) -> None:
-        """Add a request, if it may be selected. Raises ``ConfigError`` if its time is needed and it has none."""
-        wanted = self._selection
-        arrival_ms = request.arrival_ms
-        if arrival_ms is not None:
-            self._first_ms = min(self._first_ms, arrival_ms)
-            self._last_ms = max(self._last_ms, arrival_ms)
-        self._has_sessions |= request.session_id is not None
-        if not wanted.includes_session(request.session_id):
-            return
-        if wanted.needs_times and arrival_ms is None:
-            raise ConfigError("from/until", "a time window", "the trace must say when each request arrived")
-        # A later line may have an earlier request. That only moves this one further after the first: it stays too late.
-        if (
-            wanted.until_s is not None
-            and arrival_ms is not None
-            and arrival_ms - self._first_ms >= 1000 * wanted.until_s
-        ):
-            return
-        step = wanted.blocks_per_chunk
+        step, arrival_ms = self._options.blocks_per_chunk, request.arrival_ms
+        self._first_ms = min(self._first_ms, math.inf if arrival_ms is None else arrival_ms)
         ids = [*request.hash_ids, *request.output_hash_ids][step - 1 :: step]
         numbers = self._numbers
         self._chunks.extend([numbers.setdefault(chunk, len(numbers)) for chunk in ids])
@@ -375,20 +309,12 @@ class WorkloadBuilder:
             self._told_block_tokens = min(least, request.block_tokens), max(most, request.block_tokens)
 
     def build(self) -> Workload:
-        """The workload of the selected requests, ordered by time. Raises ``ConfigError`` if no prompt has a chunk."""
+        """The workload of the requests, ordered by time. Raises ``ConfigError`` if no prompt has a chunk."""
+        if not sum(self._prompt_lengths):
+            raise self._nothing_to_replay()
         arrivals_s = (np.array(self._times_ms) - self._first_ms) / 1000
-        order = np.arange(len(arrivals_s))
-        if self._selection.needs_times:
-            order = order[self._selection.includes_times(arrivals_s)]
-        times = arrivals_s[order]
-        is_timed = bool(np.isfinite(times).all())
-        is_sorted = bool((np.diff(times[np.isfinite(times)]) >= 0).all())
-        if is_timed and not is_sorted:
-            order = order[times.argsort(kind="stable")]
-        counted = order[self._selection.counts(arrivals_s[order])]
-        num_prompt_chunks = int(np.array(self._prompt_lengths, dtype=np.int64)[counted].sum())
-        if not num_prompt_chunks:
-            raise self._nothing_to_replay(len(counted))
+        is_timed = bool(np.isfinite(arrivals_s).all())
+        is_sorted = bool((np.diff(arrivals_s[np.isfinite(arrivals_s)]) >= 0).all())
         ends = np.cumsum(np.array(self._lengths, dtype=np.int64))
         starts = np.concatenate(([0], ends[:-1]))
         sessions = np.array(self._sessions, dtype=np.int64)
@@ -404,20 +330,19 @@ class WorkloadBuilder:
             turn_ends=np.array(self._turn_ends, dtype=np.int64),
             on_device=np.zeros(len(ends), dtype=np.int64),
             num_unique=len(self._numbers),
-            num_prompt_blocks=int(np.array(self._blocks, dtype=np.int64)[counted].sum()),
-            blocks_per_chunk=self._selection.blocks_per_chunk,
-            block_tokens=self._selection.block_tokens or self._block_tokens or self._implied_block_tokens(),
+            num_prompt_blocks=sum(self._blocks),
+            blocks_per_chunk=self._options.blocks_per_chunk,
+            block_tokens=self._options.block_tokens or self._block_tokens or self._implied_block_tokens(),
             told_block_tokens=self._told_block_tokens,
             step_tokens=self._step_tokens,
-            num_warm=len(order) - len(counted),
             is_timed=is_timed,
             is_sorted=is_sorted,
         )
-        return workload if np.array_equal(order, np.arange(len(ends))) else _taken(workload, order)
+        return _reordered(workload, arrivals_s.argsort(kind="stable")) if is_timed and not is_sorted else workload
 
     def _answered_s(self, arrivals_s: Floats, sessions: Ints) -> Floats:
-        """When each answer is complete; see ``Selection.rate``."""
-        answered_s = arrivals_s + FIRST_TOKEN_S + np.array(self._answers) / self._selection.rate
+        """When each answer is complete; see ``WorkloadOptions.rate``."""
+        answered_s = arrivals_s + FIRST_TOKEN_S + np.array(self._answers) / self._options.rate
         order = np.lexsort((arrivals_s, sessions))
         goes_on = (sessions[order[:-1]] == sessions[order[1:]]) & (sessions[order[1:]] != UNKNOWN)
         before, after = order[:-1][goes_on], order[1:][goes_on]
@@ -425,23 +350,16 @@ class WorkloadBuilder:
         recorded_s = (np.array(self._ended_ms) - self._first_ms) / 1000
         return np.nan_to_num(np.where(np.isnan(recorded_s), answered_s, recorded_s), nan=-np.inf)
 
-    def _nothing_to_replay(self, num_requests: int) -> ConfigError:
+    def _nothing_to_replay(self) -> ConfigError:
         """An error that names the option because of which nothing is left."""
-        wanted, nothing = self._selection, f"{_NOTHING}: "
+        wanted, num_requests = self._options, len(self._lengths)
         if num_requests and wanted.blocks_per_chunk > 1:
-            return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, f"{nothing}no prompt has so many blocks")
-        if not self._has_sessions and wanted.sessions:
-            expected = "the trace has no sessions: none of its requests has a session_id"
-            return ConfigError("session", ", ".join(sorted(wanted.sessions)), expected)
-        if not num_requests and wanted.sessions:
-            when = " in that time" if wanted.needs_times else ""
-            return ConfigError("session", ", ".join(sorted(wanted.sessions)), f"{nothing}no request is of it{when}")
-        if not num_requests and wanted.needs_times:
-            key, value = ("until", wanted.until_s) if wanted.from_s is None else ("from", wanted.from_s)
-            lasts_s = max(0.0, self._last_ms - self._first_ms) / 1000
-            return ConfigError(key, value, f"{nothing}the trace ends {lasts_s:.1f} s after its first request")
+            expected = "there is nothing to replay: no prompt has so many blocks"
+            return ConfigError("blocks_per_chunk", wanted.blocks_per_chunk, expected)
         have = "has" if num_requests == 1 else "have"
-        expected = f"the {format_count(num_requests, 'request')} in it {have} no full block, so {_NOTHING}"
+        expected = (
+            f"the {format_count(num_requests, 'request')} in it {have} no full block, so there is nothing to replay"
+        )
         return ConfigError("trace", None, expected)
 
     def _implied_block_tokens(self) -> int | None:
@@ -459,30 +377,27 @@ class WorkloadBuilder:
         return best if agreement(best) >= _BELIEVED_FROM else None
 
 
-def load_workload(requests: Iterable[TraceRequest], selection: Selection | None = None) -> Workload:
+def load_workload(requests: Iterable[TraceRequest], options: WorkloadOptions | None = None) -> Workload:
     """Make a workload of requests, which are read one by one.
 
     Raises:
         ConfigError: there is nothing to replay.
     """
-    builder = WorkloadBuilder(selection or Selection())
+    builder = WorkloadBuilder(options or WorkloadOptions())
     for request in requests:
         builder.add(request)
     return builder.build()
 
 
-def _taken(workload: Workload, order: Ints) -> Workload:
-    """The requests of a workload at the indices in ``order``, in that order, as a workload of their own."""
+def _reordered(workload: Workload, order: Ints) -> Workload:
+    """The same requests in another order, given as their indices."""
     starts, lengths = workload.starts[order], (workload.ends - workload.starts)[order]
     prompt_lengths = (workload.prompt_ends - workload.starts)[order]
     ends = np.cumsum(lengths)
     new_starts = ends - lengths
-    gather = np.arange(int(ends[-1])) + np.repeat(starts - new_starts, lengths)
-    # Chunks that only left-out requests use get no number.
-    numbers, chunks = np.unique(workload.chunks[gather], return_inverse=True)
     return replace(
         workload,
-        chunks=chunks.astype(np.int32),
+        chunks=workload.chunks[np.arange(int(ends[-1])) + np.repeat(starts - new_starts, lengths)],
         prompt_ends=new_starts + prompt_lengths,
         ends=ends,
         prompt_tokens=workload.prompt_tokens[order],
@@ -492,5 +407,4 @@ def _taken(workload: Workload, order: Ints) -> Workload:
         sessions=workload.sessions[order],
         turn_ends=workload.turn_ends[order],
         on_device=workload.on_device[order],
-        num_unique=len(numbers),
     )
