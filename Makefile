@@ -149,8 +149,8 @@ test-routers: $(VENV)/.dev $(DYNAMO_VENV)/.installed ## Test KV events with Dyna
 	test ! -e $(VLLM_VENV)/.installed || \
 		OMP_NUM_THREADS=1 $(IN_OWN_NETWORK) $(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default --timeout 600 $(OWN_FILES) tests/vllm/test_routers.py $(ARGS)
 
-demo-vllm: $(VLLM_VENV)/.installed ## Serve a real model with vLLM, without and with offloading
-	$(VLLM_VENV)/bin/cargohold demo-vllm $(ARGS)
+demo-vllm: $(VLLM_VENV)/.installed ## Run a real model with vLLM, whose lost contexts come back; another one: MODEL=...
+	$(VLLM_VENV)/bin/python examples/vllm_quick_start/run.py $(or $(MODEL),smollm2)
 
 bench-vllm: $(VENV)/.dev $(VENV)/.demo $(VLLM_VENV)/.installed $(LMCACHE_VENV)/.installed ## Compare with vLLM's own offloading and LMCache
 	$(VLLM_VENV)/bin/python -m benchmarks bookkeeping $(ARGS)

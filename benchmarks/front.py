@@ -143,7 +143,7 @@ def beside_vllm(url: str, rounds: int, sizes_kib: Sequence[int]) -> list[dict[st
 
 def served(tenants: Path, rounds: int, sizes_kib: Sequence[int]) -> list[dict[str, Any]]:
     """Start vLLM's server with the connector and the front, without tenants, and ask it."""
-    from cargohold.integrations.vllm.server import serving  # noqa: PLC0415  # where vLLM is installed
+    from examples.vllm_server import serving  # noqa: PLC0415  # where vLLM is installed
     from tests.serve.scripted_model import save_scripted_model  # noqa: PLC0415  # beside it
 
     most = 2 * KIB * max(sizes_kib)  # each character is a token

@@ -14,7 +14,9 @@ import vllm
 from clients import MODEL, Turn, anthropic_agent, openai_agent, others
 from scripted import save_scripted, sizes
 
-from cargohold.integrations.vllm.server import serving
+sys.path.append(str(Path(__file__).parents[1]))  # vllm_server is beside this directory
+
+from vllm_server import serving
 
 AGENTS: dict[str, Callable[..., list[Turn]]] = {"OpenAI's client": openai_agent, "Anthropic's client": anthropic_agent}
 SYSTEM_CHARS, NUM_OTHERS, OTHERS_CHARS = 800, 5, 900

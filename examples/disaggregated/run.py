@@ -19,7 +19,10 @@ import httpx2
 from proxy import HANDOFF, PREFILL_HEADER
 
 from cargohold.engine.model.info import locate_model
-from cargohold.integrations.vllm.server import free_port, serving
+
+sys.path.append(str(Path(__file__).parents[1]))  # vllm_server is beside this directory
+
+from vllm_server import free_port, serving
 
 HANDBOOK = "".join(f"Antwerp, berth {n}: ships of up to {40 + n} metres.\n" for n in range(70))
 NAME = "the-model"

@@ -11,7 +11,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read by vLLM's CPU 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-MODEL = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M"
+from cargohold.engine.model.files import locate_model
+
+MODEL = locate_model(sys.argv[1]) if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M"
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 6, 400
 
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="make test-mooncake installs Mooncake over vLLM's environment")
 
 from cargohold.connector.guests.handoff import HANDOFF
-from cargohold.integrations.vllm.server import serving
+from examples.vllm_server import serving
 from tests import example_runs
 from tests.mooncake.cluster import WAIT_S, Cluster
 from tests.vllm.common import RESTARTED, make_prompts

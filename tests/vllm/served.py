@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from cargohold.integrations.vllm.server import serving
+from examples.vllm_server import serving
 from tests.vllm.common import make_prompts
 
 BLOCK_TOKENS = 32

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.cli import vllm_flags
-from cargohold.integrations.vllm.server import serving, why_turned_off
+from examples.vllm_server import serving, why_turned_off
 from tests.vllm.common import make_prompts, restored
 from tests.vllm.models import save_tokenizer
 

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from cargohold.integrations.vllm import plugin
-from cargohold.integrations.vllm.server import serving
+from examples.vllm_server import serving
 from tests.serve.clients import anthropic, openai
 from tests.serve.scripted_model import save_scripted_model
 

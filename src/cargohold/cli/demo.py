@@ -1,31 +1,22 @@
-"""``cargohold demo`` and ``demo-vllm``: conversations that do not fit the device pool together, without and with offloading."""
+"""``cargohold demo``: conversations that do not fit the device pool together, without and with offloading."""
 
 from __future__ import annotations
 
 import json
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn
 
-from cargohold.cli.app import EXIT_USAGE, Answers, app, errors, loaded, progress, quiet_transformers
+from cargohold.cli.app import Answers, app, errors, loaded
 from cargohold.connector.offloading import OffloadConfig
 from cargohold.engine.core.request import SamplingParams
-from cargohold.engine.model.files import locate_model
 from cargohold.engine.outputs import RequestMetrics
 from cargohold.errors import CargoholdError
-from cargohold.integrations.vllm.server import serving, why_turned_off
-from cargohold.integrations.vllm.settings import VllmSettings
 from cargohold.llm import LLM
 from cargohold.tiers import DiskTierConfig
 
@@ -58,7 +49,7 @@ EXIT_DIFFERENT = 1
 
 
 class TurnedOffError(CargoholdError):
-    """The connector that a demo or benchmark is about was turned off: it does not show any more what it says."""
+    """The connector that the demo is about was turned off: it does not show any more what it says."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"offloading was turned off, so there is nothing to show; {why}")
@@ -77,14 +68,14 @@ class Visit:
 
     Attributes:
         text: the answer's text, which becomes part of the conversation.
-        answer: its tokens or text, which must be the same without and with offloading.
+        answer: its tokens, which must be the same without and with offloading.
         metrics: where the context came from, and how long the first token took.
         conversation: its topic.
         turn: number of the question, from 0.
     """
 
     text: str
-    answer: tuple[int, ...] | str
+    answer: tuple[int, ...]
     metrics: RequestMetrics
     conversation: str = ""
     turn: int = 0
@@ -170,25 +161,20 @@ def _restored(metrics: RequestMetrics) -> str:
 
 
 _DISK_BYTES: Final = "4GiB"
-# Options of both demonstrations.
-_Model: TypeAlias = Annotated[str, typer.Option("--model", help="Any model with a chat template.")]
-_Turns: TypeAlias = Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")]
-_AnswerTokens: TypeAlias = Annotated[int, typer.Option("--answer-tokens", min=1, max=512, help="Length of an answer.")]
-_HostBytes: TypeAlias = Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")]
 
 
 @app.command()
 def demo(
-    model: _Model = "smollm2",
-    turns: _Turns = 2,
-    answer_tokens: _AnswerTokens = 8,
+    model: Annotated[str, typer.Option("--model", help="Any model with a chat template.")] = "smollm2",
+    turns: Annotated[int, typer.Option("--turns", min=2, max=4, help="Questions per conversation.")] = 2,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, max=512, help="Length of an answer.")] = 8,
     device_blocks: Annotated[
         int,
         typer.Option(
             "--num-device-blocks", help="Device pool, in blocks of 16 tokens: too small for two conversations."
         ),
     ] = 192,
-    host_bytes: _HostBytes = "2GiB",
+    host_bytes: Annotated[str, typer.Option("--host-bytes", help="Host memory for KV.")] = "2GiB",
     disk_dir: Annotated[
         str | None,
         typer.Option(
@@ -238,116 +224,3 @@ def _visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int)
         return Visit(output.text, output.token_ids, output.metrics)
 
     yield from visits(conversations, ask)
-
-
-SERVED_NAME = "demo"
-
-
-@app.command()
-def demo_vllm(
-    model: _Model = "smollm2",
-    turns: _Turns = 2,
-    answer_tokens: _AnswerTokens = 8,
-    device_blocks: Annotated[
-        int,
-        typer.Option(
-            "--num-device-blocks", min=2, help="Device pool, in blocks of 32 tokens: too small for two conversations."
-        ),
-    ] = 90,
-    host_bytes: _HostBytes = "2GiB",
-) -> None:
-    """Show what offloading does inside vLLM for conversations that come back."""
-    for package in ("vllm", "openai"):
-        if find_spec(package) is None:
-            expected = "run make demo-vllm, which makes an environment that has it, or install it here"
-            typer.echo(f"cargohold demo-vllm: the package {package} is not installed here; {expected}", err=True)
-            raise typer.Exit(EXIT_USAGE)
-    extra = {"host_bytes": host_bytes}
-    VllmSettings.parse(extra)  # refuses bad options before minutes are spent
-    conversations = load_conversations(turns)
-    out = Answers()
-    out.print(
-        f"{len(conversations)} conversations of {turns} questions, visited in turn, on vllm serve. Together they are several "
-        f"times larger than the device pool, so every visit finds its context evicted.\n"
-    )
-    with errors.status("looking for the model; the first time it is converted, which takes about 20 s"):
-        quiet_transformers()
-        path = locate_model(model)
-    options = {
-        "served-model-name": SERVED_NAME,
-        "dtype": "float32",
-        "block-size": 32,
-        "num-gpu-blocks-override": device_blocks,
-        "max-model-len": (device_blocks - 2) * 32,
-        "max-num-seqs": 4,
-        "enforce-eager": True,
-        "enable-prompt-tokens-details": True,
-    }
-    runs = []
-    with (
-        tempfile.TemporaryDirectory(prefix="cargohold-") as directory,
-        progress(BarColumn(), MofNCompleteColumn()) as bar,
-    ):
-        for title, transfer_config in (
-            ("without offloading", None),
-            (
-                "with offloading",
-                {"kv_connector": "CargoholdConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},
-            ),
-        ):
-            tick = partial(bar.advance, bar.add_task(title, total=len(conversations) * turns))
-            log = Path(directory, "vllm.log")
-            with serving(path, log, transfer_config=transfer_config, options=options) as url:
-                runs.append(_visit_all(url, log, conversations, answer_tokens, tick))
-    out.print(TITLES)
-    for pair in zip(*runs, strict=True):
-        show_row(out, *pair)
-    conclude(out, *runs)
-
-
-def _visit_all(
-    url: str, log: Path, conversations: Sequence[Conversation], answer_tokens: int, tick: Callable[[], None]
-) -> list[Visit]:
-    """Make the visits on a server. Raises ``TurnedOffError`` once its log says that offloading was turned off."""
-    from openai import OpenAI  # noqa: PLC0415  # installed only with vLLM
-
-    client = OpenAI(base_url=url, api_key="none", max_retries=0)
-    _ask(client, [{"role": "user", "content": "warm up"}], 2)
-
-    def ask(messages: list[dict[str, str]]) -> Visit:
-        answer = _ask(client, messages, answer_tokens)
-        if (why := why_turned_off(log)) is not None:
-            raise TurnedOffError(why)
-        tick()
-        return answer
-
-    return list(visits(conversations, ask))
-
-
-def _ask(client: Any, messages: list[dict[str, str]], max_tokens: int) -> Visit:
-    """Ask for one answer. It is streamed, so that the time to the first token is the one that a user sees."""
-    started = time.perf_counter()
-    stream = client.chat.completions.create(
-        model=SERVED_NAME,
-        messages=messages,
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    text, first_s, usage = "", None, None
-    for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            first_s = time.perf_counter() - started if first_s is None else first_s
-            text += chunk.choices[0].delta.content
-        usage = chunk.usage or usage
-    assert usage is not None, "vLLM sends usage last, as it was asked to"
-    details = usage.prompt_tokens_details
-    found = (details.cached_tokens or 0) if details is not None else 0
-    metrics = RequestMetrics(
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
-        restored_tokens={"device or host": found} if found else {},
-        ttft_s=first_s,
-    )
-    return Visit(text, text, metrics)

@@ -1,4 +1,4 @@
-"""``cargohold demo-vllm`` where it cannot run, and how it ends; ``make demo-vllm`` runs it where it can."""
+"""What examples and tests start vLLM's server with: however they end, the server ends, too."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cargohold.integrations.vllm.server import why_turned_off
 from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import NULL_CONNECTOR, ConnectorGuard, SchedulerEnvironment
-from tests.command import Command
+from examples.vllm_server import why_turned_off
 
 SERVER = """
 import os, signal, subprocess, sys, time
@@ -38,52 +36,30 @@ server.serve_forever()
 """
 """Stands in for vLLM's server: its engine is a process that it does not end, and it answers nothing but how it is."""
 
-CLIENT = """
-import os, time
-from pathlib import Path
-
-class OpenAI:
-    def __init__(self, **_):
-        Path(os.environ["NOTES"], "asks").touch()
-        time.sleep(600)
-"""
+REPOSITORY = Path(__file__).parents[1]
 
 Start = Callable[[str], "subprocess.Popen[str]"]
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm_it_says_what_to_run(cargohold: Command) -> None:
-    result = cargohold("demo-vllm")
-    assert result.status == 2
-    assert result.out == ""
-    assert result.err == (
-        "cargohold demo-vllm: the package vllm is not installed here; "
-        "run make demo-vllm, which makes an environment that has it, or install it here\n"
-    )
-
-
 @pytest.fixture
-def start(tmp_path: Path, chat_model: str) -> Iterator[Start]:
-    """Starts the demo on a server that is not vLLM's: well, loading for ever, or stubborn."""
-    fakes = {"vllm/entrypoints/openai/api_server.py": SERVER, "openai/__init__.py": CLIENT}
-    for name, text in fakes.items():
-        path = tmp_path / "packages" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a program on a server that is not vLLM's: well, loading for ever, or stubborn."""
+    path = tmp_path / "packages" / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SERVER)
     started: list[subprocess.Popen[str]] = []
 
     def run(server: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "demo-vllm", "--model", chat_model],
+            [sys.executable, "-c", PROGRAM],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(tmp_path / "packages"),
+                "PYTHONPATH": f"{tmp_path / 'packages'}{os.pathsep}{REPOSITORY}",
                 "SERVER": server,
                 "NOTES": str(tmp_path),
-                "OMP_NUM_THREADS": "1",
             },
         )
         started.append(process)
@@ -113,15 +89,21 @@ def is_alive(pid: int) -> bool:
 
 
 PROGRAM = """
-import signal
-from cargohold.cli import main
-from cargohold.integrations.vllm import server
+import os, signal, time
+from pathlib import Path
+from examples import vllm_server
 
-server._STOP_TIMEOUT_S = 0.5  # for one that is stubborn
+vllm_server._STOP_TIMEOUT_S = 0.5  # for one that is stubborn
 # Jobs in the background ignore one, and those that outlive their terminal the other.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-raise SystemExit(main())
+notes = Path(os.environ["NOTES"])
+try:
+    with vllm_server.serving("a model", notes / "log"):
+        (notes / "asks").touch()
+        time.sleep(600)
+except KeyboardInterrupt:
+    raise SystemExit(130)
 """
 
 
@@ -134,7 +116,7 @@ raise SystemExit(main())
         ("stubborn", signal.SIGTERM),
     ],
 )
-def test_whatever_ends_the_demo_ends_its_server(server: str, number: signal.Signals, start: Start) -> None:
+def test_whatever_ends_the_program_ends_its_server(server: str, number: signal.Signals, start: Start) -> None:
     process = start(server)
     process.send_signal(number)
     said, _ = process.communicate()
