@@ -80,7 +80,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_tokenized(chat_mo
             (COUNT, {"model": "chat", "messages": [{"role": "user", "content": long}]}),
         ):
             message = call(server, path, body).json["error"]["message"]
-            assert "prompt is too long: at least 538" in message, "7 MB, of 13 bytes per token at most"
+            assert "prompt is too long: at least 109" in message, "7 MB, of 64 bytes per token at most"
             assert "> 1999 maximum" in message
         pinned = call(server, "/cache/pins", {"prompt": long, "lease": "mine"})
         assert (pinned.status, pinned.json["error"]["code"]) == (400, "context_length_exceeded")

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cargohold.engine.model.info import ModelInfo
-from cargohold.engine.model.text_bounds import TextBounds
 from cargohold.errors import PromptTooLongError, RequestError, one_line
 from cargohold.protocol import ToolTokens, TurnEnd, end_of_text
 
@@ -46,6 +45,9 @@ _OWN_TEMPLATE_OPTIONS = frozenset(
 """Arguments of transformers' own method, which are no variables of the template."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_USUAL_MAX_BYTES = 64
+"""Bytes per token that texts do not exceed on average, even where a tokenizer drops or fuses white space. What is longer than
+that, and than the longest token, is refused without tokenizing it, which takes seconds."""
 
 
 class PieceDecoder:
@@ -120,7 +122,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = inner.split_special_tokens
-        self._bounds = TextBounds.of(backend)
+        longest = max((len(token.encode()) for token in backend.get_vocab()), default=1)
+        self._max_token_bytes = max(longest, _USUAL_MAX_BYTES)
         self._tool_tokens = ToolTokens({token_id: str(token) for token_id, token in inner.added_tokens_decoder.items()})
 
     @classmethod
@@ -202,7 +205,7 @@ class Tokenizer:
 
     def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
         _check_unicode(text)
-        fewest = 0 if most is None else self._bounds.fewest_tokens(text)
+        fewest = len(text.encode()) // self._max_token_bytes
         if most is not None and fewest > most:
             raise PromptTooLongError(fewest, most, is_counted=False)
         # Not by transformers, which makes lists of masks and of types, too: those of a long text take most of the memory.
