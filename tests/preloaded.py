@@ -17,6 +17,7 @@ for name in (
     "cargohold.engine.ranks.processes",
     "cargohold.engine.model.hf_runner",
     "tests.executor.ranks",
+    "tests.executor.wrapped",
 ):
     import_module(name)
 gc.freeze()  # pages that the collector does not write to stay shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,8 @@ def test_a_generated_chunk_costs_no_more_behind_a_long_prompt_whatever_the_polic
         assert long["most"] <= 6_000
 
 
-def test_loads_within_a_step_change_no_token() -> None:
+def test_loads_within_a_step_change_no_token(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_step, "MODEL", tiny_model("llama"))
     result = in_step.run(quick=True)
     assert result["identical"]
     assert result["loads_within_a_step"]["beside"] == 0 < result["loads_within_a_step"]["within"]

@@ -43,8 +43,8 @@ def text(number: int, num_tokens: int) -> list[int]:
 
 
 async def run_tool(agent: int) -> list[int]:
-    """A tool that takes seconds; returns what it has found."""
-    await asyncio.sleep(1.0 + agent)
+    """A tool, which takes seconds or minutes in life; returns what it has found."""
+    await asyncio.sleep(0.2 + 0.1 * agent)
     return text(50 + agent, RESULT_TOKENS)
 
 

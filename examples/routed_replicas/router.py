@@ -11,7 +11,7 @@ import zmq
 
 WEIGHTS = {"GPU": 1.0, "CPU": 0.8, "STORAGE": 0.5}
 """What a token is worth that is on the device, in host memory, on disk: the part of computing it that it saves."""
-_EVENTS_WITHIN_MS = 100
+_EVENTS_WITHIN_MS = 40
 
 
 @dataclass

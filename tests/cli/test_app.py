@@ -307,15 +307,29 @@ REPLAY = [sys.executable, "-m", "cargohold", "replay", str(TRACE), "-p", "lru", 
 
 VERSION, HELP = [*REPLAY[:3], "--version"], [*REPLAY[:3], "replay", "--help"]
 FLAGS = [*REPLAY[:3], "vllm-flags", "--host", "1GiB", "--elsewhere"]
+COMMANDS = {"replay": REPLAY, "version": VERSION, "help": HELP, "vllm-flags": FLAGS}
+
+
+def with_output(*quick: tuple[str, str]) -> pytest.MarkDecorator:
+    """Commands, buffered and not. Each starts Python anew: the quick tests have each command, and both ways, once or twice."""
+    return pytest.mark.parametrize(
+        ("command", "unbuffered"),
+        [
+            pytest.param(name, unbuffered, marks=() if (name, unbuffered) in quick else pytest.mark.long)
+            for name in COMMANDS
+            for unbuffered in ("", "1")
+        ],
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("command", [REPLAY, VERSION, HELP, FLAGS], ids=["replay", "version", "help", "vllm-flags"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_behind_standard_output_is_told_in_one_line(command: list[str], unbuffered: str) -> None:
+@with_output(("replay", ""), ("version", "1"), ("help", ""), ("vllm-flags", "1"))
+def test_a_full_disk_behind_standard_output_is_told_in_one_line(command: str, unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False)
+        done = subprocess.run(
+            COMMANDS[command], stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False
+        )
     assert done.returncode == 1
     _assert_is_one_line(done.stderr, "^cargohold: standard output: No space left on device$")
 
@@ -332,12 +346,11 @@ def test_a_full_disk_elsewhere_is_not_taken_for_standard_output() -> None:
     _assert_is_one_line(done.stderr, r"^cargohold: \[Errno 28\] No space left on device: '/tmp/x'$")
 
 
-@pytest.mark.parametrize("command", [REPLAY, VERSION, FLAGS], ids=["replay", "version", "vllm-flags"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_seen_enough_is_no_failure(command: list[str], unbuffered: str) -> None:
+@with_output(("replay", "1"), ("version", ""), ("vllm-flags", ""))
+def test_a_reader_that_has_seen_enough_is_no_failure(command: str, unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        COMMANDS[command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()  # before anything is written

@@ -20,9 +20,26 @@ def demo(cargohold: Command, chat_model: str, *options: str) -> Result:
     return cargohold("demo", "--model", chat_model, "--turns", "2", "--answer-tokens", "4", *options)
 
 
-def test_it_shows_that_answers_are_the_same_and_come_sooner(cargohold: Command, chat_model: str) -> None:
+def test_it_shows_that_answers_are_the_same_and_come_sooner(
+    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, show_row, asked, order = LLM.chat, demonstration.show_row, list[tuple[int, str]](), list[str]()
+
+    def answer(llm: LLM, messages: Any, *args: Any) -> RequestOutput:
+        asked.append((id(llm), messages[-1]["content"]))
+        order.append("answer")
+        return chat(llm, messages, *args)
+
+    def show(*args: Any) -> None:
+        order.append("row")
+        show_row(*args)
+
+    monkeypatch.setattr(LLM, "chat", answer)
+    monkeypatch.setattr(demonstration, "show_row", show)
     result = demo(cargohold, chat_model, "--num-device-blocks", "300")
     assert result.status == 0, result.err
+    _assert_engines_take_turns(asked)
+    assert order == ["answer", "answer", "row"] * 8, "each visit is shown as soon as both engines have answered"
     *_, sentence, _, last = result.out.splitlines()
     summary = json.loads(last)
     assert list(summary) == [
@@ -43,38 +60,11 @@ def test_it_shows_that_answers_are_the_same_and_come_sooner(cargohold: Command, 
     assert [row[3] == "0" for row in rows] == [True, True, False, False], "restored on the second visit only"
 
 
-def test_the_two_engines_take_turns(cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _assert_engines_take_turns(asked: list[tuple[int, str]]) -> None:
     """Found by use: one after the other, a machine that was busy in between decided how many times sooner it was."""
-    chat, asked = LLM.chat, list[tuple[int, str]]()
-
-    def listen(llm: LLM, messages: Any, *args: Any) -> RequestOutput:
-        asked.append((id(llm), messages[-1]["content"]))
-        return chat(llm, messages, *args)
-
-    monkeypatch.setattr(LLM, "chat", listen)
-    assert demo(cargohold, chat_model, "--num-device-blocks", "300").status == 0
     for (plain, question), (offloading, same) in zip(asked[::2], asked[1::2], strict=True):
         assert (plain, offloading, question) == (asked[0][0], asked[1][0], same)
     assert asked[0][0] != asked[1][0]
-
-
-def test_each_visit_is_shown_as_soon_as_both_engines_have_answered(
-    cargohold: Command, chat_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat, show_row, order = LLM.chat, demonstration.show_row, list[str]()
-
-    def answer(llm: LLM, *args: Any) -> RequestOutput:
-        order.append("answer")
-        return chat(llm, *args)
-
-    def show(*args: Any) -> None:
-        order.append("row")
-        show_row(*args)
-
-    monkeypatch.setattr(LLM, "chat", answer)
-    monkeypatch.setattr(demonstration, "show_row", show)
-    assert demo(cargohold, chat_model, "--num-device-blocks", "300").status == 0
-    assert order == ["answer", "answer", "row"] * 8
 
 
 def test_the_second_run_finds_on_the_disk_what_the_first_has_left(

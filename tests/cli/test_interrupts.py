@@ -179,7 +179,10 @@ class Terminal:
 
     Attributes:
         theirs: its end of the command.
+        pid: the command's process.
     """
+
+    pid = 0
 
     def __init__(self) -> None:
         self._ours, self.theirs = os.openpty()
@@ -204,7 +207,10 @@ class Terminal:
     def wait_for_prompt(self) -> None:
         """Until a chat waits for input. Readline shows its prompt before it does, and notices no signal in between."""
         self.read_until("you> ")
-        time.sleep(0.5)
+        process, deadline = psutil.Process(self.pid), time.monotonic() + WAIT_S
+        while process.status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def close(self) -> None:
         os.close(self._ours)
@@ -221,6 +227,7 @@ def fork_in_terminal(fork: Fork) -> Iterator[ForkInTerminal]:
         def run(*args: str) -> tuple[ForkedCommand, Terminal]:
             terminal = stack.enter_context(closing(Terminal()))
             process = fork(*args, terminal=terminal.theirs)
+            terminal.pid = process.pid
             os.close(terminal.theirs)
             return process, terminal
 

@@ -47,7 +47,7 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of a server that tells what vLLM told."""
     text = getattr(request, "param", RECORDED.read_bytes())
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Told, text)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
 

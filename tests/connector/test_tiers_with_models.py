@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,16 @@ from cargohold.deadlines import ANSWER, LOCK, PROGRESS
 from cargohold.engine.model.info import ModelInfo, describe_model
 from cargohold.errors import ContractError
 from cargohold.protocol import BlockStored, SchedulerEnvironment, metrics
-from cargohold.tiers import DiskTierConfig, SharedTierConfig, Tier, TierConfig, TierQueue, open_tier
+from cargohold.tiers import (
+    BreakerConfig,
+    DiskTierConfig,
+    QueueConfig,
+    SharedTierConfig,
+    Tier,
+    TierConfig,
+    TierQueue,
+    open_tier,
+)
 from cargohold.tiers.kinds import open_inventory
 from tests.forks import fork_server
 from tests.llms import SettledLLM
@@ -441,6 +451,8 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
         return FaultyTier(memory.setdefault(chunk_bytes, MemoryTier(chunk_bytes, name="disk")), fault)
 
     monkeypatch.setattr("cargohold.connector.offloading.factory.open_tier", opened)
+    soon_tried = partial(QueueConfig, breaker=BreakerConfig(cooldown_s=0.05, max_cooldown_s=0.1))
+    monkeypatch.setattr("cargohold.connector.offloading.factory.QueueConfig", soon_tried)
     config = offload(disk(tmp_path), restore_timeout_s=0.1, transfer_timeout_s=0.5)
     with SettledLLM(tiny_model("llama"), **OPTIONS) as plain:
         expected = tokens(ask(plain, prompts(3)))
@@ -452,7 +464,6 @@ def test_a_medium_in_trouble_costs_misses_and_is_used_again_when_it_is_back(
         others = iter(range(10**6))
         while not any(tier.usage().num_chunks for tier in memory.values()):  # until the breaker lets work through
             llm.generate([[next(others) % VOCAB_SIZE] * 50], SamplingParams(max_tokens=1))
-            time.sleep(0.1)
     config = replace(config, restore_timeout_s=60.0, transfer_timeout_s=60.0)
     again = make_llm(tiny_model("llama"), offload=config, **OPTIONS)
     assert tokens(ask(again, prompts(3))) == expected

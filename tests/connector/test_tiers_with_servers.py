@@ -7,15 +7,15 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cargohold import LLM
 from cargohold.cache.manager import OffloadKey
-from cargohold.tiers import SharedTierConfig
+from cargohold.tiers import BreakerConfig, QueueConfig, SharedTierConfig
 from cargohold.tiers.stores.objects import ObjectTier
 from tests.connector.test_tiers_with_models import OPTIONS, ask, disk, offload, prompts, restored, tokens
 from tests.llms import SettledLLM
@@ -32,8 +32,10 @@ def expected_tokens(model: str, num: int = 3) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", [pytest.param("redis", marks=pytest.mark.long), "valkey"])
 def test_a_server_under_an_engine_goes_and_comes_back(
-    kind: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM]
+    kind: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    soon_tried = partial(QueueConfig, breaker=BreakerConfig(cooldown_s=0.05, max_cooldown_s=0.1))
+    monkeypatch.setattr("cargohold.connector.offloading.factory.QueueConfig", soon_tried)
     model = tiny_model("llama")
     expected = expected_tokens(model)
     with key_value_server(kind) as server:
@@ -49,7 +51,6 @@ def test_a_server_under_an_engine_goes_and_comes_back(
         others = random.Random(7)
         while not _num_values(server):  # until the breaker lets work through again
             llm.generate([[others.randrange(VOCAB_SIZE) for _ in range(50)]])
-            time.sleep(0.1)
         llm.close()
         refilled = make_llm(model, offload=config, **OPTIONS)
         assert tokens(ask(refilled, prompts())) == expected

@@ -131,8 +131,9 @@ def calls_of(output: StepOutput) -> tuple[tuple[str, ...], ...]:
 
 @pytest.mark.parametrize("kind", ["inline", *MANY])
 def test_workers_are_called_in_the_order_of_the_contract(kind: str, make_executor: MakeExecutor) -> None:
-    executor = make_executor(kind)
+    """In its fourth forward pass a rank dies, which the engine names: a pair of actors takes seconds to start."""
     num_ranks = 1 if kind == "inline" else 2
+    executor = make_executor(kind, NO_TROUBLE if kind == "inline" else Trouble("kill", "forward", 1, 3))
     seen: list[tuple[str, ...]] = [()] * num_ranks
     for number, empty in enumerate((False, True, False, False)):
         output = executor.execute(step(number, empty=empty))
@@ -142,6 +143,9 @@ def test_workers_are_called_in_the_order_of_the_contract(kind: str, make_executo
     with_layers, without = ORDER, [name for name in ORDER if " " not in name]
     expected = ["register_kv_caches", *with_layers, *without, *with_layers, *with_layers[:-1]]
     assert [list(calls) for calls in seen] == [expected] * num_ranks
+    if kind != "inline":
+        with pytest.raises(EngineDeadError, match="worker 1 died"):
+            executor.execute(step(4))
 
 
 def test_the_message_is_forgotten_last_also_when_the_forward_pass_raises(make_executor: MakeExecutor) -> None:
@@ -368,7 +372,8 @@ def test_a_model_split_over_ray_actors_answers_as_a_whole_one(
     assert restored > 100
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long  # that of rank 1 dies in the test of the order of calls
+@pytest.mark.parametrize("rank", [0, 1])
 def test_an_actor_that_dies_ends_the_engine_with_its_name(rank: int, make_executor: MakeExecutor) -> None:
     executor = make_executor("ray", Trouble("kill", "forward", rank, 1))
     executor.execute(step(0))

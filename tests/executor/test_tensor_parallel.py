@@ -19,8 +19,8 @@ from packaging.version import Version
 from cargohold import LLM, ConfigError, DiskTierConfig, EngineDeadError, OffloadConfig, UnsupportedModelError
 from cargohold.connector.offloading.factory import OffloadingFactory
 from cargohold.protocol import metrics
-from tests.executor.ranks import FailingLoads, WrapsTransfersOnRank, stores_nothing
 from tests.executor.split import OFFLOAD, OPTIONS, SAMPLING, MakeModel, prompts, serve
+from tests.executor.wrapped import FailingLoads, WrapsTransfersOnRank, stores_nothing
 
 
 @pytest.fixture
@@ -47,12 +47,11 @@ def test_a_split_model_answers_as_a_whole_one(
     check_split_as_whole(model_with_heads(kind, num_kv_heads), make_llm)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "vocab_size"), [(1, 200), (2, 199)])
 @pytest.mark.usefixtures("no_process_left", "forked_ranks")
-def test_what_two_workers_do_not_divide_is_there_twice_or_refused(
-    num_kv_heads: int, vocab_size: int, model_with_heads: MakeModel, make_llm: Callable[..., LLM]
+def test_a_vocabulary_that_two_workers_do_not_divide_is_there_twice_or_refused(
+    model_with_heads: MakeModel, make_llm: Callable[..., LLM]
 ) -> None:
-    model = model_with_heads("llama", num_kv_heads, vocab_size)
+    model = model_with_heads("llama", 2, vocab_size=199)
     if Version(transformers.__version__) >= Version("5.21"):
         check_split_as_whole(model, make_llm)
     else:

@@ -13,6 +13,8 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from cargohold import AsyncLLM, OffloadConfig
 from cargohold.serve.server import Server, serving
 from cargohold.serve.settings import ServeConfig
@@ -28,13 +30,24 @@ def running(model: str, config: ServeConfig | None = None, **options: Any) -> It
     """A server that serves; asserts at the end that no request has left anything behind, if it had time to end."""
     defaults = {"offload": OffloadConfig(host_bytes="16MiB"), "num_device_blocks": 600, "shutdown_timeout_s": 1.0}
     options = {**defaults, **options}
-    with serving(config or ServeConfig(port=0)) as server:
+    with pytest.MonkeyPatch.context() as patch, serving(config or ServeConfig(port=0)) as server:
+        patch.setattr("uvicorn.server.asyncio", _Attentive())
         llm = AsyncLLM(model, **options)
         server.open(llm)
         yield server
     assert server.admission.num_answers == 0
     if options["shutdown_timeout_s"]:
         scheduler_of(llm).check_settled()
+
+
+class _Attentive:
+    """``asyncio`` for uvicorn, which otherwise looks ten times a second whether it is to end."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield spans
         server.shutdown()
 

@@ -18,7 +18,7 @@ from cargohold.tiers.disk.root import bytes_in
 from tests.tiers.common import codec, disk_tier, key, load, payload
 from tests.tiers.crash import MAX_BYTES, NUM_KEYS
 
-NUM_KILLS = 10
+NUM_KILLS = 6
 PACKS = ["none", "exponent"]
 REPOSITORY = Path(__file__).parents[2]
 

@@ -94,7 +94,7 @@ class Bucket:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._server.serve_forever)
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield

@@ -24,6 +24,7 @@ from cargohold.transfer import Direction
 from cargohold.transfer.cpu import make_grouped_transfers, make_transfer_worker
 from cargohold.transfer.port import CopyJob
 from tests.devices import DEVICES
+from tests.forks import fork_server
 from tests.transfer.test_vllm_layouts import PATIENCE_S, carry_out
 
 NUM_BLOCKS = 24
@@ -130,7 +131,8 @@ def _share(at: int, device: str, connection: Connection) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_processes_copy_to_and_from_the_same_pages(device: str) -> None:
     """On a CUDA device, each of them locks the pages."""
-    context = multiprocessing.get_context("spawn")  # a fork would bring a CUDA runtime that does not work
+    # A fork would bring a CUDA runtime that does not work.
+    context = fork_server() if device == "cpu" else multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(2)]
     workers = [context.Process(target=_share, args=(at, device, pairs[at][1]), daemon=True) for at in range(2)]
     for worker, (_, theirs) in zip(workers, pairs, strict=True):
