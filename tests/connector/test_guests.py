@@ -128,12 +128,19 @@ def test_a_stranger_that_counts_what_cannot_be_shown_is_turned_off_alone(
         count("no series", 1)  # type: ignore[arg-type]  # made for this test
 
 
-def test_a_stranger_that_also_raises_while_it_is_released_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+class Panic(BaseException):
+    """As libraries in Rust raise it: no ``Exception``."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+def test_a_stranger_that_also_raises_while_it_is_released_stops_nothing(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     class Bad(Guest):
         name = "bad"
 
         def reset(self) -> None:
-            raise RuntimeError("made for this test")
+            raise error
 
         shutdown = reset
 

@@ -749,6 +749,15 @@ def test_a_name_that_a_client_gives_a_picture_is_its_tenant_s_own(kept_apart: Li
     assert {mine.rpartition("-")[2], other.rpartition("-")[2]} <= {"logo", "7"}
 
 
+def test_users_whom_a_tenant_keeps_apart_have_names_of_their_own(kept_apart: Line) -> None:
+    def name(user: str) -> str:
+        body = {"messages": [{"role": "user", "content": [_logo()]}], "cache_salt": user}
+        kept_apart.ask(body, headers=keyed("of acme"))
+        return str(kept_apart.behind.body["messages"][0]["content"][0]["uuid"])
+
+    assert name("ann") == name("ann") != name("bob")
+
+
 def test_what_a_model_says_to_a_tool_is_nobody_s_name(kept_apart: Line) -> None:
     use = {"type": "tool_use", "id": "t", "name": "find", "input": {"uuid": "logo"}}
     body = {**ASKED, "messages": [{"role": "assistant", "content": [use]}]}

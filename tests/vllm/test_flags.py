@@ -55,11 +55,11 @@ def test_an_engine_runs_with_each_common_case(
     vllm_model: Callable[[str], str],
     start: Callable[..., Any],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],  # vLLM 0.28 asks for the number of the standard output
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = vllm_model("llama")
-    options = parsed([*shlex.split(printed(args, tmp_path, capsys)), "--model", model])
+    options = parsed([*shlex.split(printed(args, tmp_path, capfd)), "--model", model])
     config = options.kv_transfer_config
     assert getattr(options, "shutdown_timeout", 0) == (10 if "tiers" in config.kv_connector_extra_config else 0)
     role = {"kv_role": config.kv_role}
