@@ -495,6 +495,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "update_connector_output": (None,),
     "request_finished": (Request(), ()),
     "explain": ("r",),
+    "on_pause": (["r"],),
     "use_weights": ("others",),
 }
 

@@ -234,11 +234,12 @@ class OffloadManager(ABC):
     def note_copies(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027  # nothing is listed by default
         """Note that the device holds these chunks now, besides this tier."""
 
-    def prepare_saves(self, keys: Sequence[OffloadKey]) -> SlotReservation:
+    def prepare_saves(self, keys: Sequence[OffloadKey], *, at_any_cost: bool = False) -> SlotReservation:
         """Reserve slots for listed chunks that the device is about to lose, or has just lost: for those that are worth one.
 
         Args:
             keys: the chunks, in the order in which the device loses them.
+            at_any_cost: whether all are worth one.
         """
         return self.prepare_stores(())
 

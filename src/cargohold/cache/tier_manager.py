@@ -353,13 +353,13 @@ class TierManager(OffloadManager):
         if self._pooled is not None:
             self._pooled.note_copies([slot for slot in self._pooled.find_each(keys) if slot is not None])
 
-    def prepare_saves(self, keys: Sequence[OffloadKey]) -> SlotReservation:
+    def prepare_saves(self, keys: Sequence[OffloadKey], *, at_any_cost: bool = False) -> SlotReservation:
         table = self._pooled
         assert table is not None, "nothing is listed"
         found = (slot for slot in table.find_each(keys) if slot is not None and table.states[slot] == ON_DEVICE)
         slots = list(found)[::-1]  # those that are lost last first, and with them the beginnings of prefixes
         kept: list[int] = []
-        worths = self._worths_to_save(slots)
+        worths = [inf] * len(slots) if at_any_cost else self._worths_to_save(slots)
         order = sorted(range(len(slots)), key=worths.__getitem__, reverse=True)
         owners = self.table.owners or bytes(self.table.capacity)
         for (worth, owner), same in groupby(order, key=lambda at: (worths[at], owners[slots[at]])):

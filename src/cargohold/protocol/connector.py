@@ -185,6 +185,12 @@ class KVConnectorScheduler(ABC):
         """
         return 0
 
+    def on_pause(self, request_ids: Iterable[str]) -> None:  # noqa: B027  # a default, not an omission
+        """Note that these requests are paused, and that the engine may forget what the device holds before they go on.
+
+        May be called again during the same pause. Steps without tokens follow while ``has_pending_work`` is true.
+        """
+
     def give_up_transfers(self) -> None:  # noqa: B027  # a default, not an omission
         """Let go of every block that a store reads, at once: what is copied from them is void, and must never be found.
 

@@ -116,6 +116,7 @@ HOOKS: Final[Mapping[str, Hook]] = {
         Hook("take_events", off=_always(()), merge=_united),  # the guard knows the number of groups, and checks it
         Hook("has_pending_work", bool, _always(False), any),  # the answer
         Hook("num_stuck_references", lambda answer: checked_number(answer, "references") or 0, _always(0), sum),
+        Hook("on_pause", merge=_none),
         Hook("give_up_transfers", merge=_none),
         Hook("reset_cache", bool, _always(True), all),  # the answer
         Hook("use_weights", lambda answer, _: bool(answer), _always(True), all),

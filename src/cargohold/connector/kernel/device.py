@@ -56,6 +56,10 @@ class DeviceChunks:
         """Return which of the chunks the device holds now."""
         return [self._holds(key) for key in keys]
 
+    def blocks_of(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return which blocks hold those of the chunks that the device holds now."""
+        return {key: self._block_of[key] for key in keys if self._holds(key)}
+
     def num_held(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> int:
         """Return how many leading chunks these blocks hold now, one each; null blocks count as if they did."""
         at, contents = 0, map(self._content, map(self._context.get_block, block_ids))

@@ -8,13 +8,15 @@ step does not wait for them: what is evicted next is stored ahead of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Final
 
+from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, SlotReservation
 from cargohold.cache.rows import rows_to_store
+from cargohold.connector.kernel.answers import KEPT_SHARE
 from cargohold.connector.kernel.device import DeviceChunks
 from cargohold.connector.kernel.jobs import Store
 from cargohold.connector.kernel.offers import end_store, start_store
@@ -63,6 +65,10 @@ class PooledStores(EagerStores):
         self._refused: set[OffloadKey] = set()
         # Requests that another connector loads; the rest of their prompts follows when that has ended.
         self._loaded_elsewhere: set[str] = set()
+        # What paused requests go on from, until nothing more of it is to be saved, and how many chunks of it still may be;
+        # ``None`` while nothing is paused.
+        self._paused: Sequence[OffloadKey] | None = None
+        self._num_to_save = 0
 
     def use_context(self) -> None:
         """Make the device pool part of the cache, if the manager can."""
@@ -144,6 +150,8 @@ class PooledStores(EagerStores):
     def plan(self, step: StepView) -> list[CopyJob]:
         """Return the stores of what this step completes, and of what is evicted next if there is no time for that later."""
         jobs = super().plan(step)
+        if self._paused is not None:
+            jobs += self._save_paused(step)
         if (device := self._listing) is not None:
             num_next, num_ahead = self._num_blocks_next(step), self._num_ahead()
             saves = self._save_ahead(device, num_ahead, num_next) if num_ahead else []
@@ -161,6 +169,23 @@ class PooledStores(EagerStores):
         context = self._shared.context
         if store.block_ids and context is not None:
             context.free_blocks([context.get_block(block_id) for block_id in store.block_ids], evict_first=True)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether chunks of ended or paused requests are still to be stored."""
+        return super().has_pending_work or bool(self._paused)
+
+    def pause(self, states: Iterable[RequestState]) -> None:
+        """Save what only the device holds of requests that are paused, as far as a share of the tier goes."""
+        if self._paused is not None or self._shared.device is None:
+            return
+        wanted: dict[OffloadKey, None] = {}
+        for state in states:
+            state.extend_keys()
+            for keys in state.keys:  # windows and states: what is needed to go on from one of the last two chunks
+                num_tokens = max(0, state.request.num_tokens - keys.chunk_tokens)
+                wanted |= dict.fromkeys(keys.keys[keys.group.num_skipped_tokens(num_tokens) // keys.chunk_tokens :])
+        self._paused, self._num_to_save = list(wanted), int(KEPT_SHARE * self._shared.manager.capacity)
 
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are being stored, or will be when the device would lose them."""
@@ -187,7 +212,7 @@ class PooledStores(EagerStores):
 
     def _may_take(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         device = self._shared.device
-        if device is None or self._is_lazy or self._cost() > COPY_PRICE:
+        if device is None or self._paused or self._is_lazy or self._cost() > COPY_PRICE:
             return [False] * len(keys)
         wanted = self._shared.below.still_wants(keys)
         return [is_held and key not in wanted for key, is_held in zip(keys, device.holds(keys), strict=True)]
@@ -231,6 +256,27 @@ class PooledStores(EagerStores):
         handle = shared.manager.prepare_saves(keys)
         self._refused.update(set(keys).difference(handle.keys))
         block_ids = [next_lost[key] for key in handle.keys]
+        shared.holder.hold(block_ids)
+        return self._save(handle, block_ids, is_held=True)
+
+    def _save_paused(self, step: StepView) -> list[CopyJob]:
+        """Return the store of what only the device holds of paused requests, over whatever nothing waits for."""
+        shared, manager, device = self._shared, self._shared.manager, self._shared.device
+        assert device is not None
+        if step.num_scheduled_tokens:
+            self._paused = None  # the pause is over
+        if not self._paused or (not shared.num_storable_blocks() and shared.jobs.num_awaited):
+            return []
+        limit = min(self._num_to_save, shared.num_storable_blocks())
+        block_of = device.blocks_of(manager.listed(self._paused)[:limit])
+        states = manager.lookup(self._paused)
+        pins = manager.prepare_load([key for key, state in zip(self._paused, states, strict=True) if state == READY])
+        handle = manager.prepare_saves(list(block_of)[::-1], at_any_cost=True)
+        pins.release()
+        self._num_to_save -= len(handle.keys)
+        if not handle.keys:
+            self._paused = ()
+        block_ids = [block_of[key] for key in handle.keys]
         shared.holder.hold(block_ids)
         return self._save(handle, block_ids, is_held=True)
 

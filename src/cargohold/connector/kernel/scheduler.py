@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -280,6 +280,10 @@ class KernelScheduler(KVConnectorScheduler):
     def num_stuck_references(self) -> int:
         """Return the number of references that it holds for copies that did not end in time."""
         return self.shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
+
+    def on_pause(self, request_ids: Iterable[str]) -> None:
+        """Store what only the device holds of these requests."""
+        self.stores.pause([self.requests[request_id] for request_id in request_ids])
 
     def give_up_transfers(self) -> None:
         """Make transfers in flight void. Stores let go of their blocks at once, loads when their copies have ended.

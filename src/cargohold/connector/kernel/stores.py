@@ -6,7 +6,7 @@ completed more than stores may hold is chosen in ``offers``; what ended requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, TypeAlias
 
@@ -154,6 +154,9 @@ class EagerStores:
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """Remember the request's chunks that could not be stored yet."""
         self._pending.end_request(state, block_ids)
+
+    def pause(self, states: Iterable[RequestState]) -> None:
+        """Note that requests are paused, and that the device may lose all before they go on."""
 
     def give_up(self) -> None:
         """Let go of all pending stores."""

@@ -26,6 +26,7 @@ from cargohold.integrations.vllm.worker import StepMessage, WorkerMessage
 from cargohold.protocol import (
     FRONT_KEY,
     HINTS_KEY,
+    AttentionKind,
     CacheReport,
     ConnectorGuard,
     HintOutcome,
@@ -51,6 +52,7 @@ _NAMED: Final = (
     "its client has named a picture or sound (uuid), which is then not hashed: the name holds for this process alone, so what "
     "comes behind it is kept in host memory, and not in lower tiers"
 )
+_PAUSED: Final = ("RUNNING", "PREEMPTED")
 _REMOTE_PREFILL: Final = "do_remote_prefill"
 """Key that vLLM's connectors between prefill and decode engines answer. vLLM's engine ends if two connectors answer the same
 key, and our decode engines need none: they look up every prompt."""
@@ -150,6 +152,10 @@ class SchedulerSide:
         self._sends: list[str] = []
         self._stopped_ranks: set[int] = set()
         self._has_seen_request = self._has_said_named = False
+        # Whether vLLM's prefix cache may find prefixes that end inside a block of attention, which it copies then.
+        full = [group.block_tokens for group in layout.groups if group.kind is AttentionKind.FULL]
+        has_states = any(group.kind is AttentionKind.RECURRENT for group in layout.groups)
+        self._copies_inside = has_states and max(full, default=0) > layout.hash_block_tokens
         self._stats = Tally(
             {
                 metrics.TIER_CAPACITY.of("device"): (layout.num_blocks - 1) * layout.block_bytes * layout.world_size,
@@ -268,9 +274,10 @@ class SchedulerSide:
         no synchronous loads of whole prompts. So synchronous loads of a connector are asynchronous ones of one step.
         """
         record = self._requests.get(request.request_id)
-        if record is None:
-            self._other(request).num_computed = num_computed_tokens
-            return 0, False
+        is_early = self._copies_inside and self._is_filled_now(request, num_computed_tokens)
+        if record is None or is_early:
+            (record or self._other(request)).num_computed = num_computed_tokens
+            return None if is_early else 0, False
         seen = record.seen
         record.num_computed, record.ends_in_step = num_computed_tokens, False
         if not self._may_ask_about(record):
@@ -301,6 +308,24 @@ class SchedulerSide:
             return None, False  # ask again: for as long as vLLM keeps the parked requests waiting, without a deadline
         record.ends_in_step = num_tokens > 0 and not is_async
         return num_tokens, num_tokens > 0
+
+    def _is_filled_now(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether a prefix may end inside a block that another request fills in this very step.
+
+        vLLM would copy the block before the step, and compute with what it held then. One step later, it copies what is there.
+        """
+        at, hashes = num_computed_tokens // self.layout.hash_block_tokens, request.block_hashes
+        for record in self._requests.values() if at < len(hashes) else ():
+            own = record.own
+            if own.status.name != "RUNNING" or at >= len(own.block_hashes) or own.block_hashes[at] != hashes[at]:
+                continue
+            for group, table in zip(self._groups.by_number, self._tables.blocks(own.request_id), strict=True):
+                if group is not None and group.kind is AttentionKind.FULL:
+                    number = num_computed_tokens // group.block_tokens
+                    is_new = own.num_computed_tokens < (number + 1) * group.block_tokens
+                    if is_new and number < len(table) and table[number].block_hash is not None:
+                        return True
+        return False
 
     def _holding_for_loads(self, asking: RequestRecord) -> Iterator[SeenRequest]:
         """Requests other than ``asking`` that hold blocks for a load, also those of whose blocks vLLM tells later."""
@@ -402,7 +427,14 @@ class SchedulerSide:
             self._context.free_ids(report.block_ids_to_unlock)
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed even if there is nothing to compute."""
+        """Whether steps are needed even if there is nothing to compute.
+
+        vLLM asks only while it schedules no request, so those that run are paused, and before it sleeps it resets its cache.
+        """
+        if self._options.may_sleep and self._requests:
+            names = [name for name, record in self._requests.items() if record.own.status.name in _PAUSED]
+            if names:
+                self.guard.on_pause(names)
         return bool(self._loads) or self.guard.has_pending_work()
 
     def has_pending_block_frees(self) -> bool:

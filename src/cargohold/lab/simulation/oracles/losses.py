@@ -55,9 +55,9 @@ class LossOracle(Oracle):
     def _watch(self, at: int, shared: Shared) -> None:
         prepare_saves, reset = shared.manager.prepare_saves, shared.manager.reset
 
-        def save(keys: Sequence[OffloadKey]) -> SlotReservation:
+        def save(keys: Sequence[OffloadKey], **options: bool) -> SlotReservation:
             listed = shared.manager.listed(keys)
-            handle = prepare_saves(keys)
+            handle = prepare_saves(keys, **options)
             self._offered.update(keys)
             if len(handle.keys) < len(listed) and _held_and_room(shared)[1]:
                 self._refused += set(listed).difference(handle.keys)

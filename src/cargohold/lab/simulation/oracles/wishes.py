@@ -114,8 +114,8 @@ class WishOracle(Oracle):
         def place(offers: Sequence[StoreOffer]) -> SlotReservation:
             return noted(prepare_stores(offers))
 
-        def save(keys: Sequence[OffloadKey]) -> SlotReservation:
-            return noted(prepare_saves(keys))
+        def save(keys: Sequence[OffloadKey], **options: bool) -> SlotReservation:
+            return noted(prepare_saves(keys, **options))
 
         def noted(handle: SlotReservation) -> SlotReservation:
             for stored in watched.stored.values():
