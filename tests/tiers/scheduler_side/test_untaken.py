@@ -10,7 +10,7 @@ from cargohold.cache import OffloadKey
 from cargohold.protocol import TransferOutcome
 from cargohold.tiers import JobKind, StoreOutcome
 from cargohold.tiers.scheduler_side import UNKNOWN
-from cargohold.tiers.scheduler_side.backlog import MAX_TRIES
+from cargohold.tiers.scheduler_side.backlog import MAX_TRIES, Backlog, RetryQueue
 from tests.tiers.scheduler_side.world import KEYS, World
 
 STORED, REFUSED, LATER, FAILED = StoreOutcome.STORED, StoreOutcome.REFUSED, StoreOutcome.LATER, StoreOutcome.FAILED
@@ -136,3 +136,13 @@ def test_a_reset_forgets_what_was_not_taken() -> None:
     assert world.manager.reset()
     world.wait(60.0)
     assert writes(world) == [] and not world.lower.is_settling
+
+
+def test_a_chunk_that_is_not_taken_twice_at_one_time_is_offered_again_once_after_its_latest_parent() -> None:
+    """Found by a seed: the two parents were compared, which turned the connector off if one of them was none."""
+    queue, backlog = RetryQueue(16, lambda: 5.0), Backlog(16)
+    for parent in (None, KEYS[0], None, KEYS[1]):
+        queue.add(KEYS[2], parent, backlog, is_refused=False)
+        queue.forget(KEYS[2:3] if parent != KEYS[1] else ())
+    queue.offer_due()
+    assert backlog.parents == {KEYS[2]: KEYS[1]} and not queue.times

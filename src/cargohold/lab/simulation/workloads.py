@@ -440,7 +440,7 @@ def adapters(load: DrawnWorkload) -> None:
     }
     for _ in range(random.randint(12, 30)):
         writer.pause(1.0)
-        writer.ask(_cut(document, random) + writer.text(0, 30), random.randint(1, 4), salt=random.choice(salts))
+        writer.ask(_cut(document, random) + writer.text(1, 30), random.randint(1, 4), salt=random.choice(salts))
         if random.random() < 0.15:
             writer.now += 1.0
             writer.reset()

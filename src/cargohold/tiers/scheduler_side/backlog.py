@@ -108,11 +108,13 @@ class _Untaken:
     """A chunk that a tier has not taken.
 
     Attributes:
+        parent: the chunk before it.
         num_tries: how many times it was offered.
         again_at: time from which it may be offered again.
         backlog: where it goes to be offered again by itself; ``None`` if it waits for a use, or waits in a backlog.
     """
 
+    parent: OffloadKey | None = None
     num_tries: int = 0
     again_at: float = 0.0
     backlog: Backlog | None = None
@@ -130,15 +132,14 @@ class RetryQueue:
         clock: monotonic time in seconds.
 
     Attributes:
-        times: when chunks are offered again by themselves, with the chunks before them, the first one first. Some may have been
-            forgotten since.
+        times: when chunks are offered again by themselves, the first one first. Some may have been forgotten since.
     """
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self._limit = limit
         self._clock = clock
         self._chunks: dict[OffloadKey, _Untaken] = {}
-        self.times: list[tuple[float, OffloadKey, OffloadKey | None]] = []
+        self.times: list[tuple[float, OffloadKey]] = []
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -164,9 +165,9 @@ class RetryQueue:
         again_at = self._clock() + min(RETRY_S * (2**chunk.num_tries - 1), backlog.max_retry_s)
         num_tries = min(chunk.num_tries + 1, MAX_TRIES)
         is_coming = num_tries < MAX_TRIES and not is_refused
-        self._chunks[key] = _Untaken(num_tries, again_at, backlog if is_coming else None, is_refused)
+        self._chunks[key] = _Untaken(parent, num_tries, again_at, backlog if is_coming else None, is_refused)
         if is_coming:
-            heappush(self.times, (again_at, key, parent))
+            heappush(self.times, (again_at, key))
         if len(self._chunks) > self._limit:
             del self._chunks[next(iter(self._chunks))]
 
@@ -180,10 +181,10 @@ class RetryQueue:
         """Put the chunks whose time has come back into their backlogs."""
         now = self._clock()
         while self.times and self.times[0][0] <= now:
-            again_at, key, parent = heappop(self.times)
+            again_at, key = heappop(self.times)
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.backlog is not None and chunk.again_at == again_at:
-                chunk.backlog.add([key], {key: parent})
+                chunk.backlog.add([key], {key: chunk.parent})
                 chunk.backlog = None
 
     def take_used(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -191,8 +192,11 @@ class RetryQueue:
         if not self._chunks:
             return []  # nearly always
         now = self._clock()
-        untaken = ((key, self._chunks.get(key)) for key in keys)
-        return [key for key, chunk in untaken if chunk is not None and chunk.backlog is None and chunk.again_at <= now]
+        return [
+            key
+            for key in keys
+            if (chunk := self._chunks.get(key)) is not None and chunk.backlog is None and chunk.again_at <= now
+        ]
 
     def clear(self) -> None:
         self._chunks.clear()
