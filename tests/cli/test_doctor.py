@@ -240,15 +240,6 @@ def test_a_card_that_computes_faster_than_it_loads_is_told(cargohold: Command, c
     assert findings(cargohold, "--model", chat_model, "--quick")["does it pay"][0]["found"] == "not measured"
 
 
-def test_device_pool_and_host_memory_are_counted_together_in_tokens(cargohold: Command, chat_model: str) -> None:
-    args = ["--quick", "--model", chat_model, "--device", "49GiB"]
-    (both,) = findings(cargohold, *args, "--host", "49GiB")["cache"]
-    assert both["level"] == "ok" and "device pool 49 GiB, host memory 49 GiB: together 98 GiB, " in both["found"]
-    (little,) = findings(cargohold, *args, "--host", "4GiB")["cache"]
-    assert little["level"] == "note" and "adds less than a tenth" in little["advice"]
-    assert "both form one cache" in cargohold("doctor", *args).err
-
-
 @pytest.mark.parametrize(
     ("config", "level", "said"),
     [

@@ -18,7 +18,7 @@ from cargohold.cli.app import Answers, PlainFlags, app, errors, progress
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, format_time, parse_room
-from cargohold.tiers.inventory import DryRun, Holding, Inventory, Verification
+from cargohold.tiers.inventory import Holding, Inventory, Verification
 from cargohold.tiers.kinds import open_inventory
 from cargohold.tiers.places import without_secrets
 
@@ -38,7 +38,6 @@ Place = Annotated[
     ),
 ]
 Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id.")]
-IsDryRun = Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -100,7 +99,6 @@ def prune(
     max_days: Annotated[
         float | None, typer.Option("--max-days", min=0, help="Keep namespaces used within this many days.")
     ] = None,
-    dry_run: IsDryRun = False,
 ) -> None:
     """Make room: what was used longest ago goes first.
 
@@ -109,7 +107,7 @@ def prune(
     if max_bytes is None and max_days is None:
         raise ConfigError("--max-bytes", None, "prune needs --max-bytes or --max-days")
     limit = None if max_bytes is None else parse_room("--max-bytes", max_bytes)
-    inventory = _to_delete_in(place, dry_run=dry_run)
+    inventory = open_inventory(place)
     holdings = _listed(inventory)
     uses = [holding.last_used_s for holding in holdings if not holding.is_in_use]
     if max_days is not None and uses and all(used is None for used in uses):
@@ -123,9 +121,7 @@ def prune(
                     deleted.remove(holding)
         if limit is not None:
             deleted.trim([holding for holding in holdings if holding not in deleted.holdings], limit)
-    left = _listed(inventory)
-    verbs = ("would delete", "would give back", "would be") if dry_run else ("deleted", "gave back", "are")
-    typer.echo(_pruned(deleted, left, verbs))
+    typer.echo(_pruned(deleted, _listed(inventory)))
     deleted.failures.end()
 
 
@@ -134,14 +130,13 @@ def rm(
     place: Place,
     ids: Ids = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete every namespace.")] = False,
-    dry_run: IsDryRun = False,
 ) -> None:
     """Delete namespaces with all their chunks."""
     if ids and everything:
         raise ConfigError("--all", None, "give either ids or --all, not both")
     if not ids and not everything:
         raise ConfigError("--all", None, "name what to delete: one or more ids, or --all")
-    inventory = _to_delete_in(place, dry_run=dry_run)
+    inventory = open_inventory(place)
     chosen = _chosen(_listed(inventory), ids)
     deleted = _Deletions(inventory)
     with errors.status("deleting"):
@@ -149,15 +144,8 @@ def rm(
             deleted.remove(holding)
     which = f": {_short_ids(deleted.holdings)}" if deleted.holdings else ""
     number = format_count(len(deleted.holdings), "namespace")
-    verb = "would delete" if dry_run else "deleted"
-    typer.echo(f"{verb} {number}, {format_bytes(deleted.num_bytes + deleted.spare_bytes)}{which}")
+    typer.echo(f"deleted {number}, {format_bytes(deleted.num_bytes + deleted.spare_bytes)}{which}")
     deleted.failures.end()
-
-
-def _to_delete_in(place: str, *, dry_run: bool) -> Inventory:
-    """The inventory of a place; one that deletes nothing for a dry run."""
-    inventory = open_inventory(place)
-    return DryRun(inventory) if dry_run else inventory
 
 
 class _Failures(dict[str, TierError]):
@@ -226,13 +214,12 @@ class _Deletions:
             self.holdings.append(holding)
 
 
-def _pruned(deleted: _Deletions, left: Sequence[Holding], verbs: tuple[str, str, str]) -> str:
+def _pruned(deleted: _Deletions, left: Sequence[Holding]) -> str:
     """What was deleted, what was given back, and what is left, in a sentence."""
-    deleted_, gave_back, are = verbs
     of_what = f" of {_short_ids(deleted.holdings)}" if deleted.holdings else ""
-    spare = f"; {gave_back} {format_bytes(deleted.spare_bytes)} without chunks" if deleted.spare_bytes else ""
+    spare = f"; gave back {format_bytes(deleted.spare_bytes)} without chunks" if deleted.spare_bytes else ""
     num_bytes = format_bytes(sum(holding.num_bytes for holding in left))
-    return f"{deleted_} {format_bytes(deleted.num_bytes)}{of_what}{spare}; {num_bytes} {are} left"
+    return f"deleted {format_bytes(deleted.num_bytes)}{of_what}{spare}; {num_bytes} are left"
 
 
 def _listed(inventory: Inventory) -> list[Holding]:

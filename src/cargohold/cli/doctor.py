@@ -24,10 +24,10 @@ from cargohold.cli.app import Answers, app, errors
 from cargohold.cli.machine import MEASURED_BYTES, Finding, Level, judged
 from cargohold.cli.vllm_flags import installed_version, is_tested
 from cargohold.engine.core.request import SamplingParams
-from cargohold.errors import CargoholdError, ConfigError, UnsupportedModelError, one_line
+from cargohold.errors import CargoholdError, UnsupportedModelError, one_line
 from cargohold.lab.replay.costs import TOKENS, KVSize, Paying, describe_kv, describe_size, format_s
 from cargohold.llm import LLM
-from cargohold.option_values import format_bytes, parse_path, parse_room
+from cargohold.option_values import format_bytes, parse_path
 from cargohold.tiers.packing import NUMBER_TYPES
 
 _PROMPT_TOKENS: Final = 512
@@ -53,17 +53,6 @@ def doctor(
             help="Prompt tokens that your engine computes per second; otherwise the model is run here.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="SIZE",
-            help="Size of the engine's own KV cache, as logged by vLLM; with --model and --host.",
-        ),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option("--host", metavar="SIZE", help="Host memory for KV, to show what both hold together.")
-    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
 ) -> None:
@@ -73,7 +62,7 @@ def doctor(
     """
     places = [parse_path("--disk", place) for place in disk or [os.environ.get("TMPDIR") or "/tmp"]]  # noqa: S108  # looked at
     size, of_model = _model(model)  # an unknown model is reported before anything is measured
-    findings = [*machine.findings(), *_torch(), *of_model, *_together(device, host, size)]
+    findings = [*machine.findings(), *_torch(), *of_model]
     read: dict[str, float] = {}
 
     def measure_and_keep(place: Path) -> tuple[float, float]:
@@ -216,17 +205,6 @@ def _model(model: str | None) -> tuple[KVSize | None, list[Finding]]:
     return size, [
         Finding("model", Level.OK, f"served, as all its layers are of kinds that are kept: {size.describe()}", advice)
     ]
-
-
-def _together(device: str | None, host: str | None, size: KVSize | None) -> Iterator[Finding]:
-    """What device pool and host memory hold together, of which both sizes must be given."""
-    if device is None and host is None:
-        return
-    if device is None or host is None:
-        raise ConfigError("--device", device, "add --device and --host: both form one cache")
-    sizes = parse_room("--device", device), parse_room("--host", host)
-    held, *warning = vllm_flags.of_both(*sizes, None if size is None else size.bytes_per_token)
-    yield judged("cache", not warning, held, "; ".join(warning))
 
 
 # --- does it pay ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from cargohold.connector.factory import tiers_of
 from cargohold.errors import ConfigError, TierError, one_line
 from cargohold.integrations.vllm import NEWEST, OLDEST
 from cargohold.integrations.vllm.settings import VllmSettings
-from cargohold.option_values import LEAST_BYTES, format_bytes, format_count, parse_room
+from cargohold.option_values import LEAST_BYTES, format_bytes, parse_room
 from cargohold.tiers import Namespace as ModelNamespace
 from cargohold.tiers import open_tier
 from cargohold.tiers.config import UsedDirectory
@@ -200,12 +200,10 @@ def remarks(asked: Namespace, transfer: Mapping[str, Any]) -> Iterator[str]:
         yield f"on this machine it would be rejected: {_in_words_of_the_command(error)}"
 
 
-def of_both(device_bytes: int, host_bytes: int, bytes_per_token: int | None = None) -> Iterator[str]:
+def of_both(device_bytes: int, host_bytes: int) -> Iterator[str]:
     """Yield what the device pool and host memory hold together, which are one cache, and a warning if one adds little."""
-    both = device_bytes + host_bytes
-    tokens = "" if bytes_per_token is None else f", {format_count(both // bytes_per_token, 'token')}"
     sizes = f"device pool {format_bytes(device_bytes)}, host memory {format_bytes(host_bytes)}"
-    yield f"{sizes}: together {format_bytes(both)}{tokens}"
+    yield f"{sizes}: together {format_bytes(device_bytes + host_bytes)}"
     if host_bytes < LEAST_SHARE * device_bytes:
         yield (
             f"host memory adds less than a tenth to the device pool, so the hit rate will hardly rise; as much as the pool, "

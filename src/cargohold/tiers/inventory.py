@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -105,11 +105,6 @@ class Inventory(ABC):
         if holding is None:
             return 0  # another process has deleted it already
         self.remove(namespace_id)
-        return holding.num_bytes
-
-    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
-        """Return how many bytes ``trim`` would delete of a namespace, without deleting any. Raises ``TierError``."""
-        del num_bytes
         return holding.num_bytes
 
 
@@ -319,50 +314,3 @@ class StoreInventory(Inventory):
     @abstractmethod
     def _delete(self, path: str) -> None:
         """Delete an object, unless it is gone."""
-
-
-# --- an inventory of which nothing is deleted -------------------------------------------------------------------------
-
-
-class DryRun(Inventory):
-    """Another inventory as it is at first, and as it would be after each deletion. Nothing is deleted.
-
-    Args:
-        inner: the other inventory; read only.
-    """
-
-    def __init__(self, inner: Inventory) -> None:
-        self._inner = inner
-        self._left: dict[str, Holding] | None = None
-
-    def holdings(self) -> list[Holding]:
-        """Return the namespaces that there would be. Those that there are are listed once."""
-        return list(self._known().values())
-
-    def verify(self, namespace_id: str, *, delete: bool) -> Iterator[Verification]:
-        """Check every chunk; damaged ones stay."""
-        del delete
-        return self._inner.verify(namespace_id, delete=False)
-
-    def remove(self, namespace_id: str) -> None:
-        """Take a namespace for deleted."""
-        self._require_unused(namespace_id)
-        self._known().pop(namespace_id, None)
-
-    def trim(self, namespace_id: str, num_bytes: int) -> int:
-        """Take chunks of a namespace for deleted."""
-        self._require_unused(namespace_id)
-        holding = self._known()[namespace_id]
-        gone = self._inner.bytes_to_trim(holding, num_bytes)
-        self._known()[namespace_id] = replace(holding, num_bytes=holding.num_bytes - gone, spare_bytes=0)
-        return gone
-
-    def _require_unused(self, namespace_id: str) -> None:
-        holding = self._known().get(namespace_id)
-        if holding is not None and holding.is_in_use:
-            raise TierError("disk", f"{namespace_id} is in use")  # only a disk says so
-
-    def _known(self) -> dict[str, Holding]:
-        if self._left is None:
-            self._left = {holding.id: holding for holding in self._inner.holdings()}
-        return self._left

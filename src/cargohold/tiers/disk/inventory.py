@@ -118,7 +118,8 @@ class DiskInventory(Inventory):
             if num_bytes < holding.num_bytes:
                 lock = self._lock(shard)
                 try:
-                    segments, planned = _plan(shard, num_bytes)
+                    segments = [Segment(path, geometry, direct_io=False) for path, geometry in _segments(shard)]
+                    planned = trimming.plan(segments, num_bytes)
                     if planned.num_left:
                         trimming.carry_out(planned, segments)
                         return planned.num_bytes
@@ -126,14 +127,6 @@ class DiskInventory(Inventory):
                     lock.release()
         self.remove(namespace_id)
         return holding.num_bytes
-
-    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
-        """See ``Inventory``. What a shard has is read, but not locked."""
-        if num_bytes >= holding.num_bytes:
-            return holding.num_bytes
-        with _errors():
-            _, planned = _plan(self._root / holding.id, num_bytes)
-        return planned.num_bytes if planned.num_left else holding.num_bytes
 
     def _shards_of_replicas(self) -> Iterator[Path]:
         for replica in replicas_in(self._root):
@@ -236,12 +229,6 @@ def _space(shard: Path) -> tuple[int, int]:
             total += taken
             payloads += taken * file.name.endswith(".data")
     return total, payloads
-
-
-def _plan(shard: Path, num_bytes: int) -> tuple[list[Segment], trimming.TrimPlan]:
-    """Return the segments of a shard, and how to delete so many bytes of them. Raises ``OSError``, ``TierError``."""
-    segments = [Segment(path, geometry, direct_io=False) for path, geometry in _segments(shard)]
-    return segments, trimming.plan(segments, num_bytes)
 
 
 def _segments(shard: Path) -> Iterator[tuple[Path, Geometry]]:

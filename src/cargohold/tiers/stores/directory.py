@@ -35,7 +35,7 @@ from obstore.store import LocalStore, ObjectStore
 
 from cargohold.errors import TierError, one_line
 from cargohold.tiers.disk.files import FULL, Descriptor
-from cargohold.tiers.inventory import NAME, PIECE_BYTES, Holding, StoredObject, StoreInventory
+from cargohold.tiers.inventory import NAME, PIECE_BYTES, StoredObject, StoreInventory
 from cargohold.tiers.namespace import DESCRIPTION, ID_PATTERN, MAX_DESCRIPTION_BYTES
 
 logger = logging.getLogger(__name__)
@@ -373,23 +373,12 @@ class ObjectInventory(StoreInventory):
         """Delete the oldest chunks; engines that want them compute instead."""
         gone = 0
         with self._session():
-            for chunk in self._oldest(namespace_id, num_bytes):
+            for chunk in sorted(self._chunks(namespace_id), key=lambda found: found.written_s):
+                if gone >= num_bytes:
+                    break
                 self._delete(chunk.path)
                 gone += chunk.num_bytes
         return gone
-
-    def bytes_to_trim(self, holding: Holding, num_bytes: int) -> int:
-        """See ``Inventory``."""
-        with self._session():
-            return sum(chunk.num_bytes for chunk in self._oldest(holding.id, num_bytes))
-
-    def _oldest(self, namespace_id: str, num_bytes: int) -> Iterator[StoredObject]:
-        """Yield the chunks of a namespace stored longest ago, until they have ``num_bytes``."""
-        for chunk in sorted(self._chunks(namespace_id), key=lambda found: found.written_s):
-            if num_bytes <= 0:
-                return
-            yield chunk
-            num_bytes -= chunk.num_bytes
 
     @contextmanager
     def _session(self) -> Iterator[None]:
