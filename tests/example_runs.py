@@ -85,8 +85,9 @@ def _script(name: str) -> Path:
 
 
 def _modules(name: str) -> list[Path]:
-    """The files beside a script that it may import: all but scripts."""
-    return [file for file in _script(name).parent.glob("*.py") if not file.stem.startswith("run")]
+    """The files beside a script, or beside all of them, that it may import: all but scripts."""
+    beside = [*_script(name).parent.glob("*.py"), *EXAMPLES.glob("*.py")]
+    return [file for file in beside if not file.stem.startswith("run")]
 
 
 def _plain(line: str) -> str:
