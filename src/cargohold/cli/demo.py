@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from statistics import median
 from typing import Annotated, Any, Final
@@ -48,18 +48,11 @@ LONG_CONTEXT_TOKENS = 1500
 EXIT_DIFFERENT = 1
 
 
-class TurnedOffError(CargoholdError):
-    """The connector that the demo is about was turned off: it does not show any more what it says."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"offloading was turned off, so there is nothing to show; {why}")
-
-
 def require_offloading(llm: LLM) -> None:
-    """Raise ``TurnedOffError`` if the connector of ``llm`` was turned off."""
+    """Raise ``CargoholdError`` if the connector of ``llm`` was turned off: a demo does not show any more what it says."""
     error = llm.status.connector_error
     if error is not None:
-        raise TurnedOffError(error)
+        raise CargoholdError(f"offloading was turned off, so there is nothing to show; {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +60,35 @@ class Visit:
     """One question in one conversation, answered.
 
     Attributes:
-        text: the answer's text, which becomes part of the conversation.
-        answer: its tokens, which must be the same without and with offloading.
-        metrics: where the context came from, and how long the first token took.
         conversation: its topic.
         turn: number of the question, from 0.
+        answer: the answer's tokens, which must be the same without and with offloading.
+        metrics: where the context came from, and how long the first token took.
     """
 
-    text: str
+    conversation: str
+    turn: int
     answer: tuple[int, ...]
     metrics: RequestMetrics
-    conversation: str = ""
-    turn: int = 0
 
 
-def visits(conversations: Sequence[Conversation], ask: Callable[[list[dict[str, str]]], Visit]) -> Iterator[Visit]:
+def visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> Iterator[Visit]:
     """Ask every conversation's first question, then every conversation's second one, and so on.
 
     Nothing is asked before the next visit is wanted.
     """
+    sampling = SamplingParams(max_tokens=answer_tokens)
+    llm.generate("warm up", SamplingParams(max_tokens=2))  # the first pass takes time for things that later ones do not
     messages: dict[str, list[dict[str, str]]] = {talk.topic: [] for talk in conversations}
     for turn in range(len(conversations[0].questions)):
         for talk in conversations:
             history = messages[talk.topic]
             history.append({"role": "user", "content": talk.questions[turn]})
-            visit = ask(history)
-            history.append({"role": "assistant", "content": visit.text})
-            yield replace(visit, conversation=talk.topic, turn=turn)
+            output = llm.chat(history, sampling)
+            require_offloading(llm)
+            llm.settle()  # what it writes must not slow the other engine down
+            history.append({"role": "assistant", "content": output.text})
+            yield Visit(talk.topic, turn, output.token_ids, output.metrics)
 
 
 TITLES = (
@@ -113,18 +108,8 @@ def show_row(out: Console, without: Visit, with_offload: Visit) -> None:
     out.print(row, style=None if same else "red", highlight=False, soft_wrap=True)
 
 
-def conclude(out: Console, without: Sequence[Visit], with_offload: Sequence[Visit]) -> None:
-    """Print sentence and JSON. Raises ``typer.Exit`` if the answers differ."""
-    summary = summarize(without, with_offload)
-    out.print(sentence(summary))
-    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
-    if not summary["identical"]:
-        raise typer.Exit(EXIT_DIFFERENT)
-
-
-def summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[str, Any]:
-    """A summary of the visits, as values for JSON."""
-    pairs = list(zip(without, with_offload, strict=True))
+def summarize(pairs: Sequence[tuple[Visit, Visit]]) -> dict[str, Any]:
+    """A summary of the visits, each without and with offloading, as values for JSON."""
     long = [
         (a.metrics.ttft_s or 0.0, b.metrics.ttft_s or 0.0)
         for a, b in pairs
@@ -135,7 +120,7 @@ def summarize(without: Sequence[Visit], with_offload: Sequence[Visit]) -> dict[s
     return {
         "identical": all(a.answer == b.answer for a, b in pairs),
         "visits": len(pairs),
-        "restored_tokens": sum(sum(visit.metrics.restored_tokens.values()) for visit in with_offload),
+        "restored_tokens": sum(sum(visit.metrics.restored_tokens.values()) for _, visit in pairs),
         "ttft_recompute_s": recompute_s and round(recompute_s, 4),
         "ttft_restored_s": restored_s and round(restored_s, 4),
         "speedup": round(recompute_s / restored_s, 1) if recompute_s and restored_s else None,
@@ -202,25 +187,15 @@ def demo(
         )
         total = len(conversations) * turns
         # Visit by visit, first one engine and then the other: what else the machine does slows both of them down alike.
-        asked = (_visits(llm, conversations, answer_tokens) for llm in (plain, offloading))
+        asked = (visits(llm, conversations, answer_tokens) for llm in (plain, offloading))
         rows, pairs = zip(*asked, strict=True), list[tuple[Visit, Visit]]()
         out.print(TITLES)
         for number in range(1, total + 1):
             with errors.status(f"visit {number} of {total}, without offloading and with"):
                 pairs.append(next(rows))
             show_row(out, *pairs[-1])
-    conclude(out, [visit for visit, _ in pairs], [visit for _, visit in pairs])
-
-
-def _visits(llm: LLM, conversations: Sequence[Conversation], answer_tokens: int) -> Iterator[Visit]:
-    """Make the visits on an engine, one whenever the next is wanted."""
-    sampling = SamplingParams(max_tokens=answer_tokens)
-    llm.generate("warm up", SamplingParams(max_tokens=2))  # the first pass takes time for things that later ones do not
-
-    def ask(messages: list[dict[str, str]]) -> Visit:
-        output = llm.chat(messages, sampling)
-        require_offloading(llm)
-        llm.settle()  # what it writes must not slow the other engine down
-        return Visit(output.text, output.token_ids, output.metrics)
-
-    yield from visits(conversations, ask)
+    summary = summarize(pairs)
+    out.print(sentence(summary))
+    out.print(json.dumps(summary), soft_wrap=True, highlight=False)
+    if not summary["identical"]:
+        raise typer.Exit(EXIT_DIFFERENT)

@@ -39,36 +39,44 @@ UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of the decoder for lines that are not JSON, not text, or nested too deeply."""
 
 
-class TraceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One request of a trace.
+class _Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What traces and logs say of a request besides its prompt.
 
     Attributes:
-        hash_ids: the prompt's blocks, in order.
         timestamp_ms: time of arrival in milliseconds; ``None`` if the trace does not say.
         timestamp: the same, under the name that Mooncake's own files have for it.
         ended_ms: when the answer was complete, on the same clock.
-        input_length: tokens of the prompt.
         output_length: tokens generated.
         session_id: requests of one conversation have the same.
-        output_hash_ids: blocks after the prompt's that the answer completed. The first may hold the end of the prompt.
-        block_tokens: tokens per block.
         step_tokens: most tokens of a prompt that the recording engine computed in a step.
         reused_blocks: leading blocks that the recording engine reused when this request ran.
         stop: how the turn ended, in a word that ``TurnEnd.named`` knows; logs may have something else under this name.
     """
 
-    hash_ids: list[int]
     timestamp_ms: int | float | None = None
     timestamp: int | float | None = None
     ended_ms: int | float | None = None
-    input_length: int | None = None
     output_length: int | None = None
     session_id: int | str | None = None
-    output_hash_ids: list[int] = []
-    block_tokens: int | None = None
     step_tokens: int | None = None
     reused_blocks: int | None = None
     stop: Any = None
+
+
+class TraceRequest(_Request, frozen=True, gc=False, kw_only=True):
+    """One request of a trace.
+
+    Attributes:
+        hash_ids: the prompt's blocks, in order.
+        input_length: tokens of the prompt.
+        output_hash_ids: blocks after the prompt's that the answer completed. The first may hold the end of the prompt.
+        block_tokens: tokens per block.
+    """
+
+    hash_ids: list[int]
+    input_length: int | None = None
+    output_hash_ids: list[int] = []
+    block_tokens: int | None = None
 
     @property
     def arrival_ms(self) -> float | None:
@@ -166,7 +174,7 @@ class LoggedMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
-class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedRequest(_Request, frozen=True, kw_only=True):
     """One line of a log; see the module."""
 
     prompt: str | None = None
@@ -175,14 +183,6 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int] = []
     hash_ids: msgspec.Raw = msgspec.Raw(b"")
     salt: str | None = None
-    timestamp_ms: int | float | None = None
-    timestamp: int | float | None = None
-    ended_ms: int | float | None = None
-    output_length: int | None = None
-    step_tokens: int | None = None
-    reused_blocks: int | None = None
-    session_id: int | str | None = None
-    stop: Any = None
 
 
 class TextTokenizer(Protocol):
@@ -307,18 +307,6 @@ class Line:
     text: bytes
 
 
-class _Decompressor(Protocol):
-    """One compressed frame, as zlib and zstandard both offer it."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
 def read_lines(file: str | Path, on_progress: Callable[[int], None] | None = None) -> Iterator[Line]:
     """Yield every line of a file that is not blank.
 
@@ -387,7 +375,7 @@ def _raw_pieces(stream: BinaryIO, on_progress: Callable[[int], None] | None) -> 
         yield piece
 
 
-def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], _Decompressor]) -> Iterator[bytes]:
+def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], Any]) -> Iterator[bytes]:
     frame = new_frame()
     parts = (piece[at : at + _COMPRESSED_BYTES] for piece in pieces for at in range(0, len(piece), _COMPRESSED_BYTES))
     for part in parts:
@@ -401,7 +389,8 @@ def _decompressed(pieces: Iterable[bytes], new_frame: Callable[[], _Decompressor
         raise EOFError("the compressed file is cut off here")
 
 
-def _decompressor_for(start: bytes) -> Callable[[], _Decompressor] | None:
+def _decompressor_for(start: bytes) -> Callable[[], Any] | None:
+    """What makes a decompressor of one frame, which zlib and zstandard offer alike; ``None`` for plain files."""
     if start.startswith(_GZIP_MAGIC):
         return lambda: zlib.decompressobj(_GZIP_WBITS)
     if not start.startswith((_ZSTD_MAGIC, *_ZSTD_SKIPPED_MAGICS)):
@@ -415,9 +404,9 @@ def _decompressor_for(start: bytes) -> Callable[[], _Decompressor] | None:
     return context.decompressobj
 
 
-def _decompress(frame: _Decompressor, data: bytes) -> bytes:
+def _decompress(frame: Any, data: bytes) -> bytes:
     try:
-        return frame.decompress(data)
+        return bytes(frame.decompress(data))
     except zlib.error:
         raise
     except Exception as error:

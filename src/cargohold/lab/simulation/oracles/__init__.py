@@ -1,9 +1,8 @@
 """Oracles: checks of what must always hold in a simulated engine."""
 
 from cargohold.lab.simulation.oracles.blocks import CopyOracle, EventOracle, Index, PoolOracle
-from cargohold.lab.simulation.oracles.found import FoundOracle, ReuseOracle
+from cargohold.lab.simulation.oracles.found import FoundOracle, LossOracle, ReuseOracle
 from cargohold.lab.simulation.oracles.hints import HintOracle
-from cargohold.lab.simulation.oracles.losses import LossOracle
 from cargohold.lab.simulation.oracles.requests import (
     ContainmentOracle,
     Expectation,

@@ -14,8 +14,7 @@ from cargohold.lab.simulation.transfers import ByteRows
 from cargohold.lab.simulation.world import Scenario
 from cargohold.lab.vllm.configuration import WORLD
 from cargohold.lab.vllm.engine import VllmEngine
-from cargohold.lab.vllm.others.events import HostEventOracle
-from cargohold.lab.vllm.others.oracles import StandstillOracle
+from cargohold.lab.vllm.others.oracles import HostEventOracle, StandstillOracle
 from cargohold.lab.vllm.others.plan import PREFIX, StrangerPlan
 from cargohold.lab.vllm.recipe import VllmWorld
 
