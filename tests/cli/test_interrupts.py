@@ -74,15 +74,6 @@ def read_some(stream: IO[str] | None) -> str:
 LONG = ("--max-tokens", "6000")
 
 
-def chat_in_an_answer(fork: Fork, chat_model: str) -> ForkedCommand:
-    """A chat that has begun with its first answer."""
-    process = fork("chat", chat_model, *LONG)
-    process.stdin.write("Hello\n")
-    process.stdin.flush()
-    assert read_some(process.stdout)
-    return process
-
-
 def test_ctrl_c_while_it_generates_ends_cleanly(fork: Fork, chat_model: str) -> None:
     process = fork("run", chat_model, "-p", "Hello", *LONG)
     assert read_some(process.stdout)
@@ -134,13 +125,6 @@ def test_sigterm_while_it_loads_ends_cleanly(fork: Fork, chat_model: str) -> Non
     _end(process, signal.SIGTERM)
 
 
-def test_sigterm_in_a_chat_ends_more_than_the_answer(fork: Fork, chat_model: str) -> None:
-    process = chat_in_an_answer(fork, chat_model)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(WAIT_S) == 143, "while its input is still open"
-    assert process.stderr.read().splitlines()[1:] == ["terminated"]
-
-
 def test_sigterm_ends_a_job_in_the_background_which_ignores_ctrl_c(fork: Fork, chat_model: str) -> None:
     process = fork("run", chat_model, "-p", "Hello", *LONG, ignored=[signal.SIGINT])
     assert read_some(process.stdout)
@@ -179,18 +163,11 @@ class Terminal:
 
     Attributes:
         theirs: its end of the command.
-        pid: the command's process.
     """
-
-    pid = 0
 
     def __init__(self) -> None:
         self._ours, self.theirs = os.openpty()
         self._unread = ""
-
-    def type(self, keys: str) -> None:
-        """Type something in."""
-        os.write(self._ours, keys.encode())
 
     def read_until(self, text: str) -> str:
         """What it shows next, up to and with a text; or up to the end of the command."""
@@ -203,14 +180,6 @@ class Terminal:
                 break
         shown, found, self._unread = self._unread.partition(text)
         return shown + found
-
-    def wait_for_prompt(self) -> None:
-        """Until a chat waits for input. Readline shows its prompt before it does, and notices no signal in between."""
-        self.read_until("you> ")
-        process, deadline = psutil.Process(self.pid), time.monotonic() + WAIT_S
-        while process.status() != psutil.STATUS_SLEEPING:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     def close(self) -> None:
         os.close(self._ours)
@@ -227,14 +196,13 @@ def fork_in_terminal(fork: Fork) -> Iterator[ForkInTerminal]:
         def run(*args: str) -> tuple[ForkedCommand, Terminal]:
             terminal = stack.enter_context(closing(Terminal()))
             process = fork(*args, terminal=terminal.theirs)
-            terminal.pid = process.pid
             os.close(terminal.theirs)
             return process, terminal
 
         yield run
 
 
-HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+HIDE_CURSOR, SHOW_CURSOR, NEVER = "\x1b[?25l", "\x1b[?25h", "\0"
 
 
 @pytest.mark.parametrize("number", ENDS)
@@ -248,56 +216,6 @@ def test_a_terminal_gets_its_cursor_back(
     shown = terminal.read_until(NEVER)
     assert process.wait(WAIT_S) == ENDS[number][0]
     assert shown.rfind(SHOW_CURSOR) > shown.rfind(HIDE_CURSOR)
-
-
-CTRL_C, CTRL_D, NEVER = "\x03", "\x04", "\0"
-
-
-def test_ctrl_c_at_the_prompt_of_a_chat_leaves_only_when_it_is_repeated(
-    fork_in_terminal: ForkInTerminal, chat_model: str
-) -> None:
-    process, terminal = fork_in_terminal("chat", chat_model)
-    for _ in range(2):  # a question between them makes both of them first ones
-        terminal.wait_for_prompt()
-        terminal.type(f"half a quest{CTRL_C}")
-        assert "to leave, type /quit, or press Ctrl-D or Ctrl-C again" in terminal.read_until("again")
-        terminal.wait_for_prompt()
-        terminal.type("/why\n")
-        assert "nothing to explain yet" in terminal.read_until("yet"), "what was typed before Ctrl-C is dropped"
-    for _ in range(2):
-        terminal.wait_for_prompt()
-        terminal.type(CTRL_C)
-    assert terminal.read_until(NEVER).endswith("interrupted\r\n")
-    assert process.wait(WAIT_S) == 130
-
-
-@pytest.mark.parametrize("first", [[], [CTRL_C]])
-def test_ctrl_d_at_the_prompt_of_a_chat_leaves_at_once(
-    first: list[str], fork_in_terminal: ForkInTerminal, chat_model: str
-) -> None:
-    process, terminal = fork_in_terminal("chat", chat_model)
-    for keys in [*first, CTRL_D]:
-        terminal.wait_for_prompt()
-        terminal.type(keys)
-    assert process.wait(WAIT_S) == 0
-
-
-def test_sigterm_at_the_prompt_of_a_chat_needs_no_repetition(fork_in_terminal: ForkInTerminal, chat_model: str) -> None:
-    process, terminal = fork_in_terminal("chat", chat_model)
-    terminal.wait_for_prompt()
-    process.send_signal(signal.SIGTERM)
-    assert terminal.read_until(NEVER).endswith("terminated\r\n")
-    assert process.wait(WAIT_S) == 143
-
-
-def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation(fork: Fork, chat_model: str) -> None:
-    process = chat_in_an_answer(fork, chat_model)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate("/new\n/quit\n")
-    assert process.returncode == 0
-    lines = err.splitlines()
-    assert lines[-2:] == ["(interrupted)", "a new conversation"]
-    assert "Traceback" not in err
 
 
 def test_a_reader_that_goes_away_is_no_error(fork: Fork, chat_model: str) -> None:

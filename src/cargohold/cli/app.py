@@ -155,6 +155,7 @@ MetricsKeyOption = Annotated[
         help="Key for the engines' /metrics, if they need one.", envvar="CARGOHOLD_METRICS_KEY", show_envvar=True
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 ModelArgument = Annotated[
     str, typer.Argument(help="A directory, a GGUF file, a Hugging Face hub id, or smollm2.", metavar="MODEL")
 ]

@@ -14,7 +14,7 @@ from rich.progress import TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from cargohold.cli.app import Answers, PlainFlags, app, errors, progress
+from cargohold.cli.app import Answers, AsJson, PlainFlags, app, errors, progress
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, format_time, parse_room
@@ -38,7 +38,6 @@ Place = Annotated[
     ),
 ]
 Ids = Annotated[list[str] | None, typer.Argument(help="Namespaces, by the start of their id.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 @cache.command("ls")

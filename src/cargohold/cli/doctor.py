@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cargohold.cli import VLLM_BENCH, VLLM_FLAGS, machine, vllm_flags
-from cargohold.cli.app import Answers, app, errors
+from cargohold.cli.app import Answers, AsJson, app, errors
 from cargohold.cli.machine import MEASURED_BYTES, Finding, Level, judged
 from cargohold.cli.vllm_flags import installed_version, is_tested
 from cargohold.engine.core.request import SamplingParams
@@ -54,7 +54,7 @@ def doctor(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what this machine has, and what to set: PyTorch, GPU, limits, disks with measured speed, engines, packages.
 

@@ -12,9 +12,8 @@ import typer
 from rich.table import Table
 
 from cargohold.cache.policies import DEFAULT_POLICY, POLICY_NAMES, find_policy
-from cargohold.cli.app import Answers, app, remark, takes_groups
+from cargohold.cli.app import Answers, AsJson, app, remark, takes_groups
 from cargohold.cli.traces import (
-    AsJson,
     CostOptions,
     DiskOptions,
     LoadedTrace,

@@ -1,14 +1,13 @@
-"""``cargohold run``, ``chat``, ``serve`` and ``dashboard``: use a model here, or behind known interfaces and a page."""
+"""``cargohold run``, ``serve`` and ``dashboard``: use a model here, or behind known interfaces and a page."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ import typer
 from rich.progress import BarColumn
 
 from cargohold.cli.app import (
+    AsJson,
     EngineOptions,
     MetricsKeyOption,
     ModelArgument,
@@ -31,11 +31,11 @@ from cargohold.cli.app import (
     require_packages,
     takes_groups,
 )
-from cargohold.cli.signals import EXIT_FAILED, termination
+from cargohold.cli.signals import EXIT_FAILED
 from cargohold.connector.factory import equal_parts, start_report
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.outputs import RequestOutput
-from cargohold.errors import ConfigError, RequestError, one_line
+from cargohold.errors import ConfigError, one_line
 from cargohold.llm import LLM, AsyncLLM
 from cargohold.option_values import parse_bytes
 
@@ -49,13 +49,12 @@ def run(
     ] = None,
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008  # frozen
     engine: EngineOptions = EngineOptions(),  # noqa: B008  # frozen
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per prompt, with its tokens and metrics.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Complete prompts, given with --prompt or piped in (as one).
 
-    Completions go to standard output; where each prompt's KV came from goes to standard error.
+    Completions go to standard output; where each prompt's KV came from goes to standard error. With --json, there is one object
+    per prompt, with its tokens and metrics.
     """
     params = sampling.params()
     prompts = prompt or [_from_stdin()]
@@ -118,139 +117,6 @@ def _as_object(output: RequestOutput) -> dict[str, Any]:
         "metrics": dataclasses.asdict(output.metrics),
         "cache_notes": output.cache_notes,
     }
-
-
-HELP = "/new starts over, /why explains the last answer's cache hits, /quit leaves"
-LEAVE = "to leave, type /quit, or press Ctrl-D or Ctrl-C again"
-ASK = "you> "
-
-
-@app.command()
-@takes_groups
-def chat(
-    model: ModelArgument,
-    sampling: SamplingOptions = SamplingOptions(max_tokens=256),  # noqa: B008  # frozen
-    engine: EngineOptions = EngineOptions(host_bytes="2GiB"),  # noqa: B008  # frozen
-) -> None:
-    """Talk to a model.
-
-    /new starts over, /why explains the last answer's cache hits. Ctrl-C ends an answer; /quit or Ctrl-D ends the conversation.
-    """
-    params = sampling.params()
-    keep_what_is_not_utf8()
-    with loaded(model, **engine.llm_options()) as llm:
-        llm.chat_prompt([{"role": "user", "content": "Hello"}])  # fails at once if the model cannot chat
-        remark(HELP)
-        conversation = TerminalChat(llm, params)
-        conversation.run()
-    if conversation.has_failed and not _is_in_terminal():
-        raise typer.Exit(EXIT_FAILED)  # the reason was not shown
-
-
-@dataclass(slots=True)
-class TerminalChat:
-    """A conversation in the terminal.
-
-    Attributes:
-        llm: answers.
-        sampling: how its tokens are chosen.
-        messages: what was said.
-        last: the last output of the last answer that has ended.
-        has_failed: whether a question was refused, or an answer ended with an error.
-    """
-
-    llm: LLM
-    sampling: SamplingParams
-    messages: list[dict[str, str]] = field(default_factory=list)
-    last: RequestOutput | None = None
-    has_failed: bool = False
-
-    def run(self) -> None:
-        """Ask and answer until the input ends."""
-        while (text := _ask()) is not None:
-            match text.strip():
-                case "":
-                    continue
-                case "/quit":
-                    return
-                case "/new":
-                    self.messages.clear()
-                    remark("a new conversation")
-                case "/why":
-                    self._explain()
-                case command if command.startswith("/"):
-                    remark(f"there is no {command}; {HELP}")
-                case question:
-                    self._answer(question)
-
-    def _answer(self, question: str) -> None:
-        self.messages.append({"role": "user", "content": question})
-        try:
-            answer = self._stream_answer()
-        except RequestError as error:
-            self.messages.pop()
-            self.has_failed = True
-            remark(f"{error.reason}; /new starts over", style="red")
-        else:
-            self.messages.append({"role": "assistant", "content": answer})
-
-    def _stream_answer(self) -> str:
-        """Print the answer as it comes; returns its text, or what there is of it if it is interrupted."""
-        text = ""
-        with contextlib.closing(self.llm.stream(self.llm.chat_prompt(self.messages), self.sampling)) as outputs:
-            try:
-                for output in outputs:
-                    typer.echo(output.new_text, nl=output.finished)
-                    text = output.text
-                    if output.finished:
-                        self.last = output
-                        self.has_failed |= output.error is not None
-                        remark(_ending(output))
-            except KeyboardInterrupt:
-                typer.echo()
-                if termination.is_asked_for:
-                    raise
-                remark("(interrupted)")
-        return text
-
-    def _explain(self) -> None:
-        if self.last is None:
-            remark("nothing to explain yet: no answer has ended")
-        else:
-            remark("\n".join(self.last.cache_notes) or "the last answer's prompt found nothing in a cache")
-
-
-def _ask() -> str | None:
-    """The next line of input; ``None`` when there is no more."""
-    if sys.stdin is None:  # the program that started this process has closed it
-        return None
-    if not _is_in_terminal():
-        return sys.stdin.readline() or None
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401, PLC0415  # lets input() edit lines, where there is one
-    try:
-        return _input()
-    except EOFError:
-        typer.echo()
-        return None
-
-
-def _input() -> str:
-    """A line from the terminal. Ctrl-C drops what is typed; a second one in a row, or SIGTERM, raises ``KeyboardInterrupt``."""
-    try:
-        return input(ASK)
-    except KeyboardInterrupt:
-        typer.echo()
-        if termination.is_asked_for:
-            raise
-    # One too many, meant for an answer that has just ended, does not lose the conversation.
-    remark(LEAVE)
-    return input(ASK)
-
-
-def _is_in_terminal() -> bool:
-    """Whether a person types the questions and reads the answers."""
-    return sys.stdin is not None and sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")

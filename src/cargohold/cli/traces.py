@@ -31,7 +31,6 @@ DEFAULT_LOG_BLOCK_TOKENS = 16
 TracesArgument = Annotated[
     list[str], typer.Argument(help="Files of one trace: JSON lines, plain, gz or zst; - for standard input.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def look_here_for(policies: Sequence[str]) -> None:
