@@ -73,12 +73,12 @@ def hits_of(requests: Sequence[tuple[float, int, Sequence[int]]], size: int, ses
     return [(hits, len(ids)) for (_, of, ids), hits in found if of == session][1:]
 
 
-def test_all_that_a_session_has_left_behind_is_over_with_it() -> None:
-    """Also the branches of its earlier turns. LRU would keep them, because they were used later."""
+def test_what_the_last_request_of_a_session_has_is_over_with_it() -> None:
+    """LRU would keep it, because it was used later."""
     waiting = [(at, 1, list(range(8))) for at in (0.0, 100.0)]
-    branches = [(10.0, 2, [100, 101, 102, 103, 104]), (20.0, 2, [100, 111, 112, 113, 114])]
-    newcomer = [(30.0, 3, list(range(200, 208)))]
-    assert hits_of([*waiting, *branches, *newcomer], size=17, session=1) == [(8, 8)]
+    ended = [(10.0, 2, [100, 101, 102]), (20.0, 2, [100, 101, 102, 103, 104])]
+    newcomer = [(30.0, 3, list(range(200, 205)))]
+    assert hits_of([*waiting, *ended, *newcomer], size=13, session=1) == [(8, 8)]
 
 
 def test_what_an_open_session_shares_with_one_that_is_over_stays() -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
+from cargohold import LLM, ConfigError, Hint, OffloadConfig, SamplingParams
 from cargohold.cache.policies import POLICIES
 from cargohold.connector.recording import RecordingFactory
 from cargohold.engine.llm_engine import LLMEngine
-from cargohold.lab.replay.replaying import replay
+from cargohold.lab.replay.replaying import HINTED, replay
 from cargohold.lab.replay.traces import TraceRequest, read_trace
 from cargohold.lab.replay.workload import WorkloadOptions, load_workload
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
@@ -80,6 +81,31 @@ def prompt_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuTransferWorker, "poll", finish_and_poll)
 
 
+def serve_sessions(llm: LLM) -> tuple[list[int], int]:
+    """Sessions of four turns each, each of which says with its last turn that it is over, as the front does for clients.
+
+    Returns:
+        The session of each request, and how many prompt tokens were restored.
+    """
+    rng = random.Random(3)
+    waiting, talks, served = list(range(14)), dict[int, list[int]](), list[int]()
+    num_restored = 0
+    while waiting or talks:
+        if waiting and len(talks) < 5:
+            talks[waiting.pop(0)] = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
+        session = rng.choice(sorted(talks))
+        is_over = served.count(session) == 3
+        hints = [Hint.retain(priority=0)] if is_over else []
+        (output,) = llm.generate([talks[session]], SamplingParams(max_tokens=6), hints=hints)
+        settle(llm)
+        talks[session] += [*output.token_ids, *(rng.randrange(VOCAB_SIZE) for _ in range(9))]
+        num_restored += sum(output.metrics.restored_tokens.values())
+        served.append(session)
+        if is_over:
+            del talks[session]
+    return served, num_restored
+
+
 def recorded(path: Path) -> list[TraceRequest]:
     return list(read_trace([path]))
 
@@ -92,6 +118,14 @@ def no_shared_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cargohold.cache.policies.reuse_model._MIN_ENTRIES", 1 << 20)
 
 
+BLOCK_BYTES = 2 * 2 * BLOCK_TOKENS * 2 * 12 * 4
+RECORDED: dict[str, Any] = {
+    "block_tokens": BLOCK_TOKENS,
+    "prefix_caching": False,
+    "num_device_blocks": 200,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 256,
+}
 QUICK = {("lru", 24, 1), ("reuse-index", 40, 2)}
 """Policies, slots, and blocks per chunk of the quick tests."""
 
@@ -113,20 +147,9 @@ def test_the_replay_agrees_with_an_engine_that_offloads(
     make_llm: Callable[..., LLM],
     tmp_path: Path,
 ) -> None:
-    model = tiny_model("llama")
-    block_bytes = 2 * 2 * BLOCK_TOKENS * 2 * 12 * 4
-    llm = make_llm(
-        model,
-        offload=OffloadConfig(
-            host_bytes=num_slots * blocks_per_chunk * block_bytes, policy=policy, blocks_per_chunk=blocks_per_chunk
-        ),
-        record=tmp_path / "trace.jsonl",
-        block_tokens=BLOCK_TOKENS,
-        prefix_caching=False,
-        num_device_blocks=200,
-        max_num_batched_tokens=32,
-        max_model_len=256,
-    )
+    host_bytes = num_slots * blocks_per_chunk * BLOCK_BYTES
+    offload = OffloadConfig(host_bytes=host_bytes, policy=policy, blocks_per_chunk=blocks_per_chunk)
+    llm = make_llm(tiny_model("llama"), offload=offload, record=tmp_path / "trace.jsonl", **RECORDED)
     _, num_reused = serve_conversations(llm)
     workload = load_workload(recorded(tmp_path / "trace.jsonl"), WorkloadOptions(blocks_per_chunk=blocks_per_chunk))
     (result,) = replay(workload, policy, [(num_slots,)])
@@ -136,6 +159,21 @@ def test_the_replay_agrees_with_an_engine_that_offloads(
     assert result.num_prefix_hits * blocks_per_chunk == workload.num_reused_blocks
     assert result.num_hit_tokens == num_reused
     assert result.tiers[0].evicted > 0, "the tier was too large to prove anything"
+
+
+@pytest.mark.usefixtures("prompt_stores", "no_shared_tags")
+@pytest.mark.parametrize("policy", ["lru", pytest.param("reuse-index", marks=pytest.mark.long)])
+def test_the_replay_with_hints_agrees_with_an_engine_whose_sessions_say_that_they_are_over(
+    policy: str, tiny_model: Callable[[str], str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    offload = OffloadConfig(host_bytes=60 * BLOCK_BYTES, policy=policy)
+    llm = make_llm(tiny_model("llama"), offload=offload, record=tmp_path / "trace.jsonl", **RECORDED)
+    sessions, num_restored = serve_sessions(llm)
+    requests = recorded(tmp_path / "trace.jsonl")
+    told = [msgspec.structs.replace(one, session_id=session) for one, session in zip(requests, sessions, strict=True)]
+    (hinted,), (plain,) = (replay(load_workload(told), kind, [(60,)]) for kind in (policy + HINTED, policy))
+    assert hinted.num_prefix_hits * BLOCK_TOKENS == num_restored
+    assert hinted.num_prefix_hits > plain.num_prefix_hits
 
 
 def test_the_replay_agrees_with_an_engine_whose_own_cache_never_evicts(

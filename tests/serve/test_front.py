@@ -568,6 +568,17 @@ def test_a_session_that_says_that_it_is_over_is_released_whichever_way_it_says_w
     assert (leases(line.behind), leases(line.behind, "release")) == ([], ["turn:s1", "turn:s2"])
 
 
+@pytest.mark.parametrize("last", LAST)
+def test_what_the_last_request_of_a_session_has_goes_first_whatever_marks_say(line: Line, last: str) -> None:
+    headers, fields = LAST[last]
+    marked = {**turn("c1", **fields), "prompt_cache_retention": "24h"}
+    line.ask(marked, headers=headers)
+    over = line.behind.hints[-1]
+    assert (over.kind, over.priority, over.start, over.end, over.lease) == ("retain", 0, 0, None, None)
+    line.ask(marked, headers={"X-Session-ID": "s", "X-Dynamo-Session-Final": "false"} if not fields else {})
+    assert [hint.priority for hint in line.behind.hints if hint.is_lowering] == ([0] if fields else [])
+
+
 def test_a_session_that_is_over_is_over_for_its_tenant_alone_and_once(kept_apart: Line) -> None:
     kept_apart.behind.pieces = [CALLED]
     final = {"X-Session-ID": "s", "X-Dynamo-Session-Final": "True"}

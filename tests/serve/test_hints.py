@@ -57,6 +57,19 @@ def test_what_anthropics_client_marks_stays_when_others_come(small: Server, mark
     assert (sources.get("host", 0) > 100) == (mark is not None)
 
 
+@pytest.mark.parametrize("is_over", [False, True], ids=["silent", "over"])
+def test_sessions_that_say_that_they_are_over_take_no_place_from_others(small: Server, is_over: bool) -> None:
+    body = {"model": "chat", "prompt": f"Waiting. {TEXT}", "max_tokens": 2}
+    assert call(small, "/v1/completions", body).status == 200
+    for number in range(6):
+        headers = {"X-Session-ID": str(number), "X-Dynamo-Session-Final": str(is_over)}
+        other = {**body, "prompt": f"Other {number}. {TEXT}"}
+        assert call(small, "/v1/completions", other, headers).status == 200
+    again = call(small, "/v1/completions", body).json
+    sources = call(small, f"/cache/explain/{again['id']}").json["sources"]
+    assert (sources.get("host", 0) > 100) == is_over
+
+
 def test_each_mark_reaches_as_far_as_its_block(server: Server) -> None:
     body = {
         "model": "chat",

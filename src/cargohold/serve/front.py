@@ -225,6 +225,8 @@ class Front:
             kept = {"lease": lease, "ttl_s": TURN_S, "priority": TURN_PRIORITY}
             hints.append({"action_id": "turn", "action_type": "retain", "payload": kept})
         hints += keeping(body, is_strict=self._is_strict)
+        if is_over:  # behind the marks: they say of each prompt what is true while its session lasts
+            hints.append({"action_id": "over", "action_type": "retain", "payload": {"priority": 0}})
         for number, ended in enumerate(self._sessions.take_ended(tenant), start=1):
             hints.append({"action_id": f"end-{number}", "action_type": "release", "payload": {"lease": ended}})
         return hints, lease

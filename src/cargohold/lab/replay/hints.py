@@ -1,7 +1,8 @@
 """The hints that an orchestrator of agents would give while a workload is replayed: which sessions are over.
 
-What else it may know (how long pauses last, how turns end, which chunks the next prompt will not use) adds little: see
-``docs/replay.md``.
+They are those that the front gives of a request that says so: its prompt and its answer go first. What else may be known (all
+that the session has used before, how long pauses last, how turns end, which chunks the next prompt will not use) adds little:
+see ``docs/replay.md``.
 """
 
 from __future__ import annotations
@@ -37,19 +38,14 @@ class OrchestratorHints:
                 "hints", "known", "the trace must say when requests arrived, and of which session each is"
             )
         self._manager = manager
-        self._sessions: list[int] = workload.sessions.tolist()
-        last = {session: request for request, session in enumerate(self._sessions)}
+        last = {session: request for request, session in enumerate(workload.sessions.tolist())}
         self._last = frozenset(request for session, request in last.items() if session != UNKNOWN)
-        # By session that is not closed, its chunks.
-        self._used: dict[int, dict[bytes, None]] = {}
 
     def before(self, prompt: Sequence[bytes]) -> None:
         """A request arrives: what it shares with sessions that are over is not over."""
         self._manager.rank(prompt, NORMAL)
 
     def after(self, request: int, keys: Sequence[bytes]) -> None:
-        """The answer to a request is complete: its session waits from now on, or is closed."""
-        session = self._sessions[request]
-        self._used.setdefault(session, {}).update(dict.fromkeys(keys))
+        """The answer to a request is complete: its session waits from now on, or is over."""
         if request in self._last:
-            self._manager.rank(list(self._used.pop(session)), _OVER)
+            self._manager.rank(keys, _OVER)
