@@ -21,11 +21,11 @@ calls.
 
 **Rejected**, on LMCache's agents, in place of 37, 48, 47 and 38 %: that all goes first that the session has used, in earlier
 branches, too (39, 52, 36, 47: one point more on average, for a memory of all sessions); or what no other session has used
-(36, 47, 47, 38); that the last request's chunks are dropped at once (37, 44, 44, 26). That those of sessions go first which have
-been silent for 5, 15 or 60 minutes changes nothing there (29 or 30 %, as without hints).
+(36, 47, 47, 38); that the last request's chunks are dropped at once (37, 44, 44, 26). That those of sessions go first which
+have been silent for 5, 15 or 60 minutes changes nothing there (29 or 30 %, as without hints).
 
-**Rejected** before, too: to say as well which sessions that wait go first, by how long pauses behind turns that ended alike have
-lasted, and what the next prompt will not use. It took four times the code, and closed 45, 51, 57 and 40 % on LMCache's
+**Rejected** before, too: to say as well which sessions that wait go first, by how long pauses behind turns that ended alike
+have lasted, and what the next prompt will not use. It took four times the code, and closed 45, 51, 57 and 40 % on LMCache's
 agents in place of 44, 55, 46 and 35, and 47 in place of 44 on coding agents at 0.5 %.
 """
 
