@@ -865,6 +865,8 @@ def test_under_another_secret_no_tenant_is_known_and_requests_have_the_least_rig
         tenant = tenant_in(salt)
         assert (tenant, offload.hints.allowed_to(tenant)) == (who, "off")
         assert [quota.hard for quota in offload.quotas if quota.tenant == tenant] == ["10%"]
+    (unknown,) = (quota for quota in offload.quotas if quota.tenant == UNKNOWN)
+    assert (unknown.soft, unknown.reserved) == (0, 0), "what it has goes first"
     assert [tenant_in(before.identity(name)) for name in named] == [UNKNOWN] * 2
     assert [record.levelname for record in caplog.records if "tenants that are unknown here" in record.message] == [
         "WARNING"

@@ -215,18 +215,14 @@ def test_copies_of_a_published_layout_move_exactly_the_bytes_of_their_blocks(nam
             memory.copy_(noise)
             source, target = rng.sample(range(1, NUM_BLOCKS), 2)
             rows = tuple(rng.sample(range(num_rows), plan.per_block[group.index]))
-            before = {layer: views[layer].clone() for layer in group.layer_names}
+            before = {layer: views[layer][source].clone() for layer in group.layer_names}
             copy(transfers, CopyJob(1, Direction.STORE, (source,), rows, 60.0, (group.index,)))
             torch.bitwise_not(memory, out=memory)
             others, untouched = {layer: views[layer].clone() for layer in group.layer_names}, memory.clone()
             copy(transfers, CopyJob(2, Direction.LOAD, (target,), rows, 60.0, (group.index,)))
-            for layer in group.layer_names:
-                for block in range(NUM_BLOCKS):
-                    expected = before[layer][source] if block == target else others[layer][block]
-                    assert torch.equal(views[layer][block].view(torch.uint8), expected.view(torch.uint8)), (
-                        layer,
-                        block,
-                    )
+            for layer, expected in others.items():
+                expected[target] = before[layer]
+                assert torch.equal(views[layer].view(torch.uint8), expected.view(torch.uint8)), layer
             size = layout.block_bytes if plan.is_even else layout.group_bytes[group.index]
             assert int((memory != untouched).sum()) <= size, "more was written than the group's layers have"
     finally:
