@@ -129,14 +129,16 @@ def test_a_reset_with_each_flag(server: Server, running: str, external: str) -> 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_a_pause_and_what_comes_after_it(server: Server, mode: str) -> None:
+    """The request is under way: vLLM 0.33 refuses one that comes while it waits for others to end (503)."""
     expected = server.ask(PROMPT, max_tokens=60).tokens
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.call, "/v1/completions", completion(PROMPT, max_tokens=60))
+    with server.streaming("/v1/completions", completion(PROMPT, max_tokens=60)) as events:
+        said = [next(events)]
         server.post(f"/pause?mode={mode}")
         assert server.call("/is_paused")[1] == {"is_paused": True}
         server.post("/resume")
-        status, said = asked.result()
-    assert status == 200 and answer_of(said).tokens in (expected, expected[: len(answer_of(said).tokens)])
+        said += events
+    tokens = tuple(token for one in said for choice in one["choices"] for token in choice.get("token_ids") or ())
+    assert tokens == (expected[: len(tokens)] if mode == "abort" else expected)
     assert server.ask_twice(PROMPT, max_tokens=60).tokens == expected
 
 
