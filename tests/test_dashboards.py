@@ -344,6 +344,13 @@ SCENES: dict[str, tuple[Series, Alerts]] = {
         },
         [("40m", "CargoholdQuotaReached", {**ENGINE, "tier": "host", "tenant": "acme"})],
     ),
+    "the first chunk that lies": (
+        {
+            f'cargohold_verified_chunks_total{{instance="a",tier="host",outcome="{outcome}"}}': [0.0] * 20 + [last] * 60
+            for outcome, last in (("equal", 9.0), ("different", 1.0))
+        },
+        [("16m", "CargoholdKeptIsDifferent", {**ENGINE, "tier": "host"})],
+    ),
     "all is well": (
         {
             'up{instance="a"}': [1.0] * 200,

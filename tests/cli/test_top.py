@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from cargohold import OffloadConfig
-from cargohold.cli.top import draw
+from cargohold.cli.top import _troubles, draw
 from cargohold.errors import ConfigError
 from cargohold.protocol import metrics
 from cargohold.serve.scrape import Scrape, metrics_url
@@ -136,6 +136,15 @@ def test_restoring_is_compared_with_computing_in_all_and_not_for_a_few_tokens(
 ) -> None:
     lines = [line.strip("│ ") for line in cargohold("top", recorded, "--once").out.splitlines()]
     assert expected in lines
+
+
+@pytest.mark.parametrize(("different", "style"), [(0, ""), (1, "bold red")])
+def test_how_much_has_been_verified_is_shown(different: int, style: str) -> None:
+    counted = {"equal": 41_000, "close": 200 - different, "different": different}
+    lines = [f'cargohold_verified_chunks_total{{outcome="{of}",tier="host"}} {count}' for of, count in counted.items()]
+    shown = list(_troubles(Scrape.parse(0.0, "\n".join(lines) + "\n")))
+    text = f"verified since the start: 41,200 chunks, {41_200 - different:,} equal or close"
+    assert [(str(line), line.style) for line in shown] == [(text, style)]
 
 
 def test_what_an_engine_does_not_tell_is_not_none() -> None:

@@ -109,6 +109,8 @@ fetch_seconds histogram tier le 0.001,0.002,0.005,0.01,0.02,0.05,0.1,0.2,0.5,1,2
 write_seconds histogram tier le 0.001,0.002,0.005,0.01,0.02,0.05,0.1,0.2,0.5,1,2,5,10,30
 look_up_seconds histogram tier le 0.001,0.002,0.005,0.01,0.02,0.05,0.1,0.2,0.5,1,2,5,10,30
 lifetime_seconds histogram tier le 1,10,60,300,900,3600,10800,43200,86400,604800
+verified_chunks counter outcome tier
+verified_distance histogram le 1e-07,1e-06,1e-05,0.0001,0.001,0.01,0.1,1
 outage_since_timestamp_seconds gauge tier what reason
 outage_retry_timestamp_seconds gauge tier what reason
 connector counter counter
@@ -127,6 +129,8 @@ deferred_lookups|deferred_stores|load_tokens|prefill_tokens|prefill_seconds
 time_to_first_token_seconds hit|time_to_first_token_seconds device|time_to_first_token_seconds miss
 wait_seconds|reuse_gap_seconds
 load_seconds host|store_seconds host|fetch_seconds disk|write_seconds disk|look_up_seconds disk|lifetime_seconds host
+verified_chunks equal host|verified_chunks close host|verified_chunks different host
+verified_chunks equal disk|verified_chunks close disk|verified_chunks different disk|verified_distance
 connector loads_in_step|connector stored_again_chunks|connector disk_loaded_chunks|connector disk_off
 """
 

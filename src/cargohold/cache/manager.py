@@ -247,6 +247,10 @@ class OffloadManager(ABC):
         """Return the chunk before each of these in its prefix; ``None`` where there is none, or it is not known."""
         return dict.fromkeys(keys)
 
+    def continuations(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the chunks that continue one of these, or another that does, as far as that is known. It may take long."""
+        return []
+
     def note_lost(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027  # nothing is listed by default
         """Note that the device holds these chunks no more. Those without a slot are gone."""
 

@@ -425,6 +425,13 @@ class TierManager(OffloadManager):
         before = [NO_SLOT if slot is None else table.parents[slot] for slot in table.find_each(keys)]
         return {key: None if slot == NO_SLOT else table.keys[slot] for key, slot in zip(keys, before, strict=True)}
 
+    def continuations(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        table, first = self.table, {slot for slot in self.table.find_each(keys) if slot is not None}
+        found = first
+        while more := {at for at, before in enumerate(table.parents) if before in found and table.keys[at]} - found:
+            found = found | more
+        return table.keys_at(list(found - first))
+
     def note_lost(self, keys: Sequence[OffloadKey]) -> None:
         table = self._pooled
         if table is None:

@@ -163,6 +163,11 @@ def _troubles(now: Scrape) -> Iterator[Text]:
             again = f"tried again in {format_time(retry_at - clock)}"
         told = f"{of.get('tier')}: {of.get('what')} out of use for {format_time(clock - since)}: {of.get('reason')}; {again}"
         yield Text(told, style="bold red")
+    verified = now.by(metrics.VERIFIED, "outcome")
+    if total := sum(verified.values()):
+        lying = verified.get("different", 0)
+        text = f"verified since the start: {total:,.0f} chunks, {total - lying:,.0f} equal or close"
+        yield Text(text, style="bold red" if lying else "")
     failed = {kind: number for kind, number in now.by(metrics.FAILURES, "kind").items() if number}
     if failed:
         yield Text(

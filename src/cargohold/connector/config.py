@@ -13,8 +13,8 @@ from cargohold.cache.shares import MAX_SHARES, Limits
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.guest import Guest, GuestView
 from cargohold.errors import ConfigError
-from cargohold.option_values import import_named, parse_room
-from cargohold.options import FRACTION, INT_FROM_1, SECONDS, Options, checked, declared, list_of, must, one_of
+from cargohold.option_values import import_named, is_number, parse_bytes, parse_room
+from cargohold.options import FRACTION, INT_FROM_1, SECONDS, SIZE, Options, checked, declared, list_of, must, one_of
 from cargohold.tiers import TierConfig
 from cargohold.tiers.kinds import TIERS
 
@@ -227,6 +227,12 @@ _MODE: Final = must(
     lambda mode: isinstance(mode, str) and mode in _NOT_IN,
     f"one of {', '.join(_NOT_IN)}; or, in JSON, multi for several connectors",
 )
+VERIFY_OFF: Final = "off"
+VERIFY_FREE: Final = "free"
+_VERIFY: Final = must(
+    lambda value: value in (VERIFY_OFF, VERIFY_FREE) or (is_number(value) and 0 < value <= 1),
+    f"{VERIFY_OFF}, {VERIFY_FREE}, or the part of requests that compute what could be restored, such as 0.001",
+)
 _GUESTS: Final = list_of(checked(lambda key, name: find_guest(name, key)))
 
 
@@ -245,6 +251,10 @@ class OffloadConfig(KernelConfig):
             times of both, or ``always``.
         hints: what hints may do.
         quotas: how much of host memory single tenants may have.
+        verify: whether chunks that are computed although they are kept are compared with what is kept: ``off``; ``free``, those
+            that steps compute anyway; or also those of a part of the requests, such as ``0.001``, which compute what could be
+            restored. A 64th of host memory is spare for it.
+        verify_bytes_per_s: maximum number of bytes that are compared per second, over all workers.
         lookahead_blocks: number of blocks ahead of eviction that are kept stored. By default none where a step can wait for
             copies of what is evicted for it, or else as many as steps evict; in mode ``lazy`` twice what a step can allocate.
         guests: your own features that are notified of what the connector does, as ``MODULE:CLASS``; see
@@ -258,6 +268,8 @@ class OffloadConfig(KernelConfig):
     restore: Annotated[str, one_of(RESTORE_IF_FASTER, RESTORE_ALWAYS)] = RESTORE_IF_FASTER
     hints: HintConfig = HintConfig()
     quotas: Sequence[TenantQuota] = ()
+    verify: Annotated[float | str, _VERIFY] = VERIFY_OFF
+    verify_bytes_per_s: Annotated[int | str, SIZE] = "16MiB"
     lookahead_blocks: Annotated[int | None, INT_FROM_1] = None
     guests: Annotated[Sequence[str], _GUESTS] = ()
 
@@ -274,3 +286,15 @@ class OffloadConfig(KernelConfig):
         if len(set(names)) < len(names) or len(names) >= MAX_SHARES:
             raise ConfigError("quotas", self.quotas, f"it must be one for each of {MAX_SHARES - 1} tenants at most")
         check_parts(self.quotas)
+
+    @property
+    def verified_share(self) -> float | None:
+        """Part of the requests that compute what could be restored; ``None`` if nothing is verified."""
+        if isinstance(self.verify, str):
+            return 0.0 if self.verify == VERIFY_FREE else None
+        return self.verify
+
+    @property
+    def num_verify_bytes_per_s(self) -> int:
+        """``verify_bytes_per_s`` as a number."""
+        return parse_bytes("verify_bytes_per_s", self.verify_bytes_per_s)

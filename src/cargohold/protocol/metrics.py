@@ -229,9 +229,16 @@ def gauge(name: str, unit: str, text: str, *labels: str, start: _Start = ()) -> 
     return _declare(name, Kind.GAUGE, unit, text, labels, start)
 
 
-def histogram(name: str, text: str, *labels: str, start: _Start = (), bounds_s: Iterable[float] = WAITS_S) -> Family:
-    """Declare a family of histograms of times; see ``counter``."""
-    return _declare(name, Kind.HISTOGRAM, "seconds", text, labels, start, (*bounds_s, inf), True)
+def histogram(
+    name: str,
+    text: str,
+    *labels: str,
+    start: _Start = (),
+    bounds_s: Iterable[float] = WAITS_S,
+    unit: str = "seconds",
+) -> Family:
+    """Declare a family of histograms, nearly always of times; see ``counter``."""
+    return _declare(name, Kind.HISTOGRAM, unit, text, labels, start, (*bounds_s, inf), True)
 
 
 def _declare(
@@ -412,6 +419,20 @@ WRITE: Final = histogram("write_seconds", "A job that writes chunks to a lower t
 LOOK_UP: Final = histogram("look_up_seconds", "A lower tier's answer which chunks it has.", "tier", start=[LOWER])
 LIFETIME: Final = histogram(
     "lifetime_seconds", "How long chunks stayed; sampled.", "tier", start=["host"], bounds_s=AGES_S
+)
+VERIFIED: Final = counter(
+    "verified_chunks",
+    "chunks",
+    "Computed although a tier kept them, and compared with what it kept; close: equal within rounding.",
+    "outcome",
+    "tier",
+    start=[(outcome, tier) for outcome in ("equal", "close", "different") for tier in _TIERS],
+)
+DISTANCE: Final = histogram(
+    "verified_distance",
+    "Of chunks that were not equal, the largest difference in a layer, divided by its largest number.",
+    bounds_s=tuple(10.0**power for power in range(-7, 1)),
+    unit="ratio",
 )
 _OUTAGE: Final = ("tier", "what", "reason")
 OUTAGE_SINCE: Final = gauge(

@@ -15,6 +15,13 @@ from cargohold.connector.kernel.pooled_stores import PooledStores
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.tails import TailedScheduler
+from cargohold.connector.offloading.verifying import (
+    NotingPooledStores,
+    NotingStores,
+    VerifyingScheduler,
+    VerifyingTailedScheduler,
+    VerifyingWorker,
+)
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.deadlines import FINISH, REQUEST, WRITE
 from cargohold.errors import ConfigError, option_path
@@ -35,6 +42,7 @@ from cargohold.tiers.scheduler_side import (
 )
 from cargohold.tiers.worker import JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
+from cargohold.transfer.compare import ComparingTransfers
 from cargohold.transfer.port import share_stores
 
 
@@ -182,6 +190,9 @@ def _chunks_in(num_bytes: int | None, chunk_bytes: int) -> int | None:
     return None if num_bytes is None else num_bytes // chunk_bytes
 
 
+_SPARE_PART = 64
+"""Part of host memory that may be spare for verification."""
+
 # --- puts both sides of the offloading connector together for an engine -----------------------------------------------
 
 
@@ -191,6 +202,7 @@ def scheduler_side(
     host: OffloadManager,
     tiers: Sequence[TierOptions] = (),
     *,
+    num_spare: int = 0,
     new_epoch: Callable[[], bytes] = random_epoch,
 ) -> OffloadingScheduler:
     """Make the scheduler side over host memory, and over tiers below it if there are any.
@@ -200,6 +212,7 @@ def scheduler_side(
         environment: facts about the engine.
         host: the manager of host memory.
         tiers: how each tier below host memory is to be used, the fastest first.
+        num_spare: number of slots that host memory has after the manager's, for verification.
         new_epoch: makes a new name at each reset; it becomes part of the chunks' names in lower tiers.
     """
     lower = None
@@ -214,7 +227,10 @@ def scheduler_side(
         lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
     make_stores = _planner_of(config, environment)
     has_tails = environment.layout.has_tails and config.blocks_per_chunk == 1
-    make_side = TailedScheduler if has_tails else OffloadingScheduler
+    make_side: Callable[..., OffloadingScheduler] = TailedScheduler if has_tails else OffloadingScheduler
+    if config.verified_share is not None:
+        kind = VerifyingTailedScheduler if has_tails else VerifyingScheduler
+        make_side = partial(kind, num_spare=num_spare, secret=new_epoch())
     side = make_side(config, environment, host, make_stores=make_stores, lower=lower)
     side.name = _name_of(config)
     return side
@@ -227,12 +243,14 @@ def _name_of(config: OffloadConfig) -> str:
 
 def _planner_of(config: OffloadConfig, environment: SchedulerEnvironment) -> MakeStores:
     """Return what decides which chunks are copied down."""
+    verifies = config.verified_share is not None
     if config.mode == EAGER or config.read_only:
-        return EagerStores
+        return NotingStores if verifies else EagerStores
+    pooled = NotingPooledStores if verifies else PooledStores
     if config.mode != LAZY:
-        return partial(PooledStores, lookahead=config.lookahead_blocks)
+        return partial(pooled, lookahead=config.lookahead_blocks)
     per_step = sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)
-    return partial(PooledStores, lookahead=config.lookahead_blocks or 2 * per_step, is_lazy=True)
+    return partial(pooled, lookahead=config.lookahead_blocks or 2 * per_step, is_lazy=True)
 
 
 def host_manager(
@@ -271,7 +289,8 @@ class OffloadingFactory:
         num_slots = self.num_slots(layout)
         quotas = limits_in_chunks(config.quotas, num_slots, config.num_host_bytes // num_slots)
         host = host_manager(config, layout, num_slots, quotas, record_events=environment.emits_events)
-        return scheduler_side(config, environment, host, tier_options(config, layout))
+        options, num_spare = tier_options(config, layout), self.num_spare(layout)
+        return scheduler_side(config, environment, host, options, num_spare=num_spare)
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """Make the worker side, with this worker's shards of the tiers. Raises ``ConfigError`` if one cannot be opened."""
@@ -284,27 +303,30 @@ class OffloadingFactory:
         # Workers that each had memory of their own would miss what the others store.
         assert (environment.exchange is None) == (layout.num_replicas == 1), "replicas share memory"
         plan = self.config.plan_rows(layout)
-        num_rows = self.num_slots(layout) * per_chunk * plan.most
+        num_rows = (self.num_slots(layout) + self.num_spare(layout)) * per_chunk * plan.most
         require_memory(self.config.host_bytes, num_rows * plan.row_bytes)
         memory = HostMemory(num_rows, plan.row_bytes, environment.exchange)
         replica = environment.rank % layout.num_replicas
 
         def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
             transfers = self._make_transfers(kv_caches, plan, memory, environment.clock)
-            return share_stores(transfers, replica, layout.num_replicas, per_chunk * plan.most, plan.per_block)
+            shared = share_stores(transfers, replica, layout.num_replicas, per_chunk * plan.most, plan.per_block)
+            return ComparingTransfers(shared, memory.rows, layout, plan.per_block) if verifies else shared
 
+        verifies = self.config.verified_share is not None
+        make_side = VerifyingWorker if verifies else OffloadingWorker
         if not self.config.tiers:
-            return OffloadingWorker(make_transfers)
+            return make_side(make_transfers)
         if replica:
             bystanders = {options.name: JobQueue() for options in tier_options(self.config, layout)}
-            return OffloadingWorker(
+            return make_side(
                 make_transfers, TierWorker(bystanders, memory.rows, per_chunk, environment.clock, environment.rank)
             )
         namespace = namespace_of(layout, environment.rank, per_chunk, plan)
         queues = open_queues(self.config, environment, namespace)
         shared = next((tier for tier in self.config.tiers if tier.locality == "REMOTE"), None)
         outline = None if shared is None else namespace_in(shared, namespace).outline()
-        return OffloadingWorker(
+        return make_side(
             make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank, outline)
         )
 
@@ -323,13 +345,25 @@ class OffloadingFactory:
         return make_grouped_transfers(kv_caches, plan.per_block, memory, clock)
 
     def num_slots(self, layout: KVCacheLayout) -> int:
-        """Return the number of slots in host memory, for chunks of the largest group.
+        """Return the number of slots in host memory, for chunks of the largest group, without spare ones.
 
         Raises:
             ConfigError: it cannot hold a single one.
         """
-        chunk_bytes = max(chunk_sizes(self.config, layout)) * layout.num_shards
-        num_slots = self.config.num_host_bytes // chunk_bytes
+        num_spare, chunk_bytes = self.num_spare(layout), self._slot_bytes(layout)
+        num_slots = self.config.num_host_bytes // chunk_bytes - num_spare
         if num_slots < 1:
-            raise too_small("host_bytes", self.config.host_bytes, f"one chunk takes {format_bytes(chunk_bytes)}")
+            needed = f"one chunk takes {format_bytes(chunk_bytes)}" + ", and verify as much" * bool(num_spare)
+            raise too_small("host_bytes", self.config.host_bytes, needed)
         return num_slots
+
+    def num_spare(self, layout: KVCacheLayout) -> int:
+        """Return the number of slots in host memory that are spare for verification: as many as it may fill in a second."""
+        if self.config.verified_share is None:
+            return 0
+        chunk_bytes = self._slot_bytes(layout)
+        num_bytes = min(self.config.num_host_bytes // _SPARE_PART, self.config.num_verify_bytes_per_s)
+        return max(1, num_bytes // chunk_bytes)
+
+    def _slot_bytes(self, layout: KVCacheLayout) -> int:
+        return max(chunk_sizes(self.config, layout)) * layout.num_shards

@@ -12,7 +12,15 @@ from cargohold.cache import OffloadManager, make_manager
 from cargohold.cache.policies import POLICIES
 from cargohold.cache.retention import NORMAL
 from cargohold.cache.rows import RowPlan, plan_rows
-from cargohold.connector.config import EAGER, EXCLUSIVE, LAZY, RESTORE_ALWAYS, RESTORE_IF_FASTER
+from cargohold.connector.config import (
+    EAGER,
+    EXCLUSIVE,
+    LAZY,
+    RESTORE_ALWAYS,
+    RESTORE_IF_FASTER,
+    VERIFY_FREE,
+    VERIFY_OFF,
+)
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import scheduler_side
@@ -93,11 +101,13 @@ class SimulatedOffloading(HostMemoryShards):
         if self._plan is None and not plan.is_even:
             self.manager = self._make_manager([count * self.config.blocks_per_chunk for count in plan.per_block])
         self._plan = plan
-        return scheduler_side(self.config, environment, self.manager)
+        return scheduler_side(
+            self.config, environment, self.manager, num_spare=self.num_spare, new_epoch=lambda: bytes(16)
+        )
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side over the shared memory."""
-        return OffloadingWorker(self._transfers(environment))
+        return self.make_worker(self._transfers(environment))
 
     def open_namespace(self) -> None:
         """Make the tier empty for engines made from now on. No engine that still reads or writes may be left."""
@@ -206,6 +216,7 @@ class _Kind:
     applies_locks: bool = True
     has_lower: bool = False
     may_pool: Sequence[bool] = (False, True)
+    verify: str = VERIFY_OFF
 
 
 CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
@@ -224,9 +235,12 @@ CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
         "tiered": _Kind((False,), has_lower=True),
         "tiered-requests": _Kind((False,), with_context=False, applies_locks=False, has_lower=True),
         "multi-tiered": _Kind((False, True), (2,), has_lower=True),
+        "verified": _Kind((False,), verify=VERIFY_FREE),
+        "verified-tiered": _Kind((False,), has_lower=True, verify=VERIFY_FREE),
     }
 )
-"""Connectors by their names on the command line."""
+"""Connectors by their names on the command line. Those that verify are drawn by their names alone."""
+_NOT_VERIFYING: Final = [name for name, kind in CONNECTORS.items() if kind.verify == VERIFY_OFF]
 
 
 def needs_prefix_cache(name: str) -> bool:
@@ -247,7 +261,7 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     if ":" in name:
         return ConnectorPlan(name, (), with_context=random.random() < 0.7, custom=(custom_factory(name),))
     if name not in CONNECTORS:
-        usable = [name for name in CONNECTORS if prefix_caching or not needs_prefix_cache(name)]
+        usable = [name for name in _NOT_VERIFYING if prefix_caching or not needs_prefix_cache(name)]
         name = random.choice(usable)
     kind = CONNECTORS[name]
     tiers = tuple(_draw_tier(random, is_lazy, options) for is_lazy in kind.is_lazy)
@@ -256,6 +270,8 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     tiers = tuple(tier if tier.lookahead is not None else _with_waits(tier) for tier in tiers)
     if name != "eager":
         tiers = tuple(tier if tier.lookahead is not None else _maybe_pooled(tier, kind.may_pool) for tier in tiers)
+    if kind.verify != VERIFY_OFF:
+        tiers = tuple(replace(tier, options={**tier.options, "verify": kind.verify}) for tier in tiers)
     if "keeps_all" in options:
         tiers = tuple(_keeping_all(tier, has_room=options["num_spare_blocks"] > MAX_TIGHT) for tier in tiers)
     return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)

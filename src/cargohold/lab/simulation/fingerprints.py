@@ -428,7 +428,7 @@ class GroupPlan:
 def layout_of(plans: Sequence[GroupPlan], num_blocks: int, world_size: int = 1, num_replicas: int = 1) -> KVCacheLayout:
     """A paged KV cache with these groups. They say how much of a block they use if rows then have no padding."""
     groups = tuple(
-        KVCacheGroup(index, plan.kind, plan.block_tokens, (f"layers.{index}",), plan.window_tokens)
+        KVCacheGroup(index, plan.kind, plan.block_tokens, (f"layers.{index}",), plan.window_tokens, number_type="exact")
         for index, plan in enumerate(plans)
     )
     widest = max(plan.block_tokens for plan in plans)

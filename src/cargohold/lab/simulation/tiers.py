@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from cargohold.cache import OffloadKey
 from cargohold.cache.retention import Retention
+from cargohold.cache.rows import plan_rows
 from cargohold.connector.config import EAGER, limits_in_chunks
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import host_manager, scheduler_side
+from cargohold.connector.offloading.verifying import VerifyingWorker
 from cargohold.lab.simulation.faults import Fault, FaultSource, Spells
 from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows, by_rows, empty_rows, with_share
@@ -24,6 +26,7 @@ from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.worker import JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
+from cargohold.transfer.compare import ComparingTransfers
 
 
 class SimulatedMedium:
@@ -62,6 +65,10 @@ class SimulatedMedium:
             return True
         if job.kind in {JobKind.PROBE, JobKind.TOUCH, JobKind.CHECK}:
             return chunk is not None
+        if job.kind is JobKind.REMOVE:
+            if chunk is not None:
+                self.lose(key)
+            return True
         if job.kind is JobKind.RANK:
             if chunk is not None:
                 self.retained[key] = job.notes[at].retention.on_clock(now)
@@ -324,6 +331,8 @@ class ListedMedium:
         return {key: notes[name] for key, name in names.items() if all(name in shard.chunks for shard in self.shards)}
 
 
+NUM_SPARE: Final = 2
+"""Slots of host memory that are spare for verification."""
 MakeTransfers: TypeAlias = Callable[[ByteRows, ByteRows, WorkerEnvironment], TransferWorker]
 """Makes a worker's transfers from its paged KV, its shard of host memory, and its environment."""
 
@@ -349,13 +358,15 @@ class HostMemoryShards:
         self.num_slots = num_slots
         self._make_transfers = make_transfers
         self._watch = watch
+        self.num_spare = 0 if self.config.verified_share is None else NUM_SPARE
+        self.make_worker = OffloadingWorker if self.config.verified_share is None else VerifyingWorker
         self._quotas = limits_in_chunks(self.config.quotas, num_slots, 1)
         self._rows: dict[int, ByteRows] = {}
 
     def rows(self, shard: int, layout: KVCacheLayout) -> ByteRows:
         """One shard: a worker's, or that of several that hold the same."""
         if shard not in self._rows:
-            self._rows[shard] = empty_rows(self.num_slots, self.config.blocks_per_chunk, layout)
+            self._rows[shard] = empty_rows(self.num_slots + self.num_spare, self.config.blocks_per_chunk, layout)
         return self._rows[shard]
 
     def _transfers(self, environment: WorkerEnvironment) -> Callable[[Sequence[Sequence[Any]]], TransferWorker]:
@@ -365,7 +376,10 @@ class HostMemoryShards:
 
         def made(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
             transfers = by_rows(kv_caches, layout, lambda parts: self._make_transfers(parts, rows, environment))
-            return with_share(self._watch(transfers, environment.rank), environment, self.config.blocks_per_chunk)
+            shared = with_share(self._watch(transfers, environment.rank), environment, self.config.blocks_per_chunk)
+            if not self.num_spare:
+                return shared
+            return ComparingTransfers(shared, rows, layout, plan_rows(layout).per_block)
 
         return made
 
@@ -409,7 +423,9 @@ class TieredOffloading(HostMemoryShards):
         emits_events = environment.emits_events
         host = host_manager(self.config, environment.layout, self.num_slots, self._quotas, record_events=emits_events)
         options = [plan.options for plan in self.plans]
-        side = scheduler_side(self.config, environment, host, options, new_epoch=self._next_epoch)
+        side = scheduler_side(
+            self.config, environment, host, options, num_spare=self.num_spare, new_epoch=self._next_epoch
+        )
         assert side.lower is not None
         self.lower, self.queues, self._rows = side.lower, [[] for _ in options], {}
         return side
@@ -423,7 +439,7 @@ class TieredOffloading(HostMemoryShards):
             queue = queues[plan.options.name] = self._make_queue(self.shard(at, shard), plan)
             self.queues[at].append(queue)
         tiers = TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)
-        return OffloadingWorker(self._transfers(environment), tiers)
+        return self.make_worker(self._transfers(environment), tiers)
 
     def listed_media(self) -> Iterator[ListedMedium]:
         """Yield the tiers that list their chunks, under the engine made last."""

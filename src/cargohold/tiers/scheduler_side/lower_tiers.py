@@ -277,6 +277,14 @@ class LowerTiers:
             if writes.backlog:
                 self._expect_writes()
 
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove chunks from all tiers that may be written: they are not what their keys say."""
+        for at, tier in enumerate(self.tiers):
+            if not (tier.options.is_read_only or tier.is_off):
+                tier.note_lost(keys)
+                for part in tier.parts(keys):
+                    self.tasks.want(TierTask(JobKind.REMOVE, at, part, _nothing_follows))
+
     def reset(self) -> None:
         """Forget all chunks, and give chunks other names in the tiers from now on. Only while nothing is being fetched.
 

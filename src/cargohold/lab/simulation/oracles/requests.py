@@ -114,6 +114,8 @@ class StatsOracle(Oracle):
         for connector_name, num_found in self._num_found().items():
             num_asked = self._total[metrics.ASKED.of()._replace(connector=connector_name)]
             self.require(num_found <= num_asked, f"{num_found} tokens were found, {num_asked} were asked for")
+        different = [of for of in total if of.family is metrics.VERIFIED and "different" in of.labels]
+        self.require(not different, "chunks that are true were found to be different")
         is_any_off = any(guard.broken is not None for guard in guards_of(connector))
         self.require(
             bool(total[metrics.FAILURES.of("connector_off")]) is is_any_off,

@@ -12,6 +12,7 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodTyp
 from typing import Any, Final
 
 from cargohold.cache import OffloadKey, OffloadManager
+from cargohold.connector.guests.verification import Comparison
 from cargohold.connector.kernel.jobs import JobTable, Load
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.deadlines import SteppedClock
@@ -134,6 +135,7 @@ class TierOracle(Oracle):
         num_pins, num_writing = manager.num_pins, manager.num_writing
         num_loading = sum([len(load.handle.keys) for load in jobs.loads()]) if jobs.num_loads else 0
         num_loading += watched.side.answers.num_pins
+        num_loading += sum([len(store.pins.keys) for store in jobs.stores() if isinstance(store, Comparison)])
         num_storing = sum([len(store.handle.keys) for store in jobs.stores()])
         if num_pins < num_loading or (is_alone and num_pins > num_loading):
             self.fail(f"{num_pins} chunks pinned, {num_loading} being loaded")
