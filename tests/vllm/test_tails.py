@@ -17,7 +17,7 @@ from benchmarks.neighbours import ALONE, MODELS, OURS, compare, play
 from cargohold.cache.manager import ChunkKeys, OffloadKey
 from cargohold.lab.simulation.fingerprints import WrongTokenError
 from cargohold.protocol import AttentionKind
-from tests.vllm.common import RESTARTED, ask_twice, make_prompts, tokens
+from tests.vllm.common import EAGER, EVENTS, RESTARTED, ask_twice, follow_events, make_prompts, tokens
 from tests.vllm.faults import Faults
 from tests.vllm.test_neighbours import TAILED, nested
 
@@ -69,6 +69,25 @@ def test_a_tail_whose_key_does_not_say_how_long_it_is_is_a_wrong_token(monkeypat
         play(MODELS[TAILED], nested(), OURS)
 
 
+ALIGNED: dict[str, Any] = {
+    "num_blocks": 40,
+    "mamba_cache_mode": "align",
+    "prefix_match_unit": 16,
+    "enable_prefix_caching": True,
+}
+
+
+def test_events_say_of_tails_what_vllm_says_and_can_be_found(
+    vllm_model: Callable[[str], str], start: Callable[..., Any]
+) -> None:
+    engine = start(vllm_model("lfm2"), EAGER, **ALIGNED, **EVENTS)
+    (prompt,) = make_prompts(1, 345)
+    told = follow_events(engine, lambda: engine.ask([prompt], 2))
+    tails = {block: of for block, of in told["CPU"].items() if of["tokens"] == prompt[320:336]}
+    assert len(tails) == 2 and tails.items() <= told["GPU"].items(), "of attention, and of the state"
+    assert len(told["CPU"]) == engine.side.guard.inner.shared.manager.num_ready
+
+
 @pytest.mark.parametrize("tier", [None, "disk"])
 def test_a_models_tokens_are_the_same_from_tails_that_were_restored(
     tier: str | None,
@@ -80,18 +99,17 @@ def test_a_models_tokens_are_the_same_from_tails_that_were_restored(
 ) -> None:
     """Blocks have 32 tokens, and the last hash of a prompt's 345 covers 336."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    options = {"num_blocks": 40, "mamba_cache_mode": "align", "prefix_match_unit": 16, "enable_prefix_caching": True}
     disk = {"kind": "disk", "directory": str(tmp_path), "max_bytes": "64MiB", "reserve_bytes": 0}
     extra = {**RESTARTED, "tiers": [disk] if tier else []}
     model, prompts = vllm_model("lfm2"), make_prompts(2, 345)
-    expected = tokens(ask_twice(start(model, **options), prompts))
-    engine = start(model, extra, **options)
+    expected = tokens(ask_twice(start(model, **ALIGNED), prompts))
+    engine = start(model, extra, **ALIGNED)
     answers = ask_twice(engine, prompts)
     if tier:
         engine.settle()
-        engine = start(model, extra, **options)
+        engine = start(model, extra, **ALIGNED)
         answers = [engine.ask([prompt], 6)[0] for prompt in prompts]
     assert tokens(answers) == expected and [answer.restored for answer in answers] == [336] * 2
     assert not engine.side.guard.broken
     faults.scramble_loads = True
-    assert tokens(ask_twice(start(model, extra, **options), prompts)) != expected
+    assert tokens(ask_twice(start(model, extra, **ALIGNED), prompts)) != expected
