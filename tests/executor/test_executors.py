@@ -393,7 +393,7 @@ def test_a_ray_cluster_that_does_not_answer_is_refused_by_name(monkeypatch: pyte
 def test_more_ranks_than_the_cluster_has_room_for_are_refused(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.engine.ranks.ray_actors.STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("cargohold.engine.ranks.ray_actors.STOP_TIMEOUT_S", 0.2)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=5 is not possible.*no room"):
         RayExecutor(RankSpec(StubRunners(LAYOUT), Probing(), LAYOUT), 5, StepCodec(), OutputAggregator(5))
 

@@ -129,7 +129,7 @@ def computes_before_a_load_of_the_same_step_has_arrived(patch: Patch) -> None:
     patch.setattr(OffloadingWorker, "_load_in_step", start_only)
 
 
-@mutant(faults="failed")
+@mutant(faults="failed", first_seed=12)
 def takes_a_load_that_fails_within_a_step_for_a_good_one(patch: Patch) -> None:
     def wait_for_all(self: OffloadingWorker, loads: Sequence[LoadJob]) -> None:
         for load in loads:
@@ -271,7 +271,7 @@ def forgets_an_event_when_chunks_are_evicted(patch: Patch) -> None:
     patch.setattr(TierEvents, "_take_back", lambda self, medium, keys: None)
 
 
-@mutant(connector="multi", faults="raises", first_seed=28)
+@mutant(connector="multi", faults="raises", first_seed=38)
 def still_counts_the_chunks_of_a_connector_that_was_turned_off(patch: Patch) -> None:
     patch.setattr(ConnectorGuard, "_keep_levels", lambda self, stats: stats)
 
@@ -705,7 +705,7 @@ def waits_although_there_is_nothing_worth_waiting_for(patch: Patch) -> None:
     patch.setattr(Waiting, "go", lambda self, event: None if event is Event.NOTHING else go(self, event))
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=28)
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=35)
 def never_leaves_a_tier_that_hangs_alone(patch: Patch) -> None:
     patch.setattr(CircuitBreaker, "note_failure", lambda self: False)
 
@@ -1009,7 +1009,7 @@ def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     patch.setattr(TaskTable, "_notes", unclaimed)
 
 
-@mutant("tiered", "shared-beginnings", first_seed=3)
+@mutant("tiered", "shared-beginnings", first_seed=5)
 def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
     patch.setattr(TierState, "note_lost", lambda self, keys: None)
 
@@ -1050,7 +1050,7 @@ def watches_nothing_for_a_request_that_is_about_to_get_blocks(patch: Patch) -> N
     patch.setattr(PooledStores, "expect", lambda self, state, num_computed_tokens, num_hit_tokens: None)
 
 
-@mutant(connector="exclusive", first_seed=89)
+@mutant(connector="exclusive", first_seed=175)
 def does_not_watch_the_blocks_of_a_request_that_ends(patch: Patch) -> None:
     patch.setattr(DeviceChunks, "watch_ended", lambda self, block_ids: None)
 
