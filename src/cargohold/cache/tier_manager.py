@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, groupby
 from math import inf
@@ -426,11 +426,16 @@ class TierManager(OffloadManager):
         return {key: None if slot == NO_SLOT else table.keys[slot] for key, slot in zip(keys, before, strict=True)}
 
     def continuations(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        table, first = self.table, {slot for slot in self.table.find_each(keys) if slot is not None}
-        found = first
-        while more := {at for at, before in enumerate(table.parents) if before in found and table.keys[at]} - found:
-            found = found | more
-        return table.keys_at(list(found - first))
+        table, children = self.table, defaultdict[int, list[int]](list)
+        for slot in table.slots_in(chunk_table.WRITING, chunk_table.READY, ON_DEVICE):
+            children[table.parents[slot]].append(slot)
+        found = dict.fromkeys(slot for slot in table.find_each(keys) if slot is not None)
+        first, left = len(found), list(found)
+        while left:
+            more = [slot for slot in children[left.pop()] if slot not in found]
+            found.update(dict.fromkeys(more))
+            left += more
+        return table.keys_at(list(found)[first:])
 
     def note_lost(self, keys: Sequence[OffloadKey]) -> None:
         table = self._pooled

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.cache import chunk_table
+from cargohold.cache import chunk_table, make_manager
 from cargohold.cache.chunk_table import NO_SLOT, READY, ChunkTable
 from cargohold.cache.manager import ChunkKeys, offload_key, split_key
 from cargohold.protocol import AttentionKind, KVCacheGroup
-from tests.cache.common import numbered
+from tests.cache import common
+from tests.cache.common import EVERY_PATH, chain, numbered
 from tests.effort import examples
 
 
@@ -100,3 +101,16 @@ def test_offload_keys_are_those_of_whole_chunks_and_grow_with_the_request() -> N
         keys.extend(hashes[:known])
         assert keys.keys == [offload_key(hashes[last], 3) for last in range(3, known, 4)]
     assert [split_key(key) for key in keys.keys] == [(hashes[3], 3), (hashes[7], 3)]
+
+
+@given(paths=st.lists(st.sampled_from(EVERY_PATH), max_size=12), start=st.sampled_from(EVERY_PATH))
+def test_what_continues_a_chunk_is_found_in_all_branches(paths: list[tuple[int, ...]], start: tuple[int, ...]) -> None:
+    manager = make_manager("lru", 128)
+    for path in paths:
+        keys = chain(path)
+        there = manager.touch(keys)
+        manager.prepare_store(keys[there:], keys[there - 1] if there else None).commit()
+    stored = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+    behind = {common.key(path) for path in stored if path[: len(start)] == start != path and start in stored}
+    found = manager.continuations([common.key(start)])
+    assert set(found) == behind and len(found) == len(behind)
