@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold import ConfigError
+from cargohold.cache.shares import MAX_SHARES
 from cargohold.connector.offloading import OffloadConfig
-from cargohold.connector.tenants import UNKNOWN, Tenants, _unknown, stored_secret, tenant_in
+from cargohold.connector.tenants import UNKNOWN, Tenant, Tenants, _unknown, stored_secret, tenant_in
 from cargohold.protocol import FRONT_KEY, Hint, parse_hints
 from cargohold.serve import front as front_module
 from cargohold.serve.access import PROMPTS, VllmAccess
@@ -874,6 +875,12 @@ def test_under_another_secret_no_tenant_is_known_and_requests_have_the_least_rig
     monkeypatch.delenv("CARGOHOLD_TENANTS")
     assert tenant_in(before.identity("acme")) == UNKNOWN, "an engine without the file knows none"
     assert Tenants().shared(offload).hints.allowed_to(UNKNOWN) == "off"
+
+
+def test_where_no_share_is_left_for_unknown_tenants_the_others_keep_theirs() -> None:
+    known = tuple(Tenant(name=str(one), key=f"key {one}", hard="50%") for one in range(MAX_SHARES - 1))
+    offload = Tenants(known, b"x" * 32).shared(OffloadConfig(host_bytes="8GiB"))
+    assert len(offload.quotas) == len(known) and offload.hints.allowed_to(UNKNOWN) == "off"
 
 
 def test_the_front_says_once_that_it_is_on_and_for_how_many_tenants(
