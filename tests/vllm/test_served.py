@@ -262,7 +262,7 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path, monke
         on_device = acme.ask(OTHER)
         with ThreadPoolExecutor(4) as pool:
             for prompt in make_prompts(4, LONG, seed=7):
-                pool.submit(acme.call, "/v1/completions", completion(prompt, max_tokens=600))
+                pool.submit(acme.call, "/v1/completions", completion(prompt, max_tokens=200))
             wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
             stop()
     (holding,) = open_inventory(str(directory / "kv")).holdings()
