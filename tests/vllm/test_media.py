@@ -62,6 +62,10 @@ def test_a_picture_s_name_is_true_for_one_process_alone(
     (answer,) = engine.ask_for([named(PROMPTS[1], "logo")])
     assert (answer.tokens, answer.restored) == (of_second, 0)
     assert restored(engine.ask_for([PROMPTS[0]])) == 0, "and under its contents' own hash there is nothing either"
+    engine = start(model, LAZY, **OPTIONS)
+    engine.ask_for([named(PROMPTS[0], "logo")])
+    forget(engine)
+    assert restored(engine.ask_for([named(PROMPTS[0], "logo")])) == 320, "blocks on the device have the same keys"
 
 
 def test_who_sees_another_picture_is_restored_nothing_of_it(
