@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.integrations.vllm.adapters import named_from
 from tests.vllm.common import EAGER, EVENTS, LAZY, RESTARTED, follow_events, forget, make_prompts, restored, tokens
 from tests.vllm.engine import BLOCK_TOKENS, Answer, Engine
 from tests.vllm.models import PICTURE_SIZE, PICTURE_TOKENS
@@ -66,6 +68,14 @@ def test_a_picture_s_name_is_true_for_one_process_alone(
     engine.ask_for([named(PROMPTS[0], "logo")])
     forget(engine)
     assert restored(engine.ask_for([named(PROMPTS[0], "logo")])) == 320, "blocks on the device have the same keys"
+
+
+def test_from_the_first_picture_on_that_a_client_has_named_hashes_are_this_process_s_own() -> None:
+    def at(offset: int, name: str) -> Any:
+        return SimpleNamespace(mm_hash=name, identifier=name, mm_position=SimpleNamespace(offset=offset))
+
+    seen = SimpleNamespace(mm_features=[at(0, 64 * "a"), at(70, "logo"), at(100, 64 * "b"), at(200, "map")])
+    assert named_from(seen, SimpleNamespace(hash_block_size=BLOCK_TOKENS)) == 70 // BLOCK_TOKENS
 
 
 def test_who_sees_another_picture_is_restored_nothing_of_it(
