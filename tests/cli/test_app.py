@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -309,13 +309,13 @@ FLAGS = [*REPLAY[:3], "vllm-flags", "--host", "1GiB", "--elsewhere"]
 COMMANDS = {"replay": REPLAY, "version": VERSION, "help": HELP, "vllm-flags": FLAGS}
 
 
-def with_output(*quick: tuple[str, str]) -> pytest.MarkDecorator:
+def with_output(*quick: tuple[str, str], names: Sequence[str] = tuple(COMMANDS)) -> pytest.MarkDecorator:
     """Commands, buffered and not. Each starts Python anew: the quick tests have each command, and both ways, once or twice."""
     return pytest.mark.parametrize(
         ("command", "unbuffered"),
         [
             pytest.param(name, unbuffered, marks=() if (name, unbuffered) in quick else pytest.mark.long)
-            for name in COMMANDS
+            for name in names
             for unbuffered in ("", "1")
         ],
     )
@@ -345,7 +345,7 @@ def test_a_full_disk_elsewhere_is_not_taken_for_standard_output() -> None:
     _assert_is_one_line(done.stderr, r"^cargohold: \[Errno 28\] No space left on device: '/tmp/x'$")
 
 
-@with_output(("replay", "1"), ("version", ""), ("vllm-flags", ""))
+@with_output(("replay", "1"), ("version", ""), ("vllm-flags", ""), names=("replay", "version", "vllm-flags"))
 def test_a_reader_that_has_seen_enough_is_no_failure(command: str, unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(
