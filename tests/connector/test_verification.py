@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from math import inf
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.connector.guests.verification import Verifier
+from cargohold.connector.offloading.verifying import VerifyingReport, VerifyingWorker
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.lab.simulation.tiers import NUM_SPARE
 from cargohold.protocol import KVCacheLayout, TransferOutcome, metrics
-from cargohold.transfer.compare import ComparingTransfers
+from cargohold.tiers.messages import TierReport
+from cargohold.transfer.compare import ComparingTransfers, Gap
 from tests.connector.common import evict_everything, finish, prompt
 from tests.connector.offloading import broken_rule, keys_of
 
@@ -181,3 +186,25 @@ def test_what_was_not_copied_is_not_judged() -> None:
             transfers.complete(job, TransferOutcome.FAILED)
     assert not played.verified
     finish(played.engine, played.offloading)
+
+
+class ReportingPart:
+    """A worker's part of lower tiers that has something to report."""
+
+    def take_report(self) -> TierReport:
+        return TierReport(answers={3: (b"\x01", 1)})
+
+
+def test_what_one_worker_finds_is_not_lost_among_what_others_report() -> None:
+    """Found by reading: a report on lower tiers alone, merged with one that has gaps, dropped them."""
+    workers = []
+    for gaps in ({}, {7: (Gap(1, 0, inf),)}):
+        worker = VerifyingWorker(lambda _: cast("Any", None), cast("Any", ReportingPart()))
+        worker._comparing = cast("Any", SimpleNamespace(take_gaps=lambda gaps=gaps: gaps))
+        workers.append(worker)
+    for first, second in (workers, reversed(workers)):
+        reports = [cast("VerifyingReport", worker.build_connector_worker_meta()) for worker in (first, second)]
+        merged = reports[0].aggregate(reports[1])
+        decoded = msgspec.msgpack.Decoder(VerifyingReport).decode(msgspec.msgpack.encode(merged))
+        assert merged.gaps == decoded.gaps == {7: (Gap(1, 0, inf),)}
+        assert decoded.answers == {3: (b"\x01", 2)}

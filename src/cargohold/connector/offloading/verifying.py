@@ -162,9 +162,10 @@ class VerifyingWorker(OffloadingWorker):
             self._comparing.expect(kept)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what a guest's part has to report, and how blocks differ."""
-        report = super().build_connector_worker_meta()
-        if not (gaps := self._comparing.take_gaps()):
-            return report
+        """Return what a guest's part has to report, and how blocks differ.
+
+        Never another type of report: what is merged with it would lose how blocks differ.
+        """
+        report, gaps = super().build_connector_worker_meta(), self._comparing.take_gaps()
         assert report is None or isinstance(report, TierReport)
-        return _with_gaps(report or TierReport(), gaps)
+        return _with_gaps(report or TierReport(), gaps) if report or gaps else None
