@@ -193,6 +193,46 @@ def test_whatever_was_asked_the_connector_is_on(server: Server) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
+# --- sleep with requests that go on ---
+
+
+PLUGIN = """
+def register():
+    from vllm import _custom_ops
+    from vllm.platforms.cpu import CpuPlatform
+    CpuPlatform.is_sleep_mode_available = lambda self: True
+    _custom_ops._supports_onednn = False  # keep matrices where they can be read
+"""
+
+
+def sleepy(directory: Path) -> dict[str, str]:
+    """The environment of a vLLM that takes --enable-sleep-mode on a CPU, through a plugin; its workers do not really sleep."""
+    (directory / "sleepy.py").write_text(PLUGIN)
+    info = directory / "sleepy-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sleepy\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nsleepy = sleepy:register\n")
+    return {"PYTHONPATH": str(directory), "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def test_a_request_goes_on_after_sleep_with_what_the_device_alone_held(model: str, directory: Path) -> None:
+    extra = {**EXTRA, "host_bytes": "1920KiB"}  # 40 chunks
+    running = serve(model, directory, extra, name="log-sleepy", environment=sleepy(directory), enable_sleep_mode=True)
+    with running as server, ThreadPoolExecutor(1) as pool:
+        expected = server.ask(PROMPT, max_tokens=300).tokens
+        server.forget()
+        for other in make_prompts(4, LONG, seed=5):
+            server.ask(other)
+        asked = pool.submit(server.ask, PROMPT, max_tokens=300)
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
+        server.post("/sleep?level=1&mode=keep")
+        server.post("/wake_up")
+        answer = asked.result()
+        assert answer.tokens == expected
+        assert "330 had to be computed" in answer.notes[0] and f"{RESTORED} more in host" in answer.notes[-1]
+        assert server.metric("cargohold_outage_since") == 0
+
+
 # --- several workers --------------------------------------------------------------------------------------------------
 
 
