@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -42,6 +41,7 @@ from cargohold.integrations.vllm.layout import (
 )
 from cargohold.integrations.vllm.loads import LoadRoom
 from cargohold.integrations.vllm.metrics import EventTranslator, PromMetrics, TransferStats
+from cargohold.integrations.vllm.plugin import follow_vllm_log
 from cargohold.integrations.vllm.pool_view import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, VllmSettings
@@ -105,7 +105,7 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # vLLM sets up handlers for its own loggers alone; ours use the same handlers.
-        _follow_vllm_log()
+        follow_vllm_log()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._ended = Ended()
@@ -512,25 +512,3 @@ def _pool_obstacles(pool: Any) -> list[str]:
         # Both would give a request's explanation under the same key, and vLLM's engine would end.
         return ["another Cargohold connector serves this engine; with mode multi, one keeps KV in several ways"]
     return compat.missing_from_pool(pool)
-
-
-class _OursFirst(logging.Handler):
-    """Hands our lines on to one of vLLM's handlers, with our name in front: else nothing in its log says whose they are."""
-
-    def __init__(self, inner: logging.Handler) -> None:
-        super().__init__(inner.level)
-        self._inner = inner
-
-    def emit(self, record: logging.LogRecord) -> None:
-        named = copy(record)
-        named.msg = f"cargohold: {record.msg}"
-        self._inner.handle(named)
-
-
-def _follow_vllm_log() -> None:
-    ours, theirs = logging.getLogger("cargohold"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(_OursFirst(handler))
-        if ours.level == logging.NOTSET:
-            ours.setLevel(theirs.level)

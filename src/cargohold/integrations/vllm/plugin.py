@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from copy import copy
 from multiprocessing import parent_process
 from typing import Final
 
@@ -87,6 +88,7 @@ def _check_command() -> None:
     command = command_line.of_this_process()
     if command is None:
         return
+    follow_vllm_log()
     if command.is_replaced:
         logger.error("cargohold: %s", _REPLACED)
     try:
@@ -95,3 +97,26 @@ def _check_command() -> None:
         raise SystemExit(f"cargohold: {error}") from None
     except Exception as error:  # noqa: BLE001  # a third-party connector or tier may raise anything; the engine says so
         logger.debug("cargohold: options were not checked: %r", error)
+
+
+class _OursFirst(logging.Handler):
+    """Hands our lines on to one of vLLM's handlers, with our name in front: else nothing in its log says whose they are."""
+
+    def __init__(self, inner: logging.Handler) -> None:
+        super().__init__(inner.level)
+        self._inner = inner
+
+    def emit(self, record: logging.LogRecord) -> None:
+        named = copy(record)
+        named.msg = f"cargohold: {record.msg}"
+        self._inner.handle(named)
+
+
+def follow_vllm_log() -> None:
+    """Let vLLM's log have our lines, unless the program logs them elsewhere."""
+    ours, theirs = logging.getLogger("cargohold"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(_OursFirst(handler))
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.level)
