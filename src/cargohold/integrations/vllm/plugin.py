@@ -88,15 +88,18 @@ def _check_command() -> None:
     command = command_line.of_this_process()
     if command is None:
         return
-    follow_vllm_log()
     if command.is_replaced:
         logger.error("cargohold: %s", _REPLACED)
+    shown, ours = _OursFirst(logging.StreamHandler()), logging.getLogger("cargohold")
+    ours.addHandler(shown)  # vLLM sets its log up later
     try:
         command_line.check(command)
     except ConfigError as error:
         raise SystemExit(f"cargohold: {error}") from None
     except Exception as error:  # noqa: BLE001  # a third-party connector or tier may raise anything; the engine says so
         logger.debug("cargohold: options were not checked: %r", error)
+    finally:
+        ours.removeHandler(shown)
 
 
 class _OursFirst(logging.Handler):
