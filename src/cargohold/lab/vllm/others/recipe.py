@@ -21,11 +21,13 @@ from cargohold.lab.simulation.connectors import ConnectorPlan
 from cargohold.lab.simulation.faults import Fault
 from cargohold.lab.simulation.fingerprints import GroupPlan, WrongTokenError
 from cargohold.lab.simulation.oracles import OracleError
+from cargohold.lab.simulation.replica import Replica
 from cargohold.lab.simulation.run import RunResult, ScenarioRun
 from cargohold.lab.simulation.timeline import NO_TIMELINE, RecentTimeline, Timeline
 from cargohold.lab.simulation.traffic import Abort, Action, Ask, Reset
 from cargohold.lab.simulation.transfers import CopyConflictError
 from cargohold.lab.simulation.world import ANY, Scenario, Shape, check_names, draw_scenario
+from cargohold.lab.vllm.adapter import AdapterEngine
 from cargohold.lab.vllm.configuration import ASYNC, DRAFTED
 from cargohold.lab.vllm.others.copies import simulated_copies
 from cargohold.lab.vllm.others.files import simulated_files
@@ -172,7 +174,7 @@ class StrangerRecipe(VllmRecipe):
     def remark(self, scenario: Scenario, error: Exception) -> str | None:
         """Whether the same goes wrong without any connector."""
         alone = replace(scenario, connector=ConnectorPlan("none", ()))
-        if kind_of(VllmRun(alone, world=VllmWorld(alone)).play().error) != kind_of(error):
+        if kind_of(VllmRun(alone, world=_UnaidedWorld(alone)).play().error) != kind_of(error):
             return None
         return "Without a connector it ends in the same way: this is not the connector's fault, but vLLM's."
 
@@ -193,6 +195,16 @@ class StrangerRecipe(VllmRecipe):
 
     def _names(self) -> Sequence[str]:
         return self.connector.removeprefix(PREFIX).split("+")
+
+
+class _UnaidedWorld(VllmWorld):
+    """Makes engines around vLLM's scheduler as it is alone: the adapter does not put off what vLLM does too early."""
+
+    def new_engine(self) -> Replica:
+        engine = super().new_engine()
+        assert isinstance(engine, AdapterEngine)
+        engine.side._copies_inside = False
+        return engine
 
 
 def _shorter(ask: Ask) -> Iterator[Ask]:
