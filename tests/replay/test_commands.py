@@ -297,7 +297,7 @@ class TestReplay:
             ((), "how many bytes a token has: --model or --bytes-per-token\n"),
             (
                 ("--bytes-per-token", "8"),
-                "how many tokens a block has, which the trace does not tell: --block-tokens\n",
+                "how many tokens a block has, which the trace does not say: --block-tokens\n",
             ),
         ],
     )

@@ -90,7 +90,7 @@ class GroupUnits(NamedTuple):
     Attributes:
         group: the group.
         unit_tokens: tokens per unit; a multiple of ``group.block_tokens``.
-        states: tells which of them are present.
+        states: knows which of them are present.
     """
 
     group: KVCacheGroup

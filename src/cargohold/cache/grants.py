@@ -90,7 +90,7 @@ class Grants:
         budgets: how many chunks grants may cover.
         on_retained: called with chunks for which hints ask something else now, for lower tiers.
         on_displaced: called with a grant that newer ones have left no chunk; it must end the grant.
-        coming: tells which chunks are on their way into the tier.
+        coming: returns which chunks are on their way into the tier.
         in_force: the grants, by number.
         covered: by chunk, the grants that cover it, the oldest first.
     """

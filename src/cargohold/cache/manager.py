@@ -289,7 +289,7 @@ class OffloadManager(ABC):
         """
 
     def end_turn(self, keys: Sequence[OffloadKey], end: TurnEnd) -> None:  # noqa: B027  # it helps to choose victims
-        """Learn that the request that uses these chunks has ended, and how: what becomes of them depends on that.
+        """Note that the request that uses these chunks has ended, and how: what becomes of them depends on that.
 
         ``keys`` are in prefix order, those of its answer included.
         """

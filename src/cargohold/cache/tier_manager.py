@@ -606,15 +606,15 @@ class TierManager(OffloadManager):
             num_placed = min(num_placed, table.num_free)
         is_refused |= is_limited
         # Of chunks that may be offered again the policy learns then.
-        told = keys if is_refused or num_placed == len(keys) else keys[:num_placed]
+        added = keys if is_refused or num_placed == len(keys) else keys[:num_placed]
         placed = keys if num_placed == len(keys) else keys[:num_placed]
         slots = table.take(num_placed) if placed else []
         if placed:
             table.place(placed, slots, before, owner)
             placement.keys += placed
             placement.slots += slots
-        if told:
-            policy.add(told, before, slots)
+        if added:
+            policy.add(added, before, slots)
         return num_placed, is_refused
 
     def _make_room(self, keys: Sequence[OffloadKey], before: int, num_chunks: int) -> bool:

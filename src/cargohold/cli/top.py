@@ -59,8 +59,8 @@ def _requests(now: Scrape, grown: Scrape, span_s: float | None) -> Text:
     waiting = states.get("waiting", now.known("vllm:num_requests_waiting"))
     if waiting is not None:
         waiting += states.get("loading", 0)
-    told = (f"{_known(number)} {what}" for number, what in ((running, "running"), (waiting, "waiting")))
-    text = Text(f"requests: {', '.join(told)}")
+    parts = (f"{_known(number)} {what}" for number, what in ((running, "running"), (waiting, "waiting")))
+    text = Text(f"requests: {', '.join(parts)}")
     tokens = grown.known(GENERATED, "vllm:generation_tokens_total")
     refused = grown.known(REFUSED)
     if refused:
@@ -161,8 +161,8 @@ def _troubles(now: Scrape) -> Iterator[Text]:
         again = "a restart helps" if not retry_at else "tried again with the next request"
         if retry_at > clock:
             again = f"tried again in {format_time(retry_at - clock)}"
-        told = f"{of.get('tier')}: {of.get('what')} out of use for {format_time(clock - since)}: {of.get('reason')}; {again}"
-        yield Text(told, style="bold red")
+        parts = f"{of.get('tier')}: {of.get('what')} out of use for {format_time(clock - since)}: {of.get('reason')}; {again}"
+        yield Text(parts, style="bold red")
     verified = now.by(metrics.VERIFIED, "outcome")
     if total := sum(verified.values()):
         lying = verified.get("different", 0)
@@ -177,16 +177,16 @@ def _troubles(now: Scrape) -> Iterator[Text]:
 
 def _own(now: Scrape, grown: Scrape) -> Iterator[Text]:
     """What third-party connectors and guests count, by its own name."""
-    told = []
+    parts = []
     for name in sorted(now.samples):
         if name.startswith("cargohold_") and name not in _OURS and not name.endswith(_NOT_SHOWN):
             of = grown if name.endswith(("_total", "_count")) else now
             for labels, value in of.samples.get(name, {}).items():
-                told.append(
+                parts.append(
                     " ".join((name.removeprefix("cargohold_"), *(text for _, text in sorted(labels)), _count(value)))
                 )
-    if told:
-        yield Text(f"own: {', '.join(told[:_MAX_OWN])}", style="dim")
+    if parts:
+        yield Text(f"own: {', '.join(parts[:_MAX_OWN])}", style="dim")
 
 
 def _count(number: float | None) -> str:

@@ -72,11 +72,11 @@ class OutageLevels:
 
     def _told(self, outages: Sequence[Outage]) -> Iterator[tuple[Series, float]]:
         for outage in outages:
-            told = outage.since_1970(self._epoch)
+            times = outage.since_1970(self._epoch)
             labels = outage.tier, outage.what, self._reason(outage.reason)
-            yield metrics.OUTAGE_SINCE.of(*labels), told.since
-            if told.retry_at is not None:
-                yield metrics.OUTAGE_RETRY.of(*labels), told.retry_at
+            yield metrics.OUTAGE_SINCE.of(*labels), times.since
+            if times.retry_at is not None:
+                yield metrics.OUTAGE_RETRY.of(*labels), times.retry_at
 
     def _reason(self, reason: str) -> str:
         """A reason that fits into a label. Each makes a time series, and stores put ids of requests into theirs."""

@@ -82,9 +82,9 @@ class MultiConnectorScheduler(HookDispatcher):
             try:
                 child.on_new_request(request)
             except RequestError:
-                for told in self.children[:at]:
-                    told.request_finished(request, ())
-                    told.explain(request.request_id)
+                for earlier in self.children[:at]:
+                    earlier.request_finished(request, ())
+                    earlier.explain(request.request_id)
                 raise
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:

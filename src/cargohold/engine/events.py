@@ -136,8 +136,8 @@ class ZmqEventPublisher:
         self._sequence += 1
 
     def _payload(self, messages: Sequence[dict[str, Any]]) -> bytes:
-        told = [list(message.values()) for message in messages] if self._as_array else messages
-        return self._encode([self._wall_clock(), told, self._rank])
+        payloads = [list(message.values()) for message in messages] if self._as_array else messages
+        return self._encode([self._wall_clock(), payloads, self._rank])
 
     def close(self) -> None:
         """Close the sockets after queued messages had a moment to go out; the addresses are free then. May be called twice."""

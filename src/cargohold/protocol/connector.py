@@ -82,7 +82,7 @@ class KVConnectorScheduler(ABC):
         """
 
     def on_new_request(self, request: RequestView) -> None:  # noqa: B027  # a default, not an omission
-        """Learn of a new request. Raise ``RequestError`` to refuse it, for its ``kv_transfer_params`` say: only it fails."""
+        """Take a new request. Raise ``RequestError`` to refuse it, for its ``kv_transfer_params`` say: only it fails."""
 
     def on_hints(self, request: RequestView, hints: Sequence[Hint]) -> Sequence[HintOutcome]:
         """Carry out what a client or router asks of the cache, as far as that is allowed.
@@ -147,7 +147,7 @@ class KVConnectorScheduler(ABC):
         """
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: B027  # a default, not an omission
-        """Learn which transfers finished or failed, over all workers. Called after each step whose output is not empty."""
+        """Process the transfers that finished or failed, over all workers. Called after each step whose output is not empty."""
 
     def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
         """Return the blocks to lock and to unlock; ``None`` if there are none.
@@ -158,7 +158,7 @@ class KVConnectorScheduler(ABC):
         return None
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, Mapping[str, Any] | None]:
-        """Learn that a request ended, and how: ``request.turn_end``. Called once, before its blocks are freed.
+        """Note that a request ended, and how: ``request.turn_end``. Called once, before its blocks are freed.
 
         Returns:
             Whether to keep the blocks until the workers report the request id in ``finished_sending``, and the parameters
@@ -204,7 +204,7 @@ class KVConnectorScheduler(ABC):
         return True
 
     def use_weights(self, name: str) -> bool:
-        """Learn that the model computes with these weights from now on, whose KV must be kept apart from that of all others.
+        """Note that the model computes with these weights from now on, whose KV must be kept apart from that of all others.
 
         Called after the engine has forgotten what its blocks hold, before anything is computed. By default, all is dropped.
 

@@ -51,13 +51,13 @@ class AnthropicMessage(BaseModel):
         """The messages of a template that say the same: results of tools are messages of their own there."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        told: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         texts: list[dict[str, Any]] = []
         calls: list[dict[str, Any]] = []
         for at, block in enumerate(self.content):
             match block.get("type"):
                 case "tool_result":
-                    told.append(_result(block, f"{param}.content[{at}]"))
+                    results.append(_result(block, f"{param}.content[{at}]"))
                 case "tool_use":
                     calls.append(_call(block, f"{param}.content[{at}]"))
                 case "thinking" | "redacted_thinking":
@@ -67,7 +67,7 @@ class AnthropicMessage(BaseModel):
         own: dict[str, Any] = {"role": self.role, "content": text_of(texts, f"{param}.content")}
         if calls:
             own["tool_calls"] = calls
-        return [*told, own] if texts or calls or not told else told
+        return [*results, own] if texts or calls or not results else results
 
 
 class AnthropicTool(BaseModel):

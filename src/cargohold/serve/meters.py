@@ -85,9 +85,9 @@ def told_of(llm: AsyncLLM, stats: Stats) -> Tally:
     }
     plan = row_plan(llm.offload, layout)
     copied, token_bytes = plan.mean_block_bytes(layout), plan.token_bytes(layout)
-    told = for_operators({**stats, **device}, copied, token_bytes, layout.token_bytes)
-    told.add(OutageLevels(epoch=0.0).take_changes(status.outages))
-    return told
+    shown = for_operators({**stats, **device}, copied, token_bytes, layout.token_bytes)
+    shown.add(OutageLevels(epoch=0.0).take_changes(status.outages))
+    return shown
 
 
 @dataclass(frozen=True, slots=True)

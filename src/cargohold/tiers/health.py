@@ -221,13 +221,13 @@ class MediumHealth:
         if job.kind in SHOW_NOTHING:
             return None
         breaker = self._breakers[ACCESS_OF[job.kind]]
-        told = set(job.answers) - self._told_by_index
+        answered = set(job.answers) - self._told_by_index
         match job.status:
-            case JobStatus.DONE if told - {StoreOutcome.FAILED}:
+            case JobStatus.DONE if answered - {StoreOutcome.FAILED}:
                 if breaker.state is BreakerState.HALF_OPEN:
                     logger.info("tier %s: %s work again", self._name, ACCESS_OF[job.kind].value)
                 breaker.note_success()
-            case JobStatus.DONE if not told:
+            case JobStatus.DONE if not answered:
                 breaker.note_cancelled()
             case JobStatus.EXPIRED if self._was_one_too_many(job):
                 breaker.note_cancelled()

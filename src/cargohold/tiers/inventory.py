@@ -34,7 +34,7 @@ class Holding:
         num_chunks: number of chunks that seem to be there; they were not verified. ``None`` if they cannot be counted.
         num_bytes: bytes that its chunks take on the medium, headers, padding and descriptions included, as far as they can be
             counted.
-        last_used_s: time of its last use, in seconds since 1970; ``None`` if the medium does not tell.
+        last_used_s: time of its last use, in seconds since 1970; ``None`` if the medium does not say.
         is_in_use: whether a process on this machine has it open, or may have it open, for instance another user's process;
             ``False`` if the medium never tells.
         remark: what could not be found out, with the files and the reasons; empty if there is nothing to say.
@@ -200,7 +200,7 @@ class StoredObject:
         namespace_id: id of its namespace.
         key: the chunk's key; empty if the object is no whole chunk, but the namespace's description, or unfinished.
         num_bytes: its size.
-        written_s: time of writing, in seconds since 1970; 0 if the store does not tell.
+        written_s: time of writing, in seconds since 1970; 0 if the store does not say.
         is_unfinished: whether it is a file that is still being written, or that a killed process left.
     """
 

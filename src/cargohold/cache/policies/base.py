@@ -56,7 +56,7 @@ class ReplacementPolicy(ABC):
 
     @abstractmethod
     def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
-        """Learn that a request uses chunks.
+        """Note that a request uses chunks.
 
         Args:
             slots: slots of the request's chunks that are in the tier, in prefix order.
@@ -67,7 +67,7 @@ class ReplacementPolicy(ABC):
         """Let the prefix that ends in ``slot`` count as used now, although it is not: a request waits for it, or goes on."""
 
     def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:  # noqa: B027  # most do not learn
-        """Learn that a request has ended.
+        """Note that a request has ended.
 
         Args:
             keys: all its chunks, those of its answer included, in prefix order.
@@ -104,11 +104,11 @@ class ReplacementPolicy(ABC):
 
     @abstractmethod
     def add(self, keys: Sequence[bytes], parent: int, slots: Sequence[int]) -> None:
-        """Learn that the leading chunks of ``keys`` were placed in ``slots``; the others will not be stored."""
+        """Note that the leading chunks of ``keys`` were placed in ``slots``; the others will not be stored."""
 
     @abstractmethod
     def drop(self, slots: Sequence[int]) -> None:
-        """Learn that chunks leave the table for other reasons than eviction: a failed store, a corrupt chunk.
+        """Note that chunks leave the table for other reasons than eviction: a failed store, a corrupt chunk.
 
         They are still in the table during the call.
         """
@@ -174,7 +174,7 @@ class RunsPolicy(ReplacementPolicy):
         """Evict at most ``num_chunks``, those worth least, none worth more than ``worth``. Chunks set aside do not count."""
 
     def note_evicted(self, victims: Sequence[tuple[Run[int], Sequence[int]]]) -> None:  # most keep no books
-        """Learn that its owner has evicted chunks that were set aside, given as slots by run."""
+        """Note that its owner has evicted chunks that were set aside, given as slots by run."""
 
 
 REFRESHED_AFTER_PART: Final = 8

@@ -217,7 +217,7 @@ class Runs:
         Args:
             slot: the end of the prefix.
             time: no earlier than that of any run.
-            home: tells in which order a run that was not set aside belongs.
+            home: returns the order to which a run that was not set aside belongs.
         """
         parents, owners = self._table.parents, self._table.owners
         owner = None if owners is None else owners[slot]
@@ -299,7 +299,7 @@ class Runs:
 
         Args:
             slots: the chunks.
-            home: tells in which order a run belongs.
+            home: returns the order to which a run belongs.
         """
         back = [slot for slot in slots if self.aside.pop(slot, None) is not None]
         for run, same in groupby(back, key=self.run_of.__getitem__):

@@ -248,7 +248,7 @@ class TierEvents(Guest):
         self._storing.update(store.handle.keys)
 
     def store_ended(self, store: Store, since: float | None, outcome: TransferOutcome) -> None:
-        """Learn that a store of chunks has ended, well or not."""
+        """Note that a store of chunks has ended, well or not."""
         self._storing.difference_update(store.handle.keys)
 
     def use_namespace(self, namespace: int) -> None:

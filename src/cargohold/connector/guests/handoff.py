@@ -63,7 +63,7 @@ class Handoff:
         Args:
             keys: its chunks per group.
             num_tokens: number of its tokens.
-            promises: tells which chunks are in a shared tier, or will be.
+            promises: returns which chunks are in a shared tier, or will be.
             namespace: see ``namespace``.
         """
 
@@ -83,18 +83,18 @@ class Handoff:
         Raises:
             RequestError: it is malformed.
         """
-        told = params.get(HANDOFF)
-        if told is None:
+        described = params.get(HANDOFF)
+        if described is None:
             return None
-        if not isinstance(told, Mapping):
-            raise RequestError(f"kv_transfer_params: {HANDOFF}={shown(told)} must be an object", request_id)
+        if not isinstance(described, Mapping):
+            raise RequestError(f"kv_transfer_params: {HANDOFF}={shown(described)} must be an object", request_id)
         counts = {}
         for key in ("num_tokens", "num_readable_tokens"):
-            count = counts[key] = told.get(key, 0)
+            count = counts[key] = described.get(key, 0)
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 expected = "must be an integer from 0"
                 raise RequestError(f"kv_transfer_params: {HANDOFF}.{key}={shown(count)} {expected}", request_id)
-        namespace = told.get("namespace", {})
+        namespace = described.get("namespace", {})
         if not isinstance(namespace, Mapping) or not all(isinstance(value, str) for value in namespace.values()):
             expected = "must be an object of texts"
             raise RequestError(f"kv_transfer_params: {HANDOFF}.namespace={shown(namespace)} {expected}", request_id)
@@ -102,8 +102,8 @@ class Handoff:
 
     def params(self) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that carry it. They can be written as JSON."""
-        told = {"num_tokens": self.num_tokens, "num_readable_tokens": self.num_readable_tokens}
-        return {HANDOFF: {**told, "namespace": dict(self.namespace)}}
+        described = {"num_tokens": self.num_tokens, "num_readable_tokens": self.num_readable_tokens}
+        return {HANDOFF: {**described, "namespace": dict(self.namespace)}}
 
     def difference(self, namespace: Mapping[str, str]) -> str:
         """Return in what an engine's namespace differs from that of the announcement; empty if in nothing, or not known."""
@@ -231,8 +231,8 @@ class HandingOff(Consumer):
         if promises.obstacle:
             state.notes.append(f"nothing is handed off to another engine: {promises.obstacle}")
         else:
-            told = f"handed off {handoff.num_tokens} tokens, of which another engine can read {handoff.num_readable_tokens} now"
-            state.notes.append(told + _why_no_more(state, handoff.num_tokens, promises))
+            done = f"handed off {handoff.num_tokens} tokens, of which another engine can read {handoff.num_readable_tokens} now"
+            state.notes.append(done + _why_no_more(state, handoff.num_tokens, promises))
         return handoff.params()
 
 

@@ -197,7 +197,7 @@ class Hints(Guest):
         return bool(lacking) and len(self.grants.coming(lacking)) == len(set(lacking))
 
     def end_ahead(self, ahead: Ahead, how: HintEnd) -> None:
-        """Learn that a prefetch has ended: what has come is retained, so that it is still there when it is needed."""
+        """Note that a prefetch has ended: what has come is retained, so that it is still there when it is needed."""
         hint, now = ahead.hint, self._clock()
         is_shared = hint.kind is HintKind.SHARE and how is HintEnd.DONE
         left_s = self._ttl(hint)[0] if is_shared else max(1.0, ahead.deadline - now)
@@ -313,7 +313,7 @@ class Hints(Guest):
     # --- chunks come and are used -------------------------------------------------------------------------------------
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """Learn that chunks have come into the tier: those with grants get their levels.
+        """Note that chunks have come into the tier: those with grants get their levels.
 
         Grants of other tenants than the one that a chunk was fetched for release it: they cannot hold it.
         """
@@ -333,7 +333,7 @@ class Hints(Guest):
                 self._drop(grant)
 
     def note_used(self, state: RequestState) -> None:
-        """Learn that a request is admitted: it uses its chunks, which renews leases, and makes lowered chunks normal."""
+        """Note that a request is admitted: it uses its chunks, which renews leases, and makes lowered chunks normal."""
         grants = self.grants
         if not grants.covered:
             return

@@ -39,7 +39,7 @@ class LowerTierGuest(Below):
 
     Attributes:
         want: returns what a request wants, from the fields of ``Wanted``.
-        num_announced: tells how many leading tokens of a request will come to the tiers if they are not there yet.
+        num_announced: returns how many leading tokens of a request will come to the tiers if they are not there yet.
         on_ask: called with a request's chunks before tiers are asked for them; ``None`` without a listener.
     """
 

@@ -227,7 +227,7 @@ class ChunkAges:
         self._look_at = clock() + LOOK_S
 
     def note_stored(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that chunks have come from the device."""
+        """Note that chunks have come from the device."""
         now = self._clock()
         while self._skip < len(keys):
             self._kept[keys[self._skip]] = now
@@ -238,7 +238,7 @@ class ChunkAges:
             self._apart *= 2
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that a request uses these chunks, in prefix order. Looks at the first, second, fourth, eighth and so on."""
+        """Note that a request uses these chunks, in prefix order. Looks at the first, second, fourth, eighth and so on."""
         now = self._clock()
         for key in _spread(keys):
             if _number(key) % self._used_apart:
@@ -353,7 +353,7 @@ class Prefixes:
         self._num_left = 0
 
     def note_ended(self, state: RequestState) -> None:
-        """Learn that a request has ended."""
+        """Note that a request has ended."""
         if self._group is None:
             return
         chunks = state.keys[self._group]

@@ -7,7 +7,7 @@ is a NaN: in attention, one such token spoils also those before it. So all that 
 
 Tries a model out before any request is served.
 
-A forward pass of a few tokens shows what a configuration does not tell. Two things are checked, and a model that fails is
+A forward pass of a few tokens shows what a configuration does not say. Two things are checked, and a model that fails is
 refused, because its answers would be wrong:
 
 * Every layer calls attention once, with keys, values and options as paged attention expects them. That finds attention sinks,

@@ -474,13 +474,13 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         in_flight = getattr(self._vllm_config, "max_in_flight_tokens", 2 * environment.max_step_tokens)
         room = LoadRoom(pool, self._groups.in_pool, tables, int(in_flight), has_tails=layout.has_tails)
         self._scheduler = SchedulerSide(inner, layout, pool, tables, room, clock=environment.clock, options=options)
-        told = self._vllm_config, self._kv_cache_config
+        configs = self._vllm_config, self._kv_cache_config
         for line in (
             *start_report(layout, self._settings.offload, parts),
-            *start.remarks(*told, layout, self._settings),
+            *start.remarks(*configs, layout, self._settings),
         ):
             logger.info("%s", line)
-        for line in start.warnings(*told, layout, self._settings):
+        for line in start.warnings(*configs, layout, self._settings):
             logger.warning("%s", line)
 
     def _turn_off(self, obstacles: Iterable[str]) -> bool:

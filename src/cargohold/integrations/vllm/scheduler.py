@@ -460,10 +460,10 @@ class SchedulerSide:
         if now < self._stats_due_at and self._requests:
             return {}
         self._stats_due_at = now + STATS_EVERY_S
-        told, self._stats = self._stats, Tally()
-        told.add(self.guard.get_kv_connector_stats())
-        told.add(self._take_levels())
-        shown = for_operators(told, block_bytes, self._options.tier_token_bytes, self.layout.token_bytes)
+        stats, self._stats = self._stats, Tally()
+        stats.add(self.guard.get_kv_connector_stats())
+        stats.add(self._take_levels())
+        shown = for_operators(stats, block_bytes, self._options.tier_token_bytes, self.layout.token_bytes)
         shown.add(self._outages.take_changes(self.guard.get_outages()))
         return {series: value for series, value in shown.items() if value}
 

@@ -213,8 +213,8 @@ class ConnectorConformance(ABC):
             self._settle(engine)
             contents = connector.get_contents()
             is_pinned = request.hint_outcomes[0].status in (HintStatus.ACCEPTED, HintStatus.CLIPPED)
-            told = {pin.lease for of_tier in contents for pin in of_tier.pins}
-            assert not contents or is_pinned == (f"lease {number}" in told)
+            leases = {pin.lease for of_tier in contents for pin in of_tier.pins}
+            assert not contents or is_pinned == (f"lease {number}" in leases)
             longest = PROMPT_TOKENS + OUTPUT_TOKENS
             for of_tier in contents:
                 assert len({pin.lease for pin in of_tier.pins}) == len(of_tier.pins), "a lease is reported twice"

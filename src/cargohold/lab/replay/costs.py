@@ -129,7 +129,7 @@ class Size:
         return self.unit is _Unit.BYTES
 
     def chunks_for(self, workload: Workload, chunk_bytes: int | None) -> int:
-        """Slots of a tier of this size, at least one. Raises ``ConfigError`` if the trace and its model do not tell."""
+        """Slots of a tier of this size, at least one. Raises ``ConfigError`` if the trace and its model do not say."""
         if self.unit is _Unit.PERCENT:
             return max(1, round(self.amount * workload.num_unique / 100))
         if self.unit is _Unit.BLOCKS:
@@ -235,7 +235,7 @@ def describe_kv(model: str, dtype_bytes: int | None = None) -> KVSize:
 
     Raises:
         ModelNotFoundError: there is no such model.
-        UnsupportedModelError: the model's configuration does not tell.
+        UnsupportedModelError: the model's configuration does not say.
     """
     config = load_config(model, locate_model(model), otherwise="give --bytes-per-token instead")
     return kv_size(model, config.get_text_config(), dtype_bytes)
@@ -246,7 +246,7 @@ def kv_size(model: str, config: Any, dtype_bytes: int | None = None) -> KVSize:
 
     Raises:
         ConfigError: ``dtype_bytes`` is impossible.
-        UnsupportedModelError: the configuration does not tell.
+        UnsupportedModelError: the configuration does not say.
     """
     number_type = "" if dtype_bytes else str(getattr(config, "dtype", None)).removeprefix("torch.")
     if dtype_bytes is None:
@@ -321,7 +321,7 @@ def _numbers_of_layer(model: str, config: Any, layer: int) -> int:
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // num_heads
     except (AttributeError, RuntimeError, ZeroDivisionError, TypeError) as error:
         raise UnsupportedModelError(
-            model, f"its configuration does not tell the size of KV: {one_line(error)}"
+            model, f"its configuration does not say the size of KV: {one_line(error)}"
         ) from error
     return int(num_kv_heads * (head_dim + (getattr(own, "v_head_dim", None) or head_dim)))
 

@@ -177,7 +177,7 @@ class Planner:
             raise ConfigError("model", None, "a plan needs --model or --bytes-per-token")
         if chunk_bytes is None:
             raise ConfigError(
-                "block_tokens", None, "the trace does not tell how many tokens a block has; give --block-tokens"
+                "block_tokens", None, "the trace does not say how many tokens a block has; give --block-tokens"
             )
         self.chunk_bytes = chunk_bytes
         self.workload = workload

@@ -46,7 +46,7 @@ class ReplayResult:
         num_prefix_hits: chunks found with all chunks before them, without those that the device pool finds by itself: the hits
             that save prefill.
         num_block_hits: chunks found, after a hole or not, without the same.
-        num_hit_tokens: tokens of the prefix hits; ``None`` if the trace does not tell how many a block has.
+        num_hit_tokens: tokens of the prefix hits; ``None`` if the trace does not say how many a block has.
         tiers: traffic of each tier; empty for the optimum, for which it is not known.
         seconds: real time that the replay took.
         run: what these numbers were counted in, request by request.

@@ -130,7 +130,7 @@ class Report:
         if self.costs.bytes_per_token is None:
             missing.append("how many bytes a token has: --model or --bytes-per-token")
         if self.workload.chunk_tokens is None:
-            missing.append("how many tokens a block has, which the trace does not tell: --block-tokens")
+            missing.append("how many tokens a block has, which the trace does not say: --block-tokens")
         return f"prefill saved is not shown: it is not known {', and '.join(missing)}"
 
 
@@ -146,9 +146,9 @@ def remarks_on(workload: Workload, num_misplaced: int, num_skipped: int) -> list
             f"{num_misplaced:,} of {len(workload.chunks):,} uses of a block come behind another block than its first use: "
             f"the ids do not stand for whole prefixes (or files with ids of their own were mixed), so prefix hits mean little"
         )
-    told = workload.told_block_tokens
-    if told is not None and told != (workload.block_tokens, workload.block_tokens):
-        sizes = f"{told[0]}" if told[0] == told[1] else f"{told[0]} to {told[1]}"
+    given = workload.told_block_tokens
+    if given is not None and given != (workload.block_tokens, workload.block_tokens):
+        sizes = f"{given[0]}" if given[0] == given[1] else f"{given[0]} to {given[1]}"
         remarks.append(
             f"by its own lines the blocks of the trace have {sizes} tokens, and all are counted as {workload.block_tokens}: "
             f"tokens, bytes and times mean little"

@@ -50,17 +50,17 @@ class Workload:
         ends: per request, index after the last chunk that its answer completed; in most traces the same.
         prompt_tokens: per request, tokens of its prompt, or ``UNKNOWN``.
         reused_blocks: per request, blocks that the recording engine reused, or ``UNKNOWN``.
-        arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not tell.
+        arrivals_s: per request, seconds since the trace's first request; NaN where the trace does not say.
         answered_s: per request, when its answer is complete, in the same seconds; minus infinity, which is at once, where the
-            trace does not tell when it arrived. See ``WorkloadOptions.rate``.
+            trace does not say when it arrived. See ``WorkloadOptions.rate``.
         sessions: per request, number of its session, or ``UNKNOWN``.
         turn_ends: per request, how it ended, as its number in ``TURN_ENDS``.
         num_unique: number of different chunks.
         num_prompt_blocks: blocks of all prompts, including those left over at the ends of prompts, which are in no chunk.
         blocks_per_chunk: blocks of the trace per chunk.
-        block_tokens: tokens per block; ``None`` if the trace does not tell.
+        block_tokens: tokens per block; ``None`` if the trace does not say.
         told_block_tokens: least and most tokens per block that requests tell; ``None`` if none tells.
-        step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not tell.
+        step_tokens: tokens of a prompt that the recording engine computed in a step; ``None`` if the trace does not say.
         is_timed: whether all requests have an arrival time.
         is_sorted: whether the requests that have one were in the order of their times.
         device_chunks: chunks that the device pool in front holds; 0 if none is replayed.
@@ -120,11 +120,11 @@ class Workload:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first request to the last; 0 if the trace does not tell."""
+        """Seconds from the first request to the last; 0 if the trace does not say."""
         return self.seconds_from(0)
 
     def seconds_from(self, first: int) -> float:
-        """Seconds from a request to the last; 0 if the trace does not tell."""
+        """Seconds from a request to the last; 0 if the trace does not say."""
         arrivals_s = self.arrivals_s[first:]
         arrivals_s = arrivals_s[np.isfinite(arrivals_s)]
         return float(arrivals_s.max() - arrivals_s.min()) if len(arrivals_s) else 0.0
@@ -147,16 +147,16 @@ class Workload:
 
     @property
     def chunk_tokens(self) -> int | None:
-        """Tokens per chunk, ``None`` if the trace does not tell."""
+        """Tokens per chunk, ``None`` if the trace does not say."""
         return None if self.block_tokens is None else self.block_tokens * self.blocks_per_chunk
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Tokens of all prompts; ``None`` if the trace does not tell."""
+        """Tokens of all prompts; ``None`` if the trace does not say."""
         return None if (self.prompt_tokens == UNKNOWN).any() else int(self.prompt_tokens.sum())
 
     def prompt_tokens_from(self, first: int) -> int:
-        """Tokens of the prompts from a request on that the device pool lacks; where the trace does not tell, of their chunks.
+        """Tokens of the prompts from a request on that the device pool lacks; where the trace does not say, of their chunks.
 
         It must be known how many tokens a chunk has.
         """
@@ -167,7 +167,7 @@ class Workload:
 
     @property
     def num_reused_blocks(self) -> int | None:
-        """Blocks that the recording engine reused; ``None`` if the trace does not tell."""
+        """Blocks that the recording engine reused; ``None`` if the trace does not say."""
         return None if (self.reused_blocks == UNKNOWN).any() else int(self.reused_blocks.sum())
 
     def first_use_requests(self) -> Ints:
@@ -182,7 +182,7 @@ class Workload:
     def tokens_in(self, hits: Ints, first: int = 0) -> int | None:
         """Tokens in the leading ``hits[r]`` chunks of every request ``r`` from ``first`` on.
 
-        A prompt may end inside its last chunk. ``None`` if the trace does not tell how many tokens a block has.
+        A prompt may end inside its last chunk. ``None`` if the trace does not say how many tokens a block has.
         """
         if self.chunk_tokens is None:
             return None

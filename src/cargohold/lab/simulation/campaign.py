@@ -175,7 +175,7 @@ class Shrinker:
     The smaller scenario may fail for another reason than the whole: that is a failure as well.
 
     Args:
-        is_failing: tells whether a scenario fails, by playing it.
+        is_failing: returns whether a scenario fails, by playing it.
         simpler: yields further scenarios that are simpler than a given one.
         on_run: called after each run, for progress.
     """

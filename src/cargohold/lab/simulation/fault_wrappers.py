@@ -155,24 +155,24 @@ class FaultyTransfers(ForwardingTransfers):
         self._delayed: list[tuple[float, int, CopyResult]] = []
         self._num_delayed = 0
         self._lost: list[CopyResult] = []
-        self._told: list[CopyResult] = []
+        self._reported: list[CopyResult] = []
 
     def finish_loads(self) -> bool:
         """Pass on; what fails has failed before the step computes with it, even if that is reported later, or never."""
         have_arrived = self.inner.finish_loads()
         ended = [self._damaged(result) for result in self.inner.poll()]
-        self._told += [told for result in ended for told in self._delivered(result)]
+        self._reported += [reported for result in ended for reported in self._delivered(result)]
         return have_arrived and have_succeeded(ended)
 
     def poll(self) -> list[CopyResult]:
         """Results to be reported now: some are failed, held back, lost or repeated."""
-        told, self._told = self._told, []
+        reported, self._reported = self._reported, []
         for result in self.inner.poll():
-            told += self._delivered(self._damaged(result))
+            reported += self._delivered(self._damaged(result))
         now = self._source.clock()
         while self._delayed and self._delayed[0][0] <= now:
-            told.append(heappop(self._delayed)[2])
-        return told
+            reported.append(heappop(self._delayed)[2])
+        return reported
 
     def next_event(self) -> float:
         """Virtual time of the next report that is held back; infinity if there is none."""

@@ -160,7 +160,7 @@ class Replica(ABC):
         self.chains.use_weights(version)
 
     def announce_reset(self) -> bool:
-        """Learn that all caches are to be reset. Returns whether all requests are to be aborted for that."""
+        """Note that all caches are to be reset. Returns whether all requests are to be aborted for that."""
         return False
 
     @property

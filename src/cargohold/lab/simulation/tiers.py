@@ -172,7 +172,7 @@ class LinkedQueue(JobQueue):
         medium: the shard.
         plan: how fast the medium is.
         source: decides when a fault strikes, and tells the time.
-        is_gone: tells whether every access fails at the moment.
+        is_gone: returns whether every access fails at the moment.
         slowness: gives the factor by which jobs submitted now take longer.
 
     Attributes:

@@ -236,8 +236,8 @@ def remote_decode(load: DrawnWorkload) -> None:
             writer.ask(prompt, 1, params={"do_remote_decode": True})
         else:
             # Some of them were promised more than there ever is.
-            told = {"num_tokens": random.choice((0, len(prompt) // 2, len(prompt), 10**6))}
-            writer.ask(prompt, random.randint(1, 8), params={"do_remote_prefill": True, HANDOFF: told})
+            sent = {"num_tokens": random.choice((0, len(prompt) // 2, len(prompt), 10**6))}
+            writer.ask(prompt, random.randint(1, 8), params={"do_remote_prefill": True, HANDOFF: sent})
 
 
 def limits(load: DrawnWorkload) -> None:
@@ -340,8 +340,8 @@ def hints(load: DrawnWorkload) -> None:
         given = tuple(_hint(random) for _ in range(random.choice((0, 1, 1, 2, 8))))
         writer.ask(document, random.randint(1, 6), salt=client.salt, tenant=client.tenant, hints=given)
         if random.random() < 0.5:
-            told = [_hint(random) for _ in range(random.choice((1, 1, 3)))]
-            writer.send_hints(random.choice(documents), random.choice(clients), told)
+            sent = [_hint(random) for _ in range(random.choice((1, 1, 3)))]
+            writer.send_hints(random.choice(documents), random.choice(clients), sent)
         if random.random() < 0.02:
             writer.reset()
 
@@ -362,12 +362,12 @@ def forks(load: DrawnWorkload) -> None:
     _forget(load)
     trunk = writer.text(32, 80)
     for _ in range(random.randint(2, 4)):
-        told = trunk
+        sent = trunk
         for _ in range(random.randint(2, 3)):
             ask = writer.ask(trunk + writer.text(8, 40), random.randint(1, 4))
-            told = ask.prompt + tuple(ask.answer())
+            sent = ask.prompt + tuple(ask.answer())
             _ask_other_things(writer)
-        trunk = told[: random.randint(max(len(trunk), len(told) - 20), len(told))]
+        trunk = sent[: random.randint(max(len(trunk), len(sent) - 20), len(sent))]
 
 
 def _forget(load: DrawnWorkload) -> None:

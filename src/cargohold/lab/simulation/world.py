@@ -224,7 +224,7 @@ class World:
     Attributes:
         clock: virtual time. The code under test reads it by calls, which may let time pass; what surrounds it does not.
         source: decides when faults strike.
-        is_slow: tells whether copies hardly go on at the moment.
+        is_slow: returns whether copies hardly go on at the moment.
         tiers: tiers without lower tiers, in the order of the plan.
         tiered: those with lower tiers.
     """

@@ -336,7 +336,7 @@ def restore_index(
         links: their links.
         uses: time at which each slot was last used: of a chunk, its first one. Times before the chunk was stored or in the
             future are ignored.
-        codec: tells which headers are of this namespace, and what time it is.
+        codec: knows which headers are of this namespace, and what time it is.
         plan: how chunks lie in slots.
 
     Returns:

@@ -263,14 +263,14 @@ class LowerTiers:
         return self._fetches.begin(chains, kept, tenant)
 
     def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
-        """Learn that host memory has new chunks: they are to be written down."""
+        """Note that host memory has new chunks: they are to be written down."""
         for writes in self.writes:
             writes.note_new(keys, parents)
         self._expect_writes()
         self.promises.note_ready(keys)
 
     def note_used(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that a request uses these chunks, in prefix order."""
+        """Note that a request uses these chunks, in prefix order."""
         ready = [key for key, state in zip(keys, self.host.lookup(keys), strict=True) if state == READY]
         for writes in self.writes:
             writes.note_used(keys, ready)
@@ -384,14 +384,14 @@ class LowerTiers:
                 self.writes[at].clear()
 
     def note_emptied(self, tiers: Iterable[int]) -> None:
-        """Learn that tiers have lost all that they had. To be called before a report's answers are noted, and jobs end."""
+        """Note that tiers have lost all that they had. To be called before a report's answers are noted, and jobs end."""
         for at in tiers:
             self.tiers[at].clear(is_empty=self.tasks.is_renamed)
             self._scans[at].begin_again()
             self.tasks.note_lost(at, None)
 
     def note_lost(self, at: int, names: Sequence[OffloadKey]) -> None:
-        """Learn that a worker has lost chunks of a tier. To be called after the jobs have ended."""
+        """Note that a worker has lost chunks of a tier. To be called after the jobs have ended."""
         keys = self.tasks.keys_of(names)
         self.tiers[at].note_lost(keys)
         self.tasks.note_lost(at, frozenset(keys))

@@ -122,7 +122,7 @@ class Promises:
         self.note_ready(missing)
 
     def note_ready(self, keys: Iterable[OffloadKey]) -> None:
-        """Learn that host memory may have these chunks: those that are promised are pinned, and written next."""
+        """Note that host memory may have these chunks: those that are promised are pinned, and written next."""
         if not self._made:
             return  # nearly always
         promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is None]
@@ -134,7 +134,7 @@ class Promises:
             writes.promised.add(ready, {key: self._made[key].parent for key in ready})
 
     def note_written(self, keys: Iterable[OffloadKey]) -> None:
-        """Learn that a job that wrote these chunks has ended: promises for which no tier has to write any more are over."""
+        """Note that a job that wrote these chunks has ended: promises for which no tier has to write any more are over."""
         if not self._made:
             return  # nearly always
         promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is not None]

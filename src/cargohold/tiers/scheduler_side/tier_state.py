@@ -222,7 +222,7 @@ class TierState:
         host_capacity: slots of host memory.
         clock: monotonic time in seconds.
         config: options that all tiers have in common.
-        is_in_flight: tells whether a job is in flight that shows whether an access works.
+        is_in_flight: returns whether a job is in flight that shows whether an access works.
 
     Attributes:
         options: as given.
@@ -413,7 +413,7 @@ class TierState:
         return first_s + part * (whole_s - first_s)
 
     def note_look_up(self, task: TierTask, took_s: float) -> None:
-        """Learn how long a probe took and, if its look-up ends with it, what part of what that wanted is there."""
+        """Note how long a probe took and, if its look-up ends with it, what part of what that wanted is there."""
         self.look_up_pace.note(len(task.keys), took_s)
         goes_on = task.num_after > 0 and task.num_found == len(task.keys)
         if not goes_on:
@@ -490,7 +490,7 @@ class TierState:
         self._note_events(AllChunksRemoved())
 
     def note_lost(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that chunks which the tier may have had are not there any more."""
+        """Note that chunks which the tier may have had are not there any more."""
         known = [key for key, was_there in zip(keys, self.last_known(keys), strict=True) if was_there]
         self.lookup_cache.note(known, [False] * len(known))
         self._held.difference_update(keys)

@@ -80,14 +80,14 @@ class Writes:
     # --- what is to be written ----------------------------------------------------------------------------------------
 
     def note_new(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
-        """Learn that host memory has new chunks; add those that the tier is to get to the backlog."""
+        """Note that host memory has new chunks; add those that the tier is to get to the backlog."""
         if self._options.admission is Admission.REUSED:
             keys = [key for key in keys if self._was_seen(key)]
         self.untaken.forget(keys)
         self.backlog.add(self._wanted(keys), parents)
 
     def note_used(self, keys: Sequence[OffloadKey], ready: Sequence[OffloadKey]) -> None:
-        """Learn that a request uses ``keys``, in prefix order, of which host memory has ``ready``."""
+        """Note that a request uses ``keys``, in prefix order, of which host memory has ``ready``."""
         if self._options.write_mode is WriteMode.BACK:
             self.backlog.postpone(keys)
         if not ready:
@@ -294,19 +294,19 @@ class Writes:
         for busy in (self.touching, self.tier.probing, self._writing, self.backlog, self.untaken):
             if busy:  # seldom; a prompt has thousands of chunks
                 idle = [key for key in idle if key not in busy]
-        told = lookup_cache.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
+        touched = lookup_cache.not_heard_of(idle, LOOK_AFTER_S) if options.write_mode is WriteMode.THROUGH else []
         if options.num_asked_at_once is not None:
-            told = [] if self.touching else told[: options.num_asked_at_once]
+            touched = [] if self.touching else touched[: options.num_asked_at_once]
         elif options.has_index:
             known = [key for key, is_there in zip(idle, self.tier.last_known(idle), strict=True) if is_there]
             if lookup_cache.not_heard_of(known, TOUCH_S):
-                also = {*known, *told}
-                told = [key for key in idle if key in also]
-        if not told:
+                also = {*known, *touched}
+                touched = [key for key in idle if key in also]
+        if not touched:
             return
-        self.touching.update(told)
+        self.touching.update(touched)
         parents = parents_in(keys)
-        for part in reversed(self.tier.parts(told)):
+        for part in reversed(self.tier.parts(touched)):
             task = TierTask(JobKind.TOUCH, self._at, part, self._end_touch, [parents[key] for key in part])
             self._tasks.want(task)
 

@@ -85,8 +85,8 @@ class SharedTier(Tier):
         try:
             self.remove([key])
         except TierError as error:
-            told = (self.name, key.hex(), error.reason)
-            self._damage.warning("%s tier: chunk %s is damaged, and cannot be deleted: %s", *told)
+            facts = (self.name, key.hex(), error.reason)
+            self._damage.warning("%s tier: chunk %s is damaged, and cannot be deleted: %s", *facts)
         else:
             self._damage.warning("%s tier: chunk %s is damaged; it is deleted", self.name, key.hex())
         return LoadOutcome.CORRUPT

@@ -104,14 +104,14 @@ class HintOracle(Oracle):
         now = self._engine.clock()
         covered = [key for grant in side.hints.grants for key in grant.keys]
         for key in medium.find(covered):
-            told, asked = medium.retention(key), side.hints.grants.retention_of(key)
-            if told is None:
+            kept, asked = medium.retention(key), side.hints.grants.retention_of(key)
+            if kept is None:
                 continue
-            what = f"{side.name}: of chunk {key.hex()[:8]}, the disk knows {told}, and hints ask {asked}"
+            what = f"{side.name}: of chunk {key.hex()[:8]}, the disk knows {kept}, and hints ask {asked}"
             if asked == NO_RETENTION:
-                self.require(told.level_at(now + _LATE_S) == NORMAL, what)
+                self.require(kept.level_at(now + _LATE_S) == NORMAL, what)
             elif asked.level_at(0.0) != NORMAL:
-                self.require(told.level_at(now) == asked.level, what)
+                self.require(kept.level_at(now) == asked.level, what)
 
     def _check_budgets(self, side: OffloadingScheduler, config: HintConfig) -> None:
         """Add up what grants cover: a budget is a part of the tier, of which a tenant with a name has half, rounded up."""

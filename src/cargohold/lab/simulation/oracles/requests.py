@@ -109,8 +109,8 @@ class StatsOracle(Oracle):
         self._total.add(stats)
         total = over_connectors(self._total)
         num_ready = sum(side.shared.manager.num_ready for side in live_sides(connector))
-        told = total[metrics.READY_CHUNKS]
-        self.require(told == num_ready, f"counters tell of {told} chunks, {num_ready} can be found")
+        counted = total[metrics.READY_CHUNKS]
+        self.require(counted == num_ready, f"counters say {counted} chunks, {num_ready} can be found")
         for connector_name, num_found in self._num_found().items():
             num_asked = self._total[metrics.ASKED.of()._replace(connector=connector_name)]
             self.require(num_found <= num_asked, f"{num_found} tokens were found, {num_asked} were asked for")

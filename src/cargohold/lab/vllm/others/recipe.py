@@ -32,7 +32,7 @@ from cargohold.lab.vllm.configuration import ASYNC, DRAFTED
 from cargohold.lab.vllm.others.copies import simulated_copies
 from cargohold.lab.vllm.others.files import simulated_files
 from cargohold.lab.vllm.others.plan import MULTI, PREFIX, StrangerPlan, check_tiers, connector_class, drawn_config
-from cargohold.lab.vllm.others.world import StrangerWorld, told
+from cargohold.lab.vllm.others.world import StrangerWorld, described
 from cargohold.lab.vllm.recipe import VllmRecipe, VllmRun, VllmWorld, fitted
 from cargohold.protocol import AttentionKind
 
@@ -58,7 +58,7 @@ class StrangerRun(VllmRun):
         ):
             result = super().play()
         if result.error is not None and not isinstance(result.error, (ConfigError, *EXPECTED)):
-            raised, result.error = result.error, StrangerError(told(result.error))
+            raised, result.error = result.error, StrangerError(described(result.error))
             result.error.__cause__ = raised
         return result
 

@@ -49,7 +49,9 @@ class StrangerWorld(VllmWorld):
             return super().new_engine()
         except Exception as error:
             names = "+".join(name for name, _ in self._plan.parts)
-            raise ConfigError("connector", PREFIX + names, f"vLLM could not start with it: {told(error)}") from error
+            raise ConfigError(
+                "connector", PREFIX + names, f"vLLM could not start with it: {described(error)}"
+            ) from error
 
     def transfer_config(self) -> Any:
         return self._plan.transfer_config(self.scratch)
@@ -67,7 +69,7 @@ def surroundings() -> StrangerWorld:
     return world
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """What was raised, and where: the innermost line outside of Cargohold."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "cargohold" not in Path(frame.filename).parts
