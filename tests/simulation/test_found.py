@@ -94,7 +94,7 @@ def test_the_next_process_finds_nothing_that_a_tier_kept_of_other_weights() -> N
 
 
 def test_who_arrives_when_only_short_prompts_were_computed_may_wait_for_a_tier_that_hangs() -> None:
-    # A mistake of an oracle (seed 1981191). One request of two tokens had ended, which does not tell how long the next one's 41
+    # A mistake of an oracle (seed 1981191). One request of two tokens had ended, which does not say how long the next one's 41
     # take; so that one waited for as long as it may, and was blamed for it.
     asks = (Ask(0.81, "short", (786, 930), 7), Ask(1.0, "long", tuple(range(41)), 7))
     scheduler = SCHEDULER | {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefix_caching": True}
