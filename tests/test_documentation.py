@@ -166,7 +166,7 @@ PASSED_ON = {
     "str(outcome)",  # the answer to a hint
     "tier.trouble",  # what is wrong with a tier
     "no_room if self.needs_slots else self.timeout_note",
-    "told + _why_no_more(state, handoff.num_tokens, promises)",
+    "done + _why_no_more(state, handoff.num_tokens, promises)",
 }
 """Notes whose words stand elsewhere; the table has them, too."""
 SAYS_WHY = ("as the end of a sentence", "Why requests find nothing")
