@@ -218,18 +218,20 @@ def sleepy(directory: Path) -> dict[str, str]:
 def test_a_request_goes_on_after_sleep_with_what_the_device_alone_held(model: str, directory: Path) -> None:
     extra = {**EXTRA, "host_bytes": "1920KiB"}  # 40 chunks
     running = serve(model, directory, extra, name="log-sleepy", environment=sleepy(directory), enable_sleep_mode=True)
-    with running as server, ThreadPoolExecutor(1) as pool:
+    with running as server:
         expected = server.ask(PROMPT, max_tokens=300).tokens
         server.forget()
         for other in make_prompts(4, LONG, seed=5):
             server.ask(other)
-        asked = pool.submit(server.ask, PROMPT, max_tokens=300)
-        wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
-        server.post("/sleep?level=1&mode=keep")
-        server.post("/wake_up")
-        answer = asked.result()
-        assert answer.tokens == expected
-        assert "330 had to be computed" in answer.notes[0] and f"{RESTORED} more in host" in answer.notes[-1]
+        assert server.metric("cargohold_load_tokens_total") == 0
+        with server.streaming("/v1/completions", completion(PROMPT, max_tokens=300)) as events:
+            said = [next(events)]  # it is under way, and was computed from its start
+            assert server.metric("cargohold_load_tokens_total") == 0
+            server.post("/sleep?level=1&mode=keep")
+            server.post("/wake_up")
+            said += events
+        assert tuple(token for one in said for of in one["choices"] for token in of.get("token_ids") or ()) == expected
+        assert server.metric("cargohold_load_tokens_total") == RESTORED
         assert server.metric("cargohold_outage_since") == 0
 
 
