@@ -124,7 +124,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(links, "driver_batch_copy", lambda: self._batch_copy)
-        monkeypatch.setattr(links, "map_rows", lambda rows, _device: rows)
         for name, value in {
             "Stream": lambda _device, priority=0: Stream(self),  # the test chooses the order
             "synchronize": self._synchronize,

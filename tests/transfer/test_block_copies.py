@@ -16,7 +16,7 @@ from cargohold.tiers import HostMemory
 from cargohold.transfer import Direction
 from cargohold.transfer.cuda import BlockCopies, DirectCopies, StagedCopies, num_buffer_rows
 from cargohold.transfer.host_pages import PageLocks
-from cargohold.transfer.links import Addresses, BatchLink, KernelLink, RunLink
+from cargohold.transfer.links import Addresses, BatchLink, RunLink
 
 NUM_BLOCKS, NUM_ROWS = 9, 14
 HALF_PAGE = mmap.PAGESIZE // 2
@@ -60,7 +60,7 @@ def test_every_byte_goes_to_its_place_and_no_other(
     locks = PageLocks(memory.rows, lambda *_: None, lambda _: None, piece_bytes=1)
     whole = torch.cat(regions, dim=1)
     plain = RunLink(rows, locks)
-    links = (plain, KernelLink(rows, locks, rows, plain), BatchLink(rows, locks, copy_at_once, plain))
+    links = (plain, BatchLink(rows, locks, copy_at_once, plain))
     copies: list[tuple[BlockCopies, list[torch.Tensor]]] = []
     for link in links:
         copies.append((StagedCopies(regions, link, buffer_of(buffer_rows * row_bytes, row_bytes)), regions))

@@ -51,7 +51,7 @@ def outcomes(results: list[CopyResult]) -> list[tuple[int, TransferOutcome]]:
     return [(result.job.job_id, result.outcome) for result in results]
 
 
-LINKS = ("runs", "batch", "kernel")
+LINKS = ("runs", "batch")
 
 
 class Bench:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cargohold.tiers import HostMemory
 from cargohold.transfer import Direction
 from cargohold.transfer.host_pages import PageLocks, lock_pages, unlock_pages
-from cargohold.transfer.links import KERNEL_GAIN, KernelLink, Link, RunLink, cuda_links, fastest_link
+from cargohold.transfer.links import Link, RunLink, cuda_links, fastest_link
 from tests.devices import needs_cuda
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -31,20 +31,18 @@ def links() -> list[Link]:
     locks = PageLocks(HostMemory(4, 8).rows, lambda *_: None, lambda _: None)
     locks.close()
     plain = RunLink(rows, locks)
-    return [plain, OtherLink(rows, locks), KernelLink(rows, locks, rows, plain)]
+    return [plain, OtherLink(rows, locks)]
 
 
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ({"runs": 1.0, "other": 2.0, "kernel": 3.0}, "runs"),
-        ({"runs": 2.0, "other": 1.0, "kernel": 3.0}, "other"),
-        ({"runs": 2.0, "other": 1.0, "kernel": 1.01 / KERNEL_GAIN}, "other"),
-        ({"runs": 2.0, "other": 1.0, "kernel": 0.99 / KERNEL_GAIN}, "kernel"),
-        ({"runs": 2.0, "other": None, "kernel": None}, "runs"),
+        ({"runs": 1.0, "other": 2.0}, "runs"),
+        ({"runs": 2.0, "other": 1.0}, "other"),
+        ({"runs": 2.0, "other": None}, "runs"),
     ],
 )
-def test_the_fastest_link_is_chosen_and_a_kernel_only_if_it_is_much_faster(
+def test_the_fastest_link_that_works_is_chosen(
     links: list[Link], times: dict[str, float | None], expected: str
 ) -> None:
     def measure(link: Link, _direction: Direction, _rows: Sequence[int]) -> float:
@@ -83,7 +81,7 @@ def test_trials_stay_within_the_rows_that_they_may_use(num_rows: int, row_bytes:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("row_bytes", [4096, 1 << 20])
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("at", range(2))
 def test_on_a_device_each_link_carries_every_byte(at: int, row_bytes: int) -> None:
     device = torch.device("cuda:0")
     memory = HostMemory(64, row_bytes)

@@ -12,7 +12,8 @@ from examples.own_connector.shelf import ShelfScheduler, ShelfWorker
 LOADED = protocol.metrics.counter(
     "stranger_loaded_tokens", "tokens", "Loaded by a connector of somebody else.", start=[()]
 ).of()
-FAULTS = ("none", "spoils", "fails", "raises")
+FAULTS = ("none", "spoils", "fails", "raises", "orders", "reports")
+"""The last two: its message to workers, or theirs to it, cannot be pickled."""
 
 
 class Scheduler(ShelfScheduler):
@@ -20,14 +21,19 @@ class Scheduler(ShelfScheduler):
 
     name = "stranger"
 
-    def __init__(self, environment: protocol.SchedulerEnvironment, num_places: int) -> None:
+    def __init__(self, environment: protocol.SchedulerEnvironment, num_places: int, fault: str) -> None:
         self.num_places = num_places
+        self._fault = fault
         self._num_loaded = 0
         super().__init__(environment)
 
     def update_state_after_alloc(self, request: protocol.RequestView, blocks: protocol.BlockIds, num_new: int) -> None:
         super().update_state_after_alloc(request, blocks, num_new)
         self._num_loaded += num_new
+
+    def build_connector_meta(self, step: protocol.StepView) -> Any:
+        orders = super().build_connector_meta(step)
+        return (lambda: orders) if self._fault == "orders" and orders.stores else orders
 
     def get_kv_connector_stats(self) -> protocol.Stats:
         stats: dict[protocol.Series, float] = {LOADED: self._num_loaded}
@@ -59,6 +65,9 @@ class Worker(ShelfWorker):
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         return frozenset(block_id for block_id, _ in self._orders.loads) if self._fault == "fails" else frozenset()
 
+    def build_connector_worker_meta(self) -> Any:
+        return (lambda: self) if self._fault == "reports" and self._orders.stores else None
+
     def wait_for_save(self) -> None:
         """It has saved after the last layer."""
 
@@ -79,7 +88,7 @@ class Stranger:
             raise ConfigError("fault", self.fault, f"it must be one of {', '.join(FAULTS)}")
 
     def make_scheduler_side(self, environment: protocol.SchedulerEnvironment) -> Scheduler:
-        return Scheduler(environment, self.places)
+        return Scheduler(environment, self.places, self.fault)
 
     def make_worker_side(self, environment: protocol.WorkerEnvironment) -> Any:
         return Worker(environment, self.fault)

@@ -1,4 +1,4 @@
-"""How bytes cross between a device and rows of host memory: three ways, of which the fastest is measured at the start.
+"""How bytes cross between a device and rows of host memory: two ways, of which the faster is measured at the start.
 
 ================  =======================================================  ==================================================
 way               how                                                      good for
@@ -6,12 +6,10 @@ way               how                                                      good 
 ``runs``          one asynchronous copy for each run of neighbours         few long runs; the only way to pages not locked
 ``batch``         one call of the driver for all copies of a job           many scattered rows: a call costs microseconds,
                   (``cuMemcpyBatchAsync``, drivers for CUDA 12.8 and up)   and a copy of 256 KiB takes five
-``kernel``        a kernel of the device reads and writes the host's       rows so short that a copy engine spends its time
-                  locked pages itself                                      on starting copies
 ================  =======================================================  ==================================================
 
-Which one is fastest depends on the device, its driver, its link and the length of a row, so ``fastest_link`` tries them. Copy
-engines leave the processors to the model, which kernels do not; so the kernel must be faster by ``KERNEL_GAIN``.
+Both leave the device's processors to the model. Which one is faster depends on the device, its driver, its link and the length
+of a row, so ``fastest_link`` tries them.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -32,9 +29,6 @@ from cargohold.transfer.host_pages import PageLocks
 from cargohold.transfer.port import consecutive_runs
 
 logger = logging.getLogger(__name__)
-
-KERNEL_GAIN: Final = 1.5
-"""How many times faster than the copy engines a kernel must be to be chosen: it takes processors away from the model."""
 
 TRIAL_BYTES: Final = 32 * 1024**2
 """Most bytes of one trial copy."""
@@ -138,37 +132,6 @@ class BatchLink(Link):
         return firsts, np.diff(np.concatenate((firsts, [len(ours)])))
 
 
-class KernelLink(Link):
-    """The device's own kernels read and write the host's pages, all rows of a job at once.
-
-    Args:
-        rows: this worker's shard of host memory.
-        locks: the locks on its pages.
-        mapped: the same memory as a tensor of the device.
-        otherwise: copies rows whose pages are not locked.
-    """
-
-    name = "kernel"
-
-    def __init__(self, rows: torch.Tensor, locks: PageLocks, mapped: torch.Tensor, otherwise: Link) -> None:
-        super().__init__(rows, locks)
-        self._mapped = mapped
-        self._otherwise = otherwise
-
-    def copy(self, direction: Direction, device: torch.Tensor, device_rows: Sequence[int], rows: Sequence[int]) -> None:
-        if not self._locks.all_locked(rows):
-            self._otherwise.copy(direction, device, device_rows, rows)
-            return
-        element = widest_element(self._mapped, device)
-        ours, theirs = self._mapped.view(element), device.view(element)
-        places, blocks = on_device(rows, device.device), on_device(device_rows, device.device)
-        source, target = (ours, theirs) if direction is Direction.LOAD else (theirs, ours)
-        taken, given = (places, blocks) if direction is Direction.LOAD else (blocks, places)
-        gathered = torch.empty((len(rows), source.shape[1]), dtype=element, device=device.device)
-        torch.index_select(source, 0, taken, out=gathered)
-        target.index_copy_(0, given, gathered)
-
-
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return numbers as a tensor on a device, without waiting for its stream, and so for the model."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type != "cpu").to(device, non_blocking=True)
@@ -241,39 +204,6 @@ def driver_batch_copy() -> BatchCopy | None:
     return batch_copy
 
 
-class _MappedMemory:
-    """Locked pages of host memory, described as memory of a device, whose addresses are the host's.
-
-    Source: "CUDA Array Interface", version 3; CUDA driver API, unified addressing.
-    """
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(rows.shape),
-            "typestr": "|u1",
-            "data": (rows.data_ptr(), False),
-            "version": 3,
-        }
-        self._rows = rows  # keeps the memory
-
-
-def map_rows(rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """Return host memory as a tensor of a device, or ``None`` if the device cannot address it.
-
-    Args:
-        rows: host memory; the page where it begins must be locked.
-        device: a CUDA device.
-    """
-    try:
-        with torch.cuda.device(device):
-            mapped = torch.as_tensor(_MappedMemory(rows), device=device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        logger.info("host memory cannot be mapped to %s: %s", device, error)
-        return None
-    # A copy was made if the device does not use the host's addresses.
-    return mapped if mapped.data_ptr() == rows.data_ptr() else None
-
-
 def cuda_links(rows: torch.Tensor, locks: PageLocks, device: torch.device) -> list[Link]:
     """Return all ways between a CUDA device and host memory that work there; the first one always does."""
     plain = RunLink(rows, locks)
@@ -282,8 +212,6 @@ def cuda_links(rows: torch.Tensor, locks: PageLocks, device: torch.device) -> li
         return links
     if (batch_copy := driver_batch_copy()) is not None:
         links.append(BatchLink(rows, locks, batch_copy, plain))
-    if (mapped := map_rows(rows, device)) is not None:
-        links.append(KernelLink(rows, locks, mapped, plain))
     return links
 
 
@@ -307,7 +235,7 @@ def fastest_link(links: Sequence[Link], num_rows: int, row_bytes: int, measure: 
     chosen: dict[Direction, Link] = {}
     for direction in Direction:
         times = {link: _trial(link, direction, rows, measure) for link in links}
-        chosen[direction] = min(times, key=partial(_weighted_s, times))
+        chosen[direction] = min(times, key=times.__getitem__)
         logger.info(
             "%s between device and host memory in rows of %d bytes: %s (%s)",
             direction.value,
@@ -316,10 +244,6 @@ def fastest_link(links: Sequence[Link], num_rows: int, row_bytes: int, measure: 
             ", ".join(f"{link.name} {count * row_bytes / time_s / 1e9:.3g} GB/s" for link, time_s in times.items()),
         )
     return chosen
-
-
-def _weighted_s(times: Mapping[Link, float], link: Link) -> float:
-    return times[link] * (KERNEL_GAIN if isinstance(link, KernelLink) else 1.0)
 
 
 def _trial(link: Link, direction: Direction, rows: Sequence[int], measure: Measure) -> float:

@@ -15,9 +15,10 @@ for handshakes::
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch import distributed
 
 from cargohold.cache.rows import plan_rows
 from cargohold.connector.factory import Parts
-from cargohold.errors import ConfigError, option_path
+from cargohold.connector.multi_worker import ChildReport, MultiMetadata, MultiWorkerMetadata
+from cargohold.errors import ConfigError, one_line, option_path
 from cargohold.integrations.vllm import compat
 from cargohold.integrations.vllm.adapters import HeldAdapters, Look
 from cargohold.integrations.vllm.identity import with_arrangement
@@ -38,6 +40,7 @@ from cargohold.protocol import (
     KVConnectorMetadata,
     KVConnectorOutput,
     NullConnectorWorker,
+    UndeliveredMetadata,
     WorkerConnectorGuard,
     WorkerEnvironment,
 )
@@ -65,6 +68,10 @@ class StepMessage(compat.KVConnectorMetadata):  # type: ignore[misc]  # vLLM's c
     look: int = 0
     adapters: Mapping[Look, Any] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, *others = (getattr(self, part.name) for part in fields(self))
+        return StepMessage, (_portable_message(self.inner), *others)
+
 
 @dataclass(frozen=True)
 class RankReport:
@@ -86,6 +93,11 @@ class RankReport:
     weights: Mapping[int, str] = field(default_factory=dict)
     adapters: Mapping[Look, str] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        meta, problem = _portable_report(self.output.kv_connector_worker_meta)
+        output = replace(self.output, kv_connector_worker_meta=meta)
+        return RankReport, (output, self.failed_loads, self.error or problem, self.stopped, self.weights, self.adapters)
+
 
 @dataclass(frozen=True)
 class WorkerMessage(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's class, or an inert one
@@ -100,6 +112,43 @@ class WorkerMessage(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]  # 
     def aggregate(self, other: WorkerMessage) -> WorkerMessage:
         """Merge the messages of two workers, whose reports are of different ranks."""
         return WorkerMessage({**self.reports, **other.reports})
+
+
+@dataclass(frozen=True, slots=True)
+class _Pickled:
+    """A connector's message as bytes. What is read at the other end is the message."""
+
+    data: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.data,)
+
+
+def _portable(message: Any) -> tuple[Any, str | None]:
+    """Return what to pickle in place of a message, or ``None`` and why it cannot be pickled: vLLM's engine would end."""
+    try:
+        return _Pickled(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)), None
+    except Exception as error:  # noqa: BLE001  # a third party's types: whatever making bytes of them raises
+        return None, f"its {type(message).__name__} cannot be carried to another process: {one_line(error)}"
+
+
+def _portable_message(message: Any) -> Any:
+    """Return what to pickle in place of a message to workers; of a composed connector, message by message."""
+    if isinstance(message, MultiMetadata):
+        return replace(message, children=tuple(map(_portable_message, message.children)))
+    carried, problem = _portable(message)
+    return carried if problem is None else UndeliveredMetadata(problem)
+
+
+def _portable_report(meta: Any) -> tuple[Any, str | None]:
+    """Return what to pickle in place of a worker's message, and why it cannot be, if it cannot."""
+    if not isinstance(meta, MultiWorkerMetadata):
+        return _portable(meta)
+    children = []
+    for child in meta.children:
+        carried, problem = _portable_report(child.worker_meta)
+        children.append(ChildReport(carried, child.error or problem))
+    return replace(meta, children=tuple(children)), None
 
 
 def exchange_with_workers(num_replicas: int, message: bytes) -> list[bytes]:
