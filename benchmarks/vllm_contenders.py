@@ -71,7 +71,7 @@ def contenders(host_bytes: int, block_tokens: int) -> list[Contender]:
         Contender(NO_CONNECTOR, restores=False),
         Contender(DEVICE_HIT, has_large_pool=True),
         Contender(CARGOHOLD, transfer_config=_connector("CargoholdConnector", {"host_bytes": host_bytes})),
-        Contender(VLLM, transfer_config=_connector("OffloadingConnector", _vllm_options(host_bytes))),
+        Contender(VLLM, transfer_config=_connector("OffloadingConnector", vllm_options(host_bytes))),
         _lmcache(LMCACHE, host_bytes, None),
         _lmcache(f"{LMCACHE}, {block_tokens}-token chunks", host_bytes, block_tokens),
     ]
@@ -81,7 +81,7 @@ def _connector(name: str, extra: Mapping[str, Any], **more: Any) -> dict[str, An
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": dict(extra), **more}
 
 
-def _vllm_options(host_bytes: int) -> dict[str, Any]:
+def vllm_options(host_bytes: int) -> dict[str, Any]:
     """Options of vLLM's own connector, with a spec of ours: its own does not copy on a CPU, and ours only adds that."""
     return {
         "spec_name": "CopyingSpec",

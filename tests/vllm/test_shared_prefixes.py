@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from benchmarks.found import ALONE, CONNECTORS, MODELS, flood, found, lacks
+from benchmarks.found import ALONE, CONNECTORS, MODELS, THEIRS, flood, found, lacks
 from cargohold.integrations.vllm import compat
 from tests.vllm.common import EAGER, tokens
 
@@ -35,10 +35,10 @@ def test_what_the_device_would_find_is_found_after_it_forgot(
     alone = found(start(path, num_blocks=1500, **model.options), traffic, None)
     expected = [answer.device for answer in alone]
     assert any(expected), "vLLM itself finds something"
-    for name in CONNECTORS.keys() - {ALONE}:
+    for name in CONNECTORS.keys() - {ALONE, THEIRS}:
         answers = found(start(path, CONNECTORS[name], num_blocks=model.num_blocks, **model.options), traffic, flood)
         counts = [answer.device for answer in answers]
-        assert not lacks(counts, expected, model.slack_tokens), f"{name}: {counts}, and vLLM alone {expected}"
+        assert not lacks(counts, expected), f"{name}: {counts}, and vLLM alone {expected}"
         if kind != "qwen3-next-many-heads":  # of bfloat16 even vLLM's own cache changes tokens
             assert tokens(answers) == tokens(alone)
 

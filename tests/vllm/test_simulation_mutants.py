@@ -19,6 +19,7 @@ import cargohold.integrations.vllm.scheduler as scheduler_module
 from cargohold.connector.kernel.answers import KeptAnswers
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.loads import Loads
+from cargohold.connector.kernel.pooled_stores import PooledStores
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.integrations.vllm.groups import bears_full_hits
@@ -34,6 +35,7 @@ from cargohold.lab.vllm.recipe import VllmRecipe, with_option
 from cargohold.protocol import AttentionKind, KVCacheGroup, OutputAggregator
 from tests.simulation.mutants import loads_the_state_of_one_block_too_early
 from tests.simulation.mutation import Mutant, Patch, assert_caught, registrar
+from tests.vllm.frozen import FrozenRecipe
 
 MAX_SEEDS = 60
 
@@ -51,6 +53,7 @@ class LateRecipe(VllmRecipe):
 
 
 late_mutant = registrar(MUTANTS, LateRecipe)
+frozen_mutant = registrar(MUTANTS, FrozenRecipe)
 
 
 # --- blocks that come late --------------------------------------------------------------------------------------------
@@ -190,6 +193,16 @@ def loads_a_prefix_twice_at_a_time(patch: Patch) -> None:
     patch.setattr(JobTable, "load_up_to", lambda self, keys, first_token, num_tokens: None)
 
 
+@frozen_mutant(workload="sleep", connector="exclusive")
+def keeps_nothing_of_frozen_requests(patch: Patch) -> None:
+    patch.setattr(PooledStores, "pause", lambda self, states: None)
+
+
+@frozen_mutant(workload="sleep", connector="exclusive")
+def is_busy_as_long_as_requests_are_frozen(patch: Patch) -> None:
+    patch.setattr(PooledStores, "has_pending_work", property(lambda self: self._paused is not None))
+
+
 # --- worker side ------------------------------------------------------------------------------------------------------
 
 
@@ -237,8 +250,8 @@ def test_every_mutant_is_caught(mutant: Mutant, monkeypatch: Patch) -> None:
 
 
 def test_without_mutants_nothing_is_caught() -> None:
-    recipe = VllmRecipe("shared-prefix", "eager", frozenset())
-    assert [play_seed(recipe, seed).failure for seed in range(5)] == [None] * 5
+    recipes = VllmRecipe("shared-prefix", "eager", frozenset()), FrozenRecipe("sleep", "exclusive", frozenset())
+    assert [play_seed(recipe, seed).failure for recipe in recipes for seed in range(5)] == [None] * 10
 
 
 def test_the_document_counts_mutants() -> None:

@@ -159,8 +159,8 @@ class Replica(ABC):
         """Compute KV with another version of the weights from now on."""
         self.chains.use_weights(version)
 
-    def announce_reset(self) -> bool:
-        """Note that all caches are to be reset. Returns whether all requests are to be aborted for that."""
+    def announce_reset(self, *, sleeps: bool) -> bool:
+        """Note that all caches are to be reset, as before sleep or not. Returns whether all requests are aborted for that."""
         return False
 
     @property

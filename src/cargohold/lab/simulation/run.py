@@ -103,7 +103,7 @@ class ScenarioRun:
         self._result = RunResult()
         # Versions of the weights: the one in use, and the one that the process started with.
         self._weights = self._first_weights = self._newest_weights = 0
-        self._is_reset_due = False
+        self._reset_due: Reset | None = None
         self._deadline = self._latest_end()
         self._engine: Replica
         self._oracles: list[Oracle]
@@ -135,8 +135,8 @@ class ScenarioRun:
                 self._apply(actions[at])
                 at += 1
             next_action = actions[at].at if at < len(actions) else float("inf")
-            if self._is_reset_due:
-                self._try_to_reset()
+            if self._reset_due is not None:
+                self._try_to_reset(self._reset_due)
             if self._engine.scheduler.has_work():
                 self._step(next_action)
             elif next_action < float("inf"):
@@ -154,8 +154,8 @@ class ScenarioRun:
             case SendHints():
                 self._engine.hint(action.prompt, action.salt, action.hints, action.tenant)
             case Reset():
-                self._is_reset_due = True
-                if self._engine.announce_reset():
+                self._reset_due = action
+                if self._engine.announce_reset(sleeps=action.sleeps):
                     self._abort([name for name, expected in self._expected.items() if not expected.has_ended])
             case Restart():
                 self._restart()
@@ -201,19 +201,19 @@ class ScenarioRun:
             return False
         return True
 
-    def _try_to_reset(self) -> None:
+    def _try_to_reset(self, reset: Reset) -> None:
         """Reset all caches; then go on with new weights, with earlier ones, or with the same.
 
         If that is refused, try again later.
         """
-        self._is_reset_due = not self._engine.scheduler.reset_cache()
-        if self._is_reset_due:
+        if not self._engine.scheduler.reset_cache():
             return
+        self._reset_due = None
         self._result.tallies["resets"] += 1
         num_before, which = divmod(self._result.tallies["resets"], 3)
-        if which == 1:
+        if which == 1 and not reset.sleeps:
             self._weights = self._newest_weights = self._newest_weights + 1
-        elif which == 2:
+        elif which == 2 and not reset.sleeps:
             self._weights = num_before % (self._newest_weights + 1)
         self._timeline.note(self._clock.now, f"caches were reset; the weights are number {self._weights} next")
         pool = self._engine.scheduler.kv.pool

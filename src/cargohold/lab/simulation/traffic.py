@@ -90,12 +90,18 @@ class SendHints:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """All caches are to be reset."""
+    """All caches are to be reset.
+
+    Attributes:
+        at: virtual time in seconds.
+        sleeps: whether the device sleeps while requests are paused: they go on afterwards, with the same weights.
+    """
 
     at: float
+    sleeps: bool = False
 
     def __str__(self) -> str:
-        return "caches are to be reset"
+        return "the device sleeps" if self.sleeps else "caches are to be reset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +180,8 @@ class Writer:
         """Write that a client gives hints now about a prefix."""
         self.actions.append(SendHints(self.now, tuple(prompt), client.salt, tuple(hints), client.tenant))
 
-    def reset(self) -> None:
-        self.actions.append(Reset(self.now))
+    def reset(self, *, sleeps: bool = False) -> None:
+        self.actions.append(Reset(self.now, sleeps))
 
     def sorted_actions(self) -> tuple[Action, ...]:
         """The actions written so far, in order of time."""

@@ -448,13 +448,24 @@ def adapters(load: DrawnWorkload) -> None:
             writer.actions.append(Restart(writer.now))
 
 
+def sleep(load: DrawnWorkload) -> None:
+    """Long answers, in the middle of which the engine is paused and its device sleeps."""
+    writer, random = load.writer, load.random
+    load.options = {"prefix_caching": True, "blocks_per_chunk": 1, "tier_slots": random.randint(8, 60)}
+    for _ in range(random.randint(2, 4)):
+        for _ in range(random.randint(1, 4)):
+            writer.ask(writer.text(8, 70), random.randint(10, 40))
+        writer.now += random.random() * 0.5
+        writer.reset(sleeps=True)
+
+
 WORKLOADS: Final[Mapping[str, Callable[[DrawnWorkload], None]]] = MappingProxyType(
     {
         write.__name__.replace("_", "-"): write
         for write in (
             small, shared_prefix, multi_turn, agents, aborts, retries, queues, preemption, tiny_pool, windows,
             mixed_groups, recurrent, chunks, ranks, priority, full_hit, remote_decode, limits, returning, endurance,
-            stops, hints, shared_beginnings, forks, adapters,
+            stops, hints, shared_beginnings, forks, adapters, sleep,
         )
     }
 )  # fmt: skip

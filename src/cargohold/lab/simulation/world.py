@@ -127,7 +127,7 @@ def draw_scenario(
     # Each part has its own random numbers, so that a change in one leaves the others alone.
     random = Random(f"{seed}/scenario")  # noqa: S311  # repeatable, on purpose
     if workload == ANY:
-        workload = random.choice([name for name in WORKLOADS if name not in ("small", "adapters", *REUSING)])
+        workload = random.choice([name for name in WORKLOADS if name not in ("small", "adapters", "sleep", *REUSING)])
         # From a source of its own, so that seeds which have found something still draw the same otherwise.
         aside = Random(f"{seed}/reusing")  # noqa: S311  # repeatable, on purpose
         workload = aside.choice(REUSING) if aside.random() < len(REUSING) / len(WORKLOADS) else workload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from vllm.config import KVTransferConfig
 
@@ -14,8 +14,6 @@ from cargohold.lab.vllm.engine import VllmEngine
 from cargohold.lab.vllm.requests import SchedulerView, VllmReset
 from cargohold.lab.vllm.worker import SimulatedWorker
 from cargohold.protocol import Clock, KVConnectorFactory, KVConnectorOutput, OutputAggregator
-
-_FIRST_RANK_ALONE: Final = 1
 
 
 class SimulatedConnector(CargoholdConnector):
@@ -35,7 +33,8 @@ class SimulatedConnector(CargoholdConnector):
         return WORLD.get().clock
 
     def _look_at_weights(self) -> Callable[[], str]:
-        version = 0 if self._vllm_config.lora_config else WORLD.get().weights  # else adapters change, and nothing else
+        # With adapters these change, and nothing else.
+        version = 0 if self._vllm_config.lora_config else WORLD.get().weights
         self.weights = held_by(version, self._vllm_config.parallel_config)
         return lambda: self.weights
 
@@ -80,9 +79,9 @@ class AdapterEngine(VllmEngine):
         """Transfers that some workers have reported to the adapter and others have not."""
         return int(self.side._aggregator.num_incomplete)
 
-    def announce_reset(self) -> bool:
-        """Pause or not, as chance has it; whether the pause aborts all requests."""
-        reset = VllmReset.draw(self._random)
+    def announce_reset(self, *, sleeps: bool) -> bool:
+        """Pause or not, as chance has it, and before sleep always; whether the pause aborts all requests."""
+        reset = VllmReset("keep", True, True, True) if sleeps else VllmReset.draw(self._random)
         if self._late is not None and reset.mode != "wait":  # blocks that were not reported forbid it
             reset = VllmReset(is_of_connector=reset.is_of_connector)
         self.view.announce_reset(reset)
@@ -123,7 +122,7 @@ class AdapterEngine(VllmEngine):
     def _report(self, answer: Any) -> KVConnectorOutput:
         """Ranks are not counted: what one of them has reported is in the result."""
         reports = self._rank_reports(answer)
-        aggregator = OutputAggregator(self.layout.world_size, _FIRST_RANK_ALONE)
+        aggregator = OutputAggregator(self.layout.world_size, 1)
         return aggregator.aggregate([report.output for report in reports])
 
     def _error(self, answer: Any) -> str | None:
@@ -136,4 +135,4 @@ class AdapterEngine(VllmEngine):
 
     def _view(self) -> SchedulerView:
         self.side = self.vllm.connector._scheduler
-        return SchedulerView(self.vllm, self.layout.groups, self._is_busy, self.side.guard)
+        return SchedulerView(self.vllm, self.layout.groups, lambda: bool(self._in_flight), self.side.guard)

@@ -19,7 +19,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from cargohold.engine.core.request import FinishReason, Request, SchedulerStep, StepOutput
 from cargohold.engine.core.request_queues import SchedulerConfig
-from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.engine.core.scheduler import Scheduler as OwnScheduler
 from cargohold.integrations.vllm.layout import shares_load_ends, shares_loads
 from cargohold.lab.simulation.faults import VirtualClock
@@ -251,9 +250,6 @@ class VllmEngine(Replica):
         if self.vllm.finish_requests(request_id, VllmStatus.FINISHED_ABORTED):
             self._book.end(request_id, FinishReason.ABORT)
 
-    def _tell(self, update: RequestUpdate) -> None:
-        self.on_update(update)
-
     def _aggregated(self, answers: list[Any]) -> Any:
         """One output of all ranks, as vLLM's executors make it."""
         answer = self.aggregator.aggregate(answers) if len(answers) > 1 else answers[0]
@@ -272,7 +268,7 @@ class VllmEngine(Replica):
     def _start(self, shape: Shape, transfer: Any) -> None:
         config, caches = vllm_config(shape, transfer), kv_cache_config(shape)
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, config)
-        self._book = RequestBook(self.requests, hash_tokens, self._tell)
+        self._book = RequestBook(self.requests, hash_tokens, lambda update: self.on_update(update))  # noqa: PLW0108  # replaced later
         self.chains = PrefixChains(self._book.tokens, self._book.root)
         if self.tells_weights_apart:
             self._book.adapter_of = self._files.request
@@ -300,9 +296,6 @@ class VllmEngine(Replica):
         runner.guards_appends = self.guards_appends
         return SimulatedWorker(config_of_rank(config, rank), caches, runner, self._book.tokens, copies)
 
-    def _is_busy(self) -> bool:
-        return bool(self._in_flight)
-
     # --- what can be seen of any connector ----------------------------------------------------------------------------
 
     def _report(self, answer: Any) -> KVConnectorOutput:
@@ -317,7 +310,7 @@ class VllmEngine(Replica):
         return None
 
     def _view(self) -> SchedulerView:
-        return SchedulerView(self.vllm, self.layout.groups, self._is_busy)
+        return SchedulerView(self.vllm, self.layout.groups, lambda: bool(self._in_flight))
 
 
 def _with_tokens(answer: Any) -> Iterator[tuple[str, int]]:

@@ -18,7 +18,7 @@ from cargohold.lab.simulation.oracles import Oracle
 from cargohold.lab.simulation.replica import Replica
 from cargohold.lab.simulation.run import RunResult, ScenarioRun, quiet_logging
 from cargohold.lab.simulation.timeline import NO_TIMELINE, Timeline
-from cargohold.lab.simulation.traffic import Action, Ask, SendHints, without_used_ids
+from cargohold.lab.simulation.traffic import Action, Ask, Reset, SendHints, without_used_ids
 from cargohold.lab.simulation.transfers import CopiesInFlight
 from cargohold.lab.simulation.workloads import ADAPTERS, REUSING
 from cargohold.lab.simulation.world import ANY, Scenario, World, draw_scenario
@@ -78,7 +78,7 @@ class VllmRun(ScenarioRun):
 
     _reset_pause = _next_reset = 0
 
-    def _try_to_reset(self) -> None:
+    def _try_to_reset(self, reset: Reset) -> None:
         """Try to reset all caches. What is refused is tried again later and later, as clients would.
 
         In every step, it would do harm: running requests start over each time, and some connectors forget what they hold. Where
@@ -87,11 +87,11 @@ class VllmRun(ScenarioRun):
         engine = self._engine
         assert isinstance(engine, VllmEngine)
         if engine.num_steps >= self._next_reset or not engine.view.has_work():
-            super()._try_to_reset()
-            if self._is_reset_due and not engine.view.has_work():
+            super()._try_to_reset(reset)
+            if self._reset_due is not None and not engine.view.has_work():
                 engine.view.resume()
-                self._is_reset_due = False
-            self._reset_pause = 1 + 2 * self._reset_pause if self._is_reset_due else 0
+                self._reset_due = None
+            self._reset_pause = 0 if self._reset_due is None else 1 + 2 * self._reset_pause
             self._next_reset = engine.num_steps + self._reset_pause
 
     def play(self) -> RunResult:
@@ -114,10 +114,10 @@ class VllmRecipe(Recipe):
         connector = random.choice(APPLICABLE) if self.connector == ANY else self.connector
         with quiet_logging("vllm"):
             scenario = fitted(draw_scenario(seed, self.workload, connector, self.faults), random)
-        if Random(f"{seed}/sleep").random() < 0.5:  # noqa: S311  # so, too
+        if scenario.workload == "sleep" or Random(f"{seed}/sleep").random() < 0.5:  # noqa: S311  # so, too
             scenario = with_option(scenario, SLEEPS, True)
         late = Random(f"{seed}/late blocks")  # noqa: S311  # so, too
-        if scenario.workload in REUSING or late.random() < 0.8:
+        if scenario.workload in ("sleep", *REUSING) or late.random() < 0.8:
             return scenario
         # vLLM tells the connector late of blocks, and takes nothing of some hits.
         return with_option(scenario, LATE_BLOCKS, late.uniform(0.1, 0.6))

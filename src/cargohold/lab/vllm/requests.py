@@ -303,9 +303,9 @@ class VllmReset:
         """Draw one. A pause resets everything."""
         mode = random.choice((None, None, None, "abort", "keep", "wait"))
         waits, is_of_running, is_of_connector = (random.random() < 0.5 for _ in range(3))
-        if mode is None:
-            return cls(None, False, is_of_running, is_of_connector)
-        return cls(mode, mode == "wait" or waits, is_of_running=True, is_of_connector=True)
+        return cls(
+            mode, mode == "wait" or bool(mode and waits), bool(mode or is_of_running), bool(mode or is_of_connector)
+        )
 
     @property
     def pause_state(self) -> PauseState:
@@ -370,8 +370,7 @@ class SchedulerView:
 
     def resume(self) -> None:
         """Go on after a reset."""
-        self.reset = VllmReset()
-        self._scheduler.set_pause_state(PauseState.UNPAUSED)
+        self.announce_reset(VllmReset())
 
     def take_events(self) -> list[KVEvent]:
         """Events that vLLM published since the last call, and those that it is about to publish."""
