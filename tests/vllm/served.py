@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,9 +211,3 @@ def stop() -> None:
 
 def _server() -> int:
     return int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Ask until something is so."""
-    while not is_so():
-        pass

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +37,6 @@ from tests.vllm.served import (
     completion,
     serve,
     stop,
-    wait_until,
 )
 
 PROMPT, OTHER, THIRD = make_prompts(3, LONG, seed=1)
@@ -302,10 +302,10 @@ def test_tenants_their_pictures_and_a_disk_over_a_restart(directory: Path, monke
         assert kept.restored == RESTORED
         acme.forget()
         on_device = acme.ask(OTHER)
-        with ThreadPoolExecutor(4) as pool:
+        with ExitStack() as answers:
             for prompt in make_prompts(4, LONG, seed=7):
-                pool.submit(acme.call, "/v1/completions", completion(prompt, max_tokens=200))
-            wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
+                asked = completion(prompt, max_tokens=200)
+                next(answers.enter_context(acme.streaming("/v1/completions", asked)))
             stop()
     (holding,) = open_inventory(str(directory / "kv")).holdings()
     assert holding.num_chunks and bool(holding.plain_bytes) is PACKS

@@ -161,8 +161,8 @@ def _troubles(now: Scrape) -> Iterator[Text]:
         again = "a restart helps" if not retry_at else "tried again with the next request"
         if retry_at > clock:
             again = f"tried again in {format_time(retry_at - clock)}"
-        parts = f"{of.get('tier')}: {of.get('what')} out of use for {format_time(clock - since)}: {of.get('reason')}; {again}"
-        yield Text(parts, style="bold red")
+        outage = f"{of.get('tier')}: {of.get('what')} out of use for {format_time(clock - since)}: {of.get('reason')}; {again}"
+        yield Text(outage, style="bold red")
     verified = now.by(metrics.VERIFIED, "outcome")
     if total := sum(verified.values()):
         lying = verified.get("different", 0)

@@ -290,8 +290,8 @@ def pack(stats: Stats) -> list[Row]:
 def unpack(rows: Iterable[Any]) -> Tally:
     """Return values that were packed; their rows may be lists by now."""
     total = Tally()
-    for declared, labels, connector, bucket, value in rows:
-        family = _declared[declared] if isinstance(declared, str) else _declare(*declared)
+    for declaration, labels, connector, bucket, value in rows:
+        family = _declared[declaration] if isinstance(declaration, str) else _declare(*declaration)
         series = family.of(*labels)._replace(connector=connector, bucket=None if bucket is None else Bucket(*bucket))
         total[series] += value
     return total

@@ -83,18 +83,18 @@ class Handoff:
         Raises:
             RequestError: it is malformed.
         """
-        described = params.get(HANDOFF)
-        if described is None:
+        announced = params.get(HANDOFF)
+        if announced is None:
             return None
-        if not isinstance(described, Mapping):
-            raise RequestError(f"kv_transfer_params: {HANDOFF}={shown(described)} must be an object", request_id)
+        if not isinstance(announced, Mapping):
+            raise RequestError(f"kv_transfer_params: {HANDOFF}={shown(announced)} must be an object", request_id)
         counts = {}
         for key in ("num_tokens", "num_readable_tokens"):
-            count = counts[key] = described.get(key, 0)
+            count = counts[key] = announced.get(key, 0)
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 expected = "must be an integer from 0"
                 raise RequestError(f"kv_transfer_params: {HANDOFF}.{key}={shown(count)} {expected}", request_id)
-        namespace = described.get("namespace", {})
+        namespace = announced.get("namespace", {})
         if not isinstance(namespace, Mapping) or not all(isinstance(value, str) for value in namespace.values()):
             expected = "must be an object of texts"
             raise RequestError(f"kv_transfer_params: {HANDOFF}.namespace={shown(namespace)} {expected}", request_id)
@@ -102,8 +102,8 @@ class Handoff:
 
     def params(self) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that carry it. They can be written as JSON."""
-        described = {"num_tokens": self.num_tokens, "num_readable_tokens": self.num_readable_tokens}
-        return {HANDOFF: {**described, "namespace": dict(self.namespace)}}
+        counts = {"num_tokens": self.num_tokens, "num_readable_tokens": self.num_readable_tokens}
+        return {HANDOFF: {**counts, "namespace": dict(self.namespace)}}
 
     def difference(self, namespace: Mapping[str, str]) -> str:
         """Return in what an engine's namespace differs from that of the announcement; empty if in nothing, or not known."""
