@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cargohold.cli.app import Answers, AsJson, PlainFlags, app, errors, progress
+from cargohold.cli.recompute import recompute
 from cargohold.cli.signals import EXIT_FAILED
 from cargohold.errors import ConfigError, TierError
 from cargohold.option_values import format_bytes, format_count, format_time, parse_room
@@ -62,31 +63,57 @@ def verify(
     place: Place,
     ids: Ids = None,
     delete: Annotated[bool, typer.Option("--delete", help="Delete damaged chunks.")] = False,
+    is_recomputed: Annotated[
+        bool, typer.Option("--recompute", help="If none is damaged, compute chunks again, too, and compare.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model that computes them.")] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="More prompts, in JSON lines: texts, token ids, or what run --json prints."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every chunk and check it, of all namespaces if no id is given.
 
-    Exits with 1 if one is damaged or cannot be checked, for instance because an engine uses it.
+    Tokens are kept with the chunks of engines that publish KV events; those of others must be in --prompts.
+    Exits with 1 if a chunk is damaged or different, or cannot be checked, for instance because an engine uses it.
     """
+    if is_recomputed != (model is not None):
+        raise ConfigError("--model", model, "--recompute needs --model, and --model is for --recompute alone")
     inventory = open_inventory(place)
     chosen = _chosen(_listed(inventory), ids)
     skipped = [holding for holding in chosen if holding.is_in_use]
     failures = _Failures()
     counts = _verified(inventory, [holding for holding in chosen if not holding.is_in_use], failures, delete=delete)
     good, damaged = counts[Verification.GOOD], counts[Verification.DAMAGED]
+    found = {}
+    for holding in () if model is None or damaged else chosen:
+        if holding not in skipped and holding.id not in failures:
+            with failures.noted(holding):
+                found[holding.id] = recompute(place, holding, str(model), prompts)
     if as_json:
         in_use = [held.id for held in skipped]
         facts = {"good": good, "damaged": damaged, "deleted": delete, "in_use": in_use, "failed": list(failures)}
-        typer.echo(json.dumps(facts))
+        typer.echo(json.dumps(facts | ({"recomputed": found} if is_recomputed else {})))
     else:
         fate = " and deleted" if delete and damaged and not failures else ""
         typer.echo(f"{format_count(good, 'chunk')} {'is' if good == 1 else 'are'} good, {damaged:,} damaged{fate}")
         for held in skipped:
             typer.echo(f"{held.short_id} is {_use(held)} and was not looked at")
         _tell_remarks(skipped)
+        if is_recomputed:
+            Answers().print_table(_outcomes(found))
     failures.end()
-    if damaged or skipped:
+    if damaged or skipped or any(of["different"] for of in found.values()):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _outcomes(found: Mapping[str, Mapping[str, int]]) -> Table:
+    """How the chunks of namespaces compare with what was computed again."""
+    table = Table("id", "equal", "close", "different", "tokens unknown", box=None, header_style="bold")
+    for name, of in found.items():  # names end with 32 digits, of which the first 8 are enough
+        table.add_row(name[:-24], *(f"{number:,}" for number in of.values()))
+    return table
 
 
 @cache.command()
