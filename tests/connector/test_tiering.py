@@ -53,6 +53,24 @@ def test_what_the_device_held_is_found_on_disk_after_a_stop() -> None:
     assert found == [{}] * 4 + [{"disk": 40}] * 4
 
 
+def test_what_is_computed_although_host_memory_has_it_is_a_copy_whose_slot_is_taken_first() -> None:
+    """Found by a seed: what came up from disk while it was computed was no copy, and what nothing else had was lost."""
+    tiering = SimulatedTiering(16, mode="exclusive", restore="always")
+    engine, queue = fetching_engine(tiering)  # 11 chunks
+    queue.complete(queue.pending[0])
+    engine.step()
+    assert tiering.manager.num_ready == 11
+    queue.auto = True
+    engine.abort("second")
+    serve(engine, tiering, "other", prompt(1, 21), num=1)
+    engine.add("computed", prompt(0, 45), 1, kv_transfer_params={"max_load_tokens": 0})
+    finish(engine, tiering)
+    serve(engine, tiering, "another", prompt(2, 45), num=1)
+    evict_everything(engine)
+    serve(engine, tiering, "other again", prompt(1, 21), num=1)
+    assert restored(engine, "other again") == {"host": 20}
+
+
 def test_a_chunk_that_host_memory_evicts_first_reaches_the_disk() -> None:
     """Found by replaying: the default policy kept one-shot prompts out of host memory, and so off every tier below."""
     tiering = SimulatedTiering(12)

@@ -338,7 +338,6 @@ class TierManager(OffloadManager):
             return
         for offer in offers:
             found, before, at = table.find_each(offer.keys), table.find(offer.parent), 0
-            table.note_copies([slot for slot in found if slot is not None])
             for is_absent, same in groupby(found, key=lambda slot: slot is None):
                 end = at + len(list(same))
                 part, at = offer.keys[at:end], end

@@ -366,9 +366,8 @@ class Loads:
         bad_keys = _keys_of(load, bad_blocks)
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
-        if self._shared.device is not None and not bad_blocks and outcome is TransferOutcome.DONE:
+        if not bad_blocks and outcome is TransferOutcome.DONE:
             self._shared.note_on_device(load.block_keys, load.block_ids)
-            self._shared.manager.note_copies(load.handle.keys)
         num_restored = len(load.origins)
         if outcome is not TransferOutcome.DONE or bad_blocks or load.request_id in output.failed_recving:
             num_restored = self._num_usable_tokens(load, bad_blocks, output)

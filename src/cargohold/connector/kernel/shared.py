@@ -90,9 +90,13 @@ class Shared:
         self.keeps_ended = keeps_blocks and self.prefix_caching
 
     def note_on_device(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> None:
-        """Note which blocks of the device pool hold chunks, or will when the step is over, if it is part of the cache."""
-        if self.device is not None and (gone := self.device.note(keys, block_ids)):
-            self.manager.note_lost(gone)
+        """Note which blocks of the device pool hold chunks, or will when the step is over, if it is part of the cache.
+
+        The tier may have some of them, too: what was loaded, or came from below when it was being computed.
+        """
+        if self.device is not None:
+            self.manager.note_lost(self.device.note(keys, block_ids))
+            self.manager.note_copies(keys)
 
     def new_keys(self) -> tuple[ChunkKeys, ...]:
         """Return keys per group, of no chunks yet."""

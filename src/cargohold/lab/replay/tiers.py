@@ -247,6 +247,7 @@ class _Replay:
         """List the leading chunks that the device holds; return how many they are."""
         listed = keys[: self._device.find(keys)]
         if listed:
+            self._tiers[0].manager.note_copies(listed)
             self._tiers[0].manager.list_on_device((StoreOffer(listed, parent),))
         return len(listed)
 
