@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,9 +181,10 @@ def test_learning_survives_a_reset() -> None:
         request(manager, [*numbered(*range(4)), *numbered(number + 1_000)])
         request(manager, numbered(*range(10_000 + 4 * number, 10_004 + 4 * number)))
     assert isinstance(manager, TierManager)
-    before = manager.policy._model.index.copy()  # type: ignore[attr-defined]  # the policy is a ReuseIndexPolicy
+    before = manager.policy._model.index  # type: ignore[attr-defined]  # the policy is a ReuseIndexPolicy
+    assert before[0] != TierManager(16, ReuseIndexPolicy).policy._model.index[0]  # type: ignore[attr-defined]
     assert manager.reset()
-    assert np.array_equal(manager.policy._model.index, before)  # type: ignore[attr-defined]
+    assert manager.policy._model.index is before  # type: ignore[attr-defined]
     assert manager.num_free == 16
 
 
@@ -225,12 +228,12 @@ def test_what_comes_back_soon_is_worth_more_than_what_comes_back_late_or_never()
         for chunk_class, tag in enumerate([turn % 4, 1_000 + turn % 100, 2_000 + turn]):
             model.observe_each([tag], [chunk_class], now)
         now += 3
-    while not model.fit(now):
+    while not model.fit(now, set):
         pass
-    soon, late, never, unknown = model.index[:, 0]
+    soon, late, never, unknown = (model.index[chunk_class][0] for chunk_class in range(4))
     assert soon > 5 * late > 25 * never
     assert never < unknown < soon, "a class without chunks is believed to be like all of them"
-    assert not model.fit(now), "nothing new to learn yet"
+    assert not model.fit(now, set), "nothing new to learn yet"
 
 
 def test_a_sample_that_is_full_gets_thinner_and_then_forgets_the_oldest() -> None:
@@ -243,8 +246,9 @@ def test_a_sample_that_is_full_gets_thinner_and_then_forgets_the_oldest() -> Non
                 model.observe_each([tag], [0], now)
         ends.append(model.sample_end)
     assert ends[0] > ends[-1] and ends == sorted(ends, reverse=True)
-    assert model._num_records <= 16_384
-    assert (1 << 20) - model._starts[0] < (1 << 20), "the oldest records are gone"
+    assert len(model._open) <= 16_384
+    assert min(model._starts) > 1 << 18, "the oldest records are gone"
+    assert len(np.unique(model._starts)) > 8_000, "records are of different times"
 
 
 @pytest.mark.parametrize(("age", "bucket"), [(1, 0), (2, 1), (3, 1), (4, 2), (1 << 39, 39), ((1 << 39) + 1, 39)])
@@ -260,7 +264,7 @@ def test_the_leaf_that_is_worth_least_goes_until_a_newcomer_is_worth_less(data: 
     table = ChunkTable(capacity)
     policy = ReuseIndexPolicy(table)
     worth_of = data.draw(st.lists(st.sampled_from([0.1, 0.2, 0.4, 0.8]), min_size=80, max_size=80))
-    policy._model.index = np.tile(np.array([worth_of]).T, (1, NUM_AGES))
+    policy._model.index.update({number: [worth] * NUM_AGES for number, worth in enumerate(worth_of)})
     policy._model._next_fit = 1 << 40
     policy._use_index()
     for number in range(capacity):
@@ -300,9 +304,9 @@ def test_what_is_known_of_absent_chunks_is_found_by_their_tags(num_others: int) 
     assert {at: kind for at, kind in found.items() if at < len(tags)} == {0: 4 * NEW + 40 + 5, 1: 6 * NEW + 40 + 5}
     assert len(found) == 2 + num_others
     absent.remember_each([third], [255], [1 << 32])
-    assert list(absent.recall([third], (1 << 32) + 7)) == [(0, 255 * NEW + 60 + 2)]
+    assert list(absent.recall([third], (1 << 32) + 70)) == [(0, 16 * NEW + 60 + 4)], "of many uses, it knows 15"
     absent.remember_each([*others, third, third], [*([1] * num_others), 2, 3], [*([300] * num_others), 1, 1 << 32])
-    assert dict(absent.recall([third], (1 << 32) + 7)) == {0: 4 * NEW + 40 + 2}, "the last one counts"
+    assert dict(absent.recall([third], (1 << 32) + 70)) == {0: 4 * NEW + 40 + 4}, "the last one counts"
     every_place = list(range(1 << 16))
     assert not list(AbsentChunks(16).recall(every_place, 0)), "something is known before anything was told"
 
@@ -347,27 +351,52 @@ def test_how_turns_end_decides_what_stays_whatever_the_ends_mean(last: TurnEnd) 
     assert serve_agents(told=True, last=last) > 1.4 * serve_agents(told=False)
 
 
-def test_learning_is_spread_over_calls_and_meanwhile_there_may_be_other_records(
+def test_each_call_learns_a_bounded_part_and_meanwhile_there_may_be_other_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def learned() -> ReuseModel:
-        model = ReuseModel(NUM_CLASSES, DETAILS, 1000, len(ADDED_BY_END))
-        random = Random(5)
-        for now in range(0, 600_000, 100):
-            tags = [
-                random.randrange(1 << 32) if at % 2 else at << 12 for at in range(now // 100 % 50, now // 100 % 50 + 20)
-            ]
-            model.observe_each(tags, [random.randrange(NUM_CLASSES) for _ in tags], now)
-            model.note_end(tags, now // 100 % 3)
-        return model
+    model, random, in_use = ReuseModel(NUM_CLASSES, DETAILS, 1000, len(ADDED_BY_END)), Random(5), set(range(3, 180, 2))
+    for now in range(0, 600_000, 100):
+        tags = [
+            random.randrange(1 << 32) if at % 2 else at << 12 for at in range(now // 100 % 50, now // 100 % 50 + 20)
+        ]
+        model.observe_each(tags, [random.randrange(NUM_CLASSES) for _ in tags], now)
+        model.note_end(tags, now // 100 % 3)
+    work: list[int] = []
+    for name in ("_ages", "_hazards", "_factors"):
+        monkeypatch.setattr(model, name, counted(getattr(model, name), work, lambda *_: 16))
+    monkeypatch.setattr(reuse_model, "_reuse_index", counted(_reuse_index, work, len))
+    expected = list(model._fit(600_000, lambda: in_use))[-1]
+    assert expected is not None and sum(work) == 3 * 16 + len(in_use)
+    calls: list[int] = []
+    is_done = False
+    while not is_done:
+        work.clear()
+        is_done = model.fit(600_000 + len(calls), lambda: in_use)
+        calls.append(sum(work))
+        if len(calls) == 1:
+            model.observe_each(list(range(9000)), [0] * 9000, 600_000)
+    assert max(calls) == 16, "one walk over the records, or so many rows"
+    assert calls[-1] == 0, "the call that replaces the index does nothing else"
+    assert model.index == expected
+    assert not model.fit(600_001, set), "it learns anew only when it is time to"
 
-    in_parts, at_once = learned(), learned()
-    calls = [in_parts.fit(600_000)]
-    in_parts.observe_each(list(range(9000)), [0] * 9000, 600_000)  # some are thrown away for them
-    while not calls[-1]:
-        calls.append(in_parts.fit(600_001))
-    monkeypatch.setattr(reuse_model, "_NUM_RECORDS_AT_ONCE", 1 << 30)
-    assert at_once.fit(600_000)
-    assert len(calls) >= len({0, 1, 2}) + 1, "each way to end has a call of its own"
-    assert np.array_equal(in_parts.index, at_once.index)
-    assert not in_parts.fit(600_001), "it learns anew only when it is time to"
+
+def test_a_step_of_many_prompts_learns_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(ReuseModel, "fit", counted(ReuseModel.fit, calls, lambda *_: 1))
+    manager = TierManager(1 << 15, ReuseIndexPolicy)
+    for step in range(20):
+        calls.clear()
+        offers = [StoreOffer(numbered(*range(step << 10 | at << 4, (step << 10 | at << 4) + 9))) for at in range(60)]
+        manager.prepare_stores(offers).commit()
+        assert len(calls) <= 1 + 540 // 256
+
+
+def counted(function: Callable[..., Any], work: list[int], amount: Callable[..., int]) -> Callable[..., Any]:
+    """The function, which notes how much it was given to do."""
+
+    def call(*arguments: Any) -> Any:
+        work.append(amount(*arguments))
+        return function(*arguments)
+
+    return call

@@ -23,7 +23,6 @@ from cargohold.cache.policies.reuse_model import (
     NUM_AGES,
     NUM_CLASSES,
     AbsentChunks,
-    Index,
     ReuseModel,
     age_bucket,
     is_last,
@@ -82,7 +81,7 @@ class ReuseIndexPolicy(RunsPolicy):
         capacity = table.capacity
         self._now = 0
         self._admits_all = False
-        self._tags = array("I", bytes(4 * capacity))
+        self._tags = array("I", [0]) * capacity
         self._model = ReuseModel(NUM_CLASSES, DETAILS, capacity, len(ADDED_BY_END))
         self._absent = AbsentChunks(capacity)
         self._cells: dict[int, Cell] = {}
@@ -121,8 +120,6 @@ class ReuseIndexPolicy(RunsPolicy):
         self.runs.renew(slot, self._now, self._cell_of)
 
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
-        if self._model.fit(self._now):
-            self._use_index()
         if keys[0] not in self._met:
             self._met.clear()  # those for which room was made before did not all come in
         kinds = self._meet(keys, parent).kinds
@@ -133,8 +130,6 @@ class ReuseIndexPolicy(RunsPolicy):
         return False
 
     def make_room_ahead(self, newcomers: Sequence[Newcomers], num_slots: int) -> None:
-        if self._model.fit(self._now):
-            self._use_index()
         self._age_if_due()
         self._met.clear()
         kinds = self._meet_each(newcomers)
@@ -146,8 +141,6 @@ class ReuseIndexPolicy(RunsPolicy):
     def worth_of(self, slots: Sequence[int]) -> Sequence[float]:
         if self._admits_all:
             return super().worth_of(slots)
-        if self._model.fit(self._now):
-            self._use_index()
         runs = [run for run in map(self.runs.run_of.__getitem__, slots) if run is not None]
         return [self._index[run.kind & CLASS][age_bucket(self._now - run.time)] for run in runs]
 
@@ -336,11 +329,13 @@ class ReuseIndexPolicy(RunsPolicy):
         return self._cell(run.kind, age_bucket(self._now - run.time))
 
     def _age_if_due(self) -> None:
-        """Move runs on to the cells of their ages, if that was not done lately. Mutates the cells."""
+        """Move runs on to the cells of their ages, and learn a bit, if that was not done lately. Mutates cells and model."""
         now = self._now
         if now - self._aged_at < self._aged_after:
             return
         self._aged_at = now
+        if self._model.fit(now, self._classes_in_use):
+            self._use_index()
         due = [
             cell
             for cell in self._cells.values()
@@ -351,27 +346,17 @@ class ReuseIndexPolicy(RunsPolicy):
             while (run := cell.oldest) is not None and (bucket := age_bucket(now - run.time)) > cell.bucket:
                 cell.pass_on(now - (1 << bucket), self._cell(run.kind, bucket))
 
+    def _classes_in_use(self) -> set[int]:
+        return {number // NUM_AGES for number in self._cells}
+
     def _use_index(self) -> None:
         """Use a new table of worth. Mutates the cells and their queue."""
-        self._index = _Rows(self._model.index)
+        index = self._index = self._model.index
         self._cells = {number: cell for number, cell in self._cells.items() if cell.oldest is not None}
-        self._queue = [(self._index[number // NUM_AGES][number % NUM_AGES], number) for number in self._cells]
+        self._queue = [(index[number // NUM_AGES][number % NUM_AGES], number) for number in self._cells]
         heapify(self._queue)
         for cell in self._cells.values():
             cell.is_queued = True
-
-
-class _Rows(dict[int, list[float]]):
-    """The rows of a table as lists, which are read faster; made when needed, because most classes have no chunks."""
-
-    def __init__(self, table: Index) -> None:
-        super().__init__()
-        self._table = table
-
-    def __missing__(self, number: int) -> list[float]:
-        row: list[float] = self._table[number].tolist()
-        self[number] = row
-        return row
 
 
 class Cell(Order[int]):

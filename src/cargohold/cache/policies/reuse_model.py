@@ -25,7 +25,7 @@ that of others, the time between the last two uses, by powers of four.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from cargohold.protocol import TurnEnd
 
-Index = npt.NDArray[np.float64]
+Reals = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.intp]
 
@@ -57,10 +57,12 @@ _MAX_USES: Final = 255
 _CONTINUES_OFTEN: Final = 3
 
 _MIN_ENTRIES: Final = 1 << 14
-_ENTRIES_PER_SLOT: Final = 2
-_USES_MASK: Final = 0xFF
-_TIME_BITS: Final = 32
-_TIME_MASK: Final = (1 << _TIME_BITS) - 1
+_ENTRIES_PER_SLOT: Final = 1
+_USES_MASK: Final = 0xF
+_MARK_MASK: Final = 0xFFF0
+_TIME_MASK: Final = 0xFFFF
+_TIMES_BITS: Final = 11
+"""A tier with twice as many entries counts times in units twice as long; with so many bits, in single uses."""
 _MANY_TAGS: Final = 32
 """Number of chunks from which on arrays are quicker than a loop."""
 
@@ -68,8 +70,8 @@ NUM_AGES: Final = 40
 """Number of age buckets; their limits are powers of two."""
 
 _NUM_RECORDS: Final = 16_384
-_NUM_RECORDS_AT_ONCE: Final = 4096
-"""With fewer records, an index is learned in one call."""
+_ROWS_AT_ONCE: Final = 16
+"""So many classes have their index computed in one call."""
 _MIN_SPAN: Final = 1 << 18
 _SPAN_PER_SLOT: Final = 16
 _FIRST_FIT: Final = 256
@@ -132,8 +134,8 @@ def stretches(kinds: Sequence[int]) -> Iterable[tuple[int, int]]:
 class ReuseModel:
     """Records the intervals between uses of sampled chunks, and computes the index from them.
 
-    Whether a chunk is in the sample depends only on its tag, so it is followed through eviction and return. The sample gets
-    thinner until its records reach far enough back in time; then old records make room for new ones.
+    Whether a chunk is in the sample depends only on its tag, so it is followed through eviction and return. New records replace
+    the oldest ones. While those do not reach far enough back in time, the sample gets thinner.
 
     Args:
         num_classes: number of classes, which are ``0 .. num_classes - 1``.
@@ -143,19 +145,19 @@ class ReuseModel:
 
     Attributes:
         sample_end: chunks with a smaller tag are in the sample.
-        index: the reuse index, by class and age bucket, for each end of turns. Replaced by ``fit``.
+        index: the reuse index. Replaced by ``fit``.
     """
 
     def __init__(self, num_classes: int, family_size: int, capacity: int, num_ends: int = 1) -> None:
         self.sample_end = NUM_TAGS
         # Before anything is known: the older, the less worth.
-        self.index: Index = np.tile(2.0 ** -np.arange(NUM_AGES), (num_ends * num_classes, 1))
+        self.index = ReuseIndex(np.tile(1 / _WIDTHS, (num_classes, 1)), np.ones((num_ends, NUM_AGES)))
         self._num_classes = num_classes
         self._family_size = family_size
         self._span = max(_MIN_SPAN, _SPAN_PER_SLOT * capacity)
         self._next_fit = _FIRST_FIT
-        self._fitting: Iterator[Index | None] | None = None
-        self._num_records = 0
+        self._fitting: Iterator[ReuseIndex | None] | None = None
+        self._num_records = self._thinned_at = 0
         self._tags = np.zeros(_NUM_RECORDS, dtype=np.uint32)
         self._classes = np.zeros(_NUM_RECORDS, dtype=np.uint8)
         self._starts = np.zeros(_NUM_RECORDS, dtype=np.int64)
@@ -182,7 +184,7 @@ class ReuseModel:
                 return
             tags, classes = zip(*sampled, strict=True)
         first, end = self._num_records, self._num_records + len(tags)
-        if len(tags) < _MANY or end > _NUM_RECORDS:
+        if len(tags) < _MANY or end > _NUM_RECORDS:  # later, few chunks are in the sample
             self._observe_one_by_one(tags, classes, now)
             return
         befores = [before for before in map(self._open.get, tags) if before is not None]
@@ -203,88 +205,97 @@ class ReuseModel:
 
     def _observe_one_by_one(self, few: Sequence[int], of_classes: Sequence[int], now: int) -> None:
         tags, classes, starts, ends, turn_ends = self._views
-        records, at = self._open, self._num_records
+        records = self._open
         for tag, chunk_class in zip(few, of_classes, strict=True):
-            if at == _NUM_RECORDS:
-                self._thin_out(now)
-                records, at = self._open, self._num_records
-            if tag < self.sample_end:  # a smaller one each time that records are thinned out
+            at = self._num_records % _NUM_RECORDS
+            if self._num_records >= _NUM_RECORDS:
+                self._thin_out(now - starts[at])
+            if tag < self.sample_end:
+                if records.get(tags[at]) == at:
+                    del records[tags[at]]
                 before = records.get(tag)
                 if before is not None:
                     ends[before] = now
                 records[tag] = at
                 tags[at], classes[at], starts[at], ends[at], turn_ends[at] = tag, chunk_class, now, _OPEN, 0
-                at += 1
-                self._num_records = at
+                self._num_records += 1
 
-    def fit(self, now: int) -> bool:
+    def _thin_out(self, reach: int) -> None:
+        """Halve the sample if the records do not reach far enough back, and all of them are of the sample as it is."""
+        if reach < self._span and self._num_records - self._thinned_at >= _NUM_RECORDS:
+            self.sample_end //= 2
+            self._thinned_at = self._num_records
+
+    def fit(self, now: int, in_use: Callable[[], set[int]]) -> bool:
         """Replace the index by one learned from the records, if it is time to; return whether it was.
 
-        With many records, that takes several calls, so that no step waits for long.
+        That takes several calls, so that no step waits for long: each walks the records once, or computes a few rows. The last
+        one only replaces.
+
+        Args:
+            now: the time.
+            in_use: returns the classes whose rows are needed at once.
         """
         if self._fitting is None:
             if now < self._next_fit:
                 return False
             self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
-            self._fitting = self._fit(now)
-        while (index := next(self._fitting)) is None and self._num_records < _NUM_RECORDS_AT_ONCE:
-            pass
+            self._fitting = self._fit(now, in_use)
+        index = next(self._fitting)
         if index is None:
             return False
         self.index, self._fitting = index, None
         return True
 
-    def _fit(self, now: int) -> Iterator[Index | None]:
+    def _fit(self, now: int, in_use: Callable[[], set[int]]) -> Iterator[ReuseIndex | None]:
         """Yield ``None`` where the next call may go on, and in the end the index."""
-        ages = self._ages(now)
-        hazards = self._hazards(*ages)
-        # Copies: until the next call, there may be other records.
-        kinds = self._classes[: self._num_records].copy(), self._turn_ends[: self._num_records].astype(np.intp)
+        # Copies: at the next call, there may be other records.
+        used = np.flatnonzero(self._tags[: self._num_records] < self.sample_end)
+        classes, turn_ends = self._classes[used].astype(np.intp), self._turn_ends[used].astype(np.intp)
+        is_open, ages = self._ages(used, now)
         yield None
-        factors = self._factors(*ages, hazards, *kinds) if self._num_turns else {}
-        num_known = int(ages[1].max(initial=0)) + 2  # beyond, nothing is known, and an index is 0
-        index = np.zeros((self._num_ends, *hazards.shape))
+        hazards = self._hazards(is_open, ages, classes)
         yield None
-        index[:, :, :num_known] = _reuse_index(hazards[:, :num_known])
-        for turn_end, of_groups in factors.items():
+        factors = self._factors(is_open, ages, hazards, classes, turn_ends)
+        num_known = int(ages.max(initial=0)) + 2  # beyond, nothing is known, and an index is 0
+        index = ReuseIndex(hazards[:, :num_known], factors[:, :num_known])
+        yield None
+        while missing := list(in_use() - index.keys()):
+            index.compute(missing[:_ROWS_AT_ONCE])
             yield None
-            index[turn_end, :, :num_known] = _reuse_index((hazards * of_groups[self._groups])[:, :num_known])
-        yield index.reshape(-1, NUM_AGES)
+        yield index
 
-    def _factors(
-        self, is_open: Flags, ages: Numbers, hazards: Index, classes: npt.NDArray[np.uint8], turn_ends: Numbers
-    ) -> dict[int, Index]:
-        """Return how many times as likely a reuse is as the class alone tells, by the end of the turn, for groups of ages."""
+    def _factors(self, is_open: Flags, ages: Numbers, hazards: Reals, classes: Numbers, turn_ends: Numbers) -> Reals:
+        """Return how many times as likely a reuse is as the class alone tells, by the end of the turn and age."""
         risks = hazards * _WIDTHS
         # By group, how many reuses a class lets expect up to an age: of the last bucket a half.
         parts = [np.where(self._groups == group, risks, 0.0) for group in range(_NUM_GROUPS)]
         expected = np.array([part.cumsum(axis=1) - part / 2 for part in parts]).reshape(_NUM_GROUPS, -1)
-        reused = np.bincount(
-            (turn_ends * _NUM_GROUPS + self._groups[ages])[~is_open], minlength=self._num_ends * _NUM_GROUPS
-        )
+        num_groups = self._num_ends * _NUM_GROUPS
+        reused = np.bincount(turn_ends * _NUM_GROUPS + self._groups[ages], ~is_open, num_groups)
         cells = (turn_ends * self._num_classes + classes) * NUM_AGES + ages
         counts = np.bincount(cells, minlength=self._num_ends * expected.shape[1]).reshape(self._num_ends, -1)
         hoped = counts @ expected.T
         # Chunks of one turn share one fate: what counts is the number of turns.
-        weight = _TURN_WEIGHT * self._num_noted / self._num_turns
-        factors: Index = (reused.reshape(-1, _NUM_GROUPS) + weight) / (hoped + weight)
-        return {turn_end: factors[turn_end] for turn_end in np.flatnonzero(counts.any(axis=1)).tolist() if turn_end}
+        weight = _TURN_WEIGHT * max(1, self._num_noted) / max(1, self._num_turns)
+        factors: Reals = (reused.reshape(-1, _NUM_GROUPS) + weight) / (hoped + weight)
+        factors[0] = 1  # not known
+        return factors[:, self._groups]
 
-    def _ages(self, now: int) -> tuple[Flags, Numbers]:
-        """Return, per record, whether its chunk was not used again, and the bucket of the age that it has reached."""
-        used = slice(self._num_records)
+    def _ages(self, used: Numbers, now: int) -> tuple[Flags, Numbers]:
+        """Return, per record used, whether its chunk was not used again, and the bucket of the age that it has reached."""
         is_open = self._ends[used] == _OPEN
         intervals = np.where(is_open, now, self._ends[used]) - self._starts[used]
         # ``age_bucket`` of each: frexp gives the number of bits of an integer.
         return is_open, np.clip(np.frexp(intervals)[1] - 1, 0, NUM_AGES - 1).astype(np.intp)
 
-    def _hazards(self, is_open: Flags, ages: Numbers) -> Index:
+    def _hazards(self, is_open: Flags, ages: Numbers, classes: Numbers) -> Reals:
         """Return reuses per chunk and time, by class and age. Where little is known, that of the family or of all chunks."""
         num_classes = self._num_classes
-        cells = self._classes[: self._num_records] * np.intp(NUM_AGES) + ages
+        cells = classes * NUM_AGES + ages
         size = num_classes * NUM_AGES
         ended = np.bincount(cells, minlength=size).reshape(num_classes, NUM_AGES)
-        reused = np.bincount(cells[~is_open], minlength=size).reshape(num_classes, NUM_AGES)
+        reused = np.bincount(cells, ~is_open, size).reshape(num_classes, NUM_AGES)
         # Chunks that get older than a bucket were at risk for all of it, those whose interval ends in it for half of it.
         older = ended[:, ::-1].cumsum(axis=1)[:, ::-1] - ended
         at_risk = older + 0.5 * ended
@@ -295,43 +306,50 @@ class ReuseModel:
         )
         return _blend(reused, at_risk, family.repeat(self._family_size, axis=0), _CLASS_WEIGHT)
 
-    def _thin_out(self, now: int) -> None:
-        """Drop about half of the records: those of chunks that leave the sample, or the oldest. Mutates everything."""
-        if now - self._starts[0] < self._span:
-            self.sample_end //= 2
-            kept = np.flatnonzero(self._tags < self.sample_end)
-        else:
-            kept = np.arange(_NUM_RECORDS // 2, _NUM_RECORDS)
-        for column in (self._tags, self._classes, self._starts, self._ends, self._turn_ends):
-            column[: len(kept)] = column[kept]
-        self._num_records = len(kept)
-        is_open = np.flatnonzero(self._ends[: len(kept)] == _OPEN)
-        self._open = dict(zip(self._tags[is_open].tolist(), is_open.tolist(), strict=True))
 
-
-def _blend(reused: npt.NDArray[Any], at_risk: Index, prior: Index, weight: float) -> Index:
+def _blend(reused: npt.NDArray[Any], at_risk: Reals, prior: Reals, weight: float) -> Reals:
     """Return hazards from counts, as if ``weight`` more chunks had been at risk and behaved like ``prior``."""
-    blended: Index = (reused / _WIDTHS + weight * prior) / (at_risk + weight)
+    blended: Reals = (reused / _WIDTHS + weight * prior) / (at_risk + weight)
     return blended
 
 
-def _reuse_index(hazards: Index) -> Index:
+class ReuseIndex(dict[int, list[float]]):
+    """The reuse index by class, as a list by age bucket: computed when it is asked for, because most classes have no chunks.
+
+    Args:
+        hazards: reuses per chunk and time, by class and age bucket. Beyond its last bucket, nothing is known, and worth is 0.
+        factors: what they are multiplied by, by how turns end and age bucket.
+    """
+
+    def __init__(self, hazards: Reals, factors: Reals) -> None:
+        super().__init__()
+        self._hazards, self._factors = hazards, factors
+
+    def __missing__(self, number: int) -> list[float]:
+        self.compute([number])
+        return self[number]
+
+    def compute(self, classes: Sequence[int]) -> None:
+        """Compute the rows of some classes, those of each end of turns after each other. Mutates the index."""
+        turn_ends, alone = np.divmod(classes, len(self._hazards))
+        rows = np.zeros((len(classes), NUM_AGES))
+        rows[:, : self._hazards.shape[1]] = _reuse_index(self._hazards[alone] * self._factors[turn_ends])
+        self.update(zip(classes, rows.tolist(), strict=True))
+
+
+def _reuse_index(hazards: Reals) -> Reals:
     """Return the index at the start of each age bucket, for hazards that are constant within buckets."""
     widths = _WIDTHS[: hazards.shape[1]]
     risks = hazards * widths
-    survival = np.exp(-np.cumsum(risks, axis=1))
-    survival_before = np.concatenate((np.ones((len(hazards), 1)), survival[:, :-1]), axis=1)
+    start = np.zeros((len(hazards), 1))
+    survival = np.exp(-np.concatenate((start, risks.cumsum(axis=1)), axis=1))
     # Time spent in each bucket, on average over all chunks: the integral of survival, exact also where hazards vanish.
-    spent = survival_before * widths * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
-    reuse = np.concatenate((np.zeros((len(hazards), 1)), 1.0 - survival), axis=1)
-    time = np.concatenate((np.zeros((len(hazards), 1)), spent.cumsum(axis=1)), axis=1)
-    # The survival up to here cancels out, so the index is the steepest line from here to any point ahead. Computed for one
-    # distance after the other, so that the arrays are small and stay in the cache.
-    index: Index = np.zeros_like(hazards)
-    for ahead in range(1, hazards.shape[1] + 1):
-        gain, cost = (curve[:, ahead:] - curve[:, :-ahead] for curve in (reuse, time))
-        from_here = index[:, : gain.shape[1]]
-        np.maximum(from_here, gain / np.maximum(cost, 1e-300), out=from_here)
+    spent = survival[:, :-1] * widths * np.where(risks > 1e-9, -np.expm1(-risks) / np.maximum(risks, 1e-9), 1.0)
+    time = np.concatenate((start, spent.cumsum(axis=1)), axis=1)
+    # The survival up to here cancels out, so the index is the steepest line from here to any point ahead.
+    gain = survival[:, :-1, None] - survival[:, None, 1:]
+    cost = time[:, None, 1:] - time[:, :-1, None]
+    index: Reals = (gain / np.where(cost > 0, cost, np.inf)).max(axis=2)
     return index
 
 
@@ -339,7 +357,7 @@ class AbsentChunks:
     """How often chunks that are not in the tier were used, and when last, by tag.
 
     A tag is a short digest of a key, the same in every run. Keys may share one: good for statistics, not for identity. There is
-    one place for several tags, so a new entry overwrites an old one: the table forgets at random, costs eight bytes per entry,
+    one place for several tags, so a new entry overwrites an old one: the table forgets at random, costs four bytes per entry,
     and needs no upkeep. A wrong tag means a wrong guess about one chunk, nothing more.
 
     Args:
@@ -347,29 +365,30 @@ class AbsentChunks:
     """
 
     def __init__(self, capacity: int) -> None:
-        num_entries = 1 << min((max(_MIN_ENTRIES, capacity * _ENTRIES_PER_SLOT) - 1).bit_length(), _TIME_BITS)
-        self._mask = num_entries - 1
-        # The tag with the number of uses in place of its lowest byte, which the place implies; and the time.
-        self._known = array("I", bytes(4 * num_entries))
-        self._times = array("I", bytes(4 * num_entries))
+        num_bits = min((max(_MIN_ENTRIES, capacity * _ENTRIES_PER_SLOT) - 1).bit_length(), 32)
+        self._mask = (1 << num_bits) - 1
+        self._unit = num_bits - _TIMES_BITS
+        # The upper half of the tag, with the number of uses in place of its lowest bits; and the time.
+        self._known, self._times = array("H", [0]) * (1 << num_bits), array("H", [0]) * (1 << num_bits)
         # The same memory: many entries cost a third of the time this way.
-        self._views = np.frombuffer(self._known, np.uint32), np.frombuffer(self._times, np.uint32)
+        self._views = np.frombuffer(self._known, np.uint16), np.frombuffer(self._times, np.uint16)
 
     def recall(self, tags: Sequence[int], now: int) -> list[tuple[int, int]]:
         """Return the indices of the chunks of which something is known, and their kinds if they are used now."""
-        known, mask = self._known, self._mask
+        known, mask, unit = self._known, self._mask, self._unit
         indices: Sequence[int] = range(len(tags))
         if len(tags) >= _MANY_TAGS:
             wanted = np.array(tags, np.uint32)
-            indices = np.flatnonzero((self._views[0][wanted & mask] ^ wanted) <= _USES_MASK).tolist()
+            indices = np.flatnonzero((self._views[0][wanted & mask] ^ (wanted >> 16)) <= _USES_MASK).tolist()
         kinds: list[tuple[int, int]] = []
         for at in indices:
             tag = tags[at]
             entry = known[tag & mask]
-            uses = entry & _USES_MASK if entry ^ tag <= _USES_MASK else 0
+            uses = entry & _USES_MASK if entry ^ tag >> 16 <= _USES_MASK else 0
             if uses:
-                # Times are modulo 2**32: longer ages don't matter.
-                kinds.append((at, kind_used_again(uses, (now - self._times[tag & mask]) & _TIME_MASK)))
+                # Times are modulo 2**16: longer ages don't matter.
+                age = ((now >> unit) - self._times[tag & mask] & _TIME_MASK) << unit
+                kinds.append((at, kind_used_again(uses, age)))
         return kinds
 
     def remember_each(self, tags: Sequence[int], uses: Sequence[int], times: Sequence[int]) -> None:
@@ -377,9 +396,9 @@ class AbsentChunks:
         if len(tags) >= _MANY_TAGS:
             last = np.array(tags, np.uint32)
             known, known_times = self._views
-            known[last & self._mask] = last & ~np.uint32(_USES_MASK) | np.array(uses, np.uint32)
-            known_times[last & self._mask] = np.array(times, np.int64) & _TIME_MASK
+            known[last & self._mask] = last >> 16 & _MARK_MASK | np.minimum(uses, _USES_MASK)
+            known_times[last & self._mask] = np.array(times, np.int64) >> self._unit & _TIME_MASK
             return
         for tag, num_uses, time in zip(tags, uses, times, strict=True):
-            self._known[tag & self._mask] = tag & ~_USES_MASK | num_uses
-            self._times[tag & self._mask] = time & _TIME_MASK
+            self._known[tag & self._mask] = tag >> 16 & _MARK_MASK | min(num_uses, _USES_MASK)
+            self._times[tag & self._mask] = time >> self._unit & _TIME_MASK
