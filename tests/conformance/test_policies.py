@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import ClassVar
@@ -64,7 +65,7 @@ class TestFIFOLonger(TestFIFO):
 
 class Ruthless(LRUPolicy):
     def make_room(self, keys: Sequence[bytes], parent: int, num_slots: int) -> bool:
-        pins, self.table.pins = self.table.pins, [0] * self.table.capacity
+        pins, self.table.pins = self.table.pins, array("i", [0]) * self.table.capacity
         refused = super().make_room(keys, parent, num_slots)
         self.table.pins = pins
         return refused

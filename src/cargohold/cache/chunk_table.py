@@ -74,8 +74,8 @@ class ChunkTable:
         self.capacity = capacity
         self.keys: list[bytes | None] = [None] * (capacity + 1)
         self.parents = array("i", [NO_SLOT]) * capacity
-        self.children = [0] * capacity
-        self.pins = [0] * capacity
+        self.children = array("i", [0]) * capacity
+        self.pins = array("i", [0]) * capacity
         self.states = bytearray(capacity)
         self.num_writing = self.num_ready = self.num_leaving = 0
         self.evicted: list[bytes] = []
@@ -312,7 +312,7 @@ class ChunkTable:
             part.clear()
         self.keys = [None] * len(self.keys)
         self.parents = array("i", [NO_SLOT]) * self.capacity
-        self.children = [0] * self.capacity
+        self.children = array("i", [0]) * self.capacity
         self.used = [0] * len(self.used)
         for slot in listed:
             self._free_again(slot)

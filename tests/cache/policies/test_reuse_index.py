@@ -265,7 +265,7 @@ def test_the_leaf_that_is_worth_least_goes_until_a_newcomer_is_worth_less(data: 
     policy = ReuseIndexPolicy(table)
     worth_of = data.draw(st.lists(st.sampled_from([0.1, 0.2, 0.4, 0.8]), min_size=80, max_size=80))
     policy._model.index.update({number: [worth] * NUM_AGES for number, worth in enumerate(worth_of)})
-    policy._model._next_fit = 1 << 40
+    policy._model.next_fit = 1 << 40
     policy._use_index()
     for number in range(capacity):
         slots, parent = table.take(1), data.draw(st.sampled_from([NO_SLOT, *range(number)]))
@@ -367,6 +367,7 @@ def test_each_call_learns_a_bounded_part_and_meanwhile_there_may_be_other_record
     monkeypatch.setattr(reuse_model, "_reuse_index", counted(_reuse_index, work, len))
     expected = list(model._fit(600_000, lambda: in_use))[-1]
     assert expected is not None and sum(work) == 3 * 16 + len(in_use)
+    model.next_fit = 0
     calls: list[int] = []
     is_done = False
     while not is_done:

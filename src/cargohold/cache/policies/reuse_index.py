@@ -334,7 +334,7 @@ class ReuseIndexPolicy(RunsPolicy):
         if now - self._aged_at < self._aged_after:
             return
         self._aged_at = now
-        if self._model.fit(now, self._classes_in_use):
+        if now >= self._model.next_fit and self._model.fit(now, self._classes_in_use):
             self._use_index()
         due = [
             cell

@@ -146,16 +146,19 @@ class ReuseModel:
     Attributes:
         sample_end: chunks with a smaller tag are in the sample.
         index: the reuse index. Replaced by ``fit``.
+        next_fit: when ``fit`` has something to do.
     """
 
     def __init__(self, num_classes: int, family_size: int, capacity: int, num_ends: int = 1) -> None:
         self.sample_end = NUM_TAGS
         # Before anything is known: the older, the less worth.
-        self.index = ReuseIndex(np.tile(1 / _WIDTHS, (num_classes, 1)), np.ones((num_ends, NUM_AGES)))
+        self.index: dict[int, list[float]] = dict.fromkeys(
+            range(num_ends * num_classes), (2.0 ** -np.arange(NUM_AGES)).tolist()
+        )
         self._num_classes = num_classes
         self._family_size = family_size
         self._span = max(_MIN_SPAN, _SPAN_PER_SLOT * capacity)
-        self._next_fit = _FIRST_FIT
+        self.next_fit = _FIRST_FIT
         self._fitting: Iterator[ReuseIndex | None] | None = None
         self._num_records = self._thinned_at = 0
         self._tags = np.zeros(_NUM_RECORDS, dtype=np.uint32)
@@ -205,24 +208,27 @@ class ReuseModel:
 
     def _observe_one_by_one(self, few: Sequence[int], of_classes: Sequence[int], now: int) -> None:
         tags, classes, starts, ends, turn_ends = self._views
-        records = self._open
+        records, num_records = self._open, self._num_records
         for tag, chunk_class in zip(few, of_classes, strict=True):
-            at = self._num_records % _NUM_RECORDS
-            if self._num_records >= _NUM_RECORDS:
-                self._thin_out(now - starts[at])
+            at = num_records % _NUM_RECORDS
+            if num_records >= _NUM_RECORDS:
+                self._forget(at, now)
             if tag < self.sample_end:
-                if records.get(tags[at]) == at:
-                    del records[tags[at]]
                 before = records.get(tag)
                 if before is not None:
                     ends[before] = now
                 records[tag] = at
                 tags[at], classes[at], starts[at], ends[at], turn_ends[at] = tag, chunk_class, now, _OPEN, 0
-                self._num_records += 1
+                self._num_records = num_records = num_records + 1
 
-    def _thin_out(self, reach: int) -> None:
-        """Halve the sample if the records do not reach far enough back, and all of them are of the sample as it is."""
-        if reach < self._span and self._num_records - self._thinned_at >= _NUM_RECORDS:
+    def _forget(self, at: int, now: int) -> None:
+        """Let a record be replaced. The sample is halved if that is too young, and all records are of the sample as it is.
+
+        Mutates everything.
+        """
+        if self._open.get(tag := int(self._tags[at])) == at:
+            del self._open[tag]
+        if now - int(self._starts[at]) < self._span and self._num_records - self._thinned_at >= _NUM_RECORDS:
             self.sample_end //= 2
             self._thinned_at = self._num_records
 
@@ -236,10 +242,9 @@ class ReuseModel:
             now: the time.
             in_use: returns the classes whose rows are needed at once.
         """
+        if now < self.next_fit:
+            return False
         if self._fitting is None:
-            if now < self._next_fit:
-                return False
-            self._next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
             self._fitting = self._fit(now, in_use)
         index = next(self._fitting)
         if index is None:
@@ -263,6 +268,7 @@ class ReuseModel:
         while missing := list(in_use() - index.keys()):
             index.compute(missing[:_ROWS_AT_ONCE])
             yield None
+        self.next_fit = now + int(min(max(_FIRST_FIT, now * _FIT_EVERY_PART), _FIT_AT_LEAST_EVERY))
         yield index
 
     def _factors(self, is_open: Flags, ages: Numbers, hazards: Reals, classes: Numbers, turn_ends: Numbers) -> Reals:

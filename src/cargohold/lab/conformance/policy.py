@@ -205,7 +205,7 @@ class StrictPolicy(ReplacementPolicy):
     def _evicts_rightly(self, parents: Sequence[int], num_slots: int) -> Iterator[None]:
         """Assert that what is evicted meanwhile is no more than is wanted, and not in front of newcomers after ``parents``."""
         table = self.table
-        pins, num_free, num_evicted = list(table.pins), table.num_free, len(table.evicted)
+        pins, num_free, num_evicted = table.pins[:], table.num_free, len(table.evicted)
         in_front = {key for parent in parents if parent != NO_SLOT for key in table.keys_at(table.ancestors(parent))}
         yield
         table.check()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MappingProxyType, MethodType
 from typing import Any, Final
 
 from cargohold.cache import OffloadKey, OffloadManager
@@ -221,7 +221,10 @@ EVERY_LATER: Final = 100
 NUM_EARLY: Final = 50
 """One look-up in so many is checked, the first included: to write everything down before and after takes long. Where requests
 wait for tiers in trouble, there are thousands of look-ups that find all as it was."""
-_APART = (SteppedClock, VirtualClock, FunctionType, MethodType, BuiltinFunctionType, MappingProxyType, memoryview)
+_APART = (
+    *(SteppedClock, VirtualClock, FunctionType, MethodType, BuiltinFunctionType, GeneratorType),
+    *(MappingProxyType, memoryview),
+)
 """Of these, only the identity is compared: of clocks, which move by themselves, of code, and of what cannot change."""
 
 
