@@ -349,7 +349,7 @@ class TestGrid:
     def test_the_default_policy_may_learn_in_a_first_pass(self) -> None:
         """Found by use: a plan underestimated it, because it learned during the trace."""
         workload = load_workload(read_trace([str(MADE_TRACE)], on_bad_line=stop))
-        tasks = {learns: plan_tasks(["lru", DEFAULT_POLICY], [(30,)], learns_first=learns) for learns in (False, True)}
+        tasks = {learns: plan_tasks(["lru", DEFAULT_POLICY], [(100,)], learns_first=learns) for learns in (False, True)}
         fresh, learned = ([of for (of,) in run_tasks(workload, tasks[learns])] for learns in (False, True))
         assert fresh[0] == replace(learned[0], seconds=fresh[0].seconds)
         assert learned[1].num_prefix_hits > fresh[1].num_prefix_hits

@@ -5,6 +5,7 @@ Each mutant breaks one thing, as a plausible mistake would, and names the traffi
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -548,7 +549,7 @@ def evicts_what_is_in_use(patch: Patch) -> None:
 
     def heedless(self: Runs, *options: Any) -> Any:
         pins = self._table.pins
-        self._table.pins = [0] * len(pins)
+        self._table.pins = array("i", [0]) * len(pins)
         victims = evict(self, *options)
         self._table.pins = pins
         return victims
