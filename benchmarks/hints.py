@@ -16,10 +16,11 @@ coding agents     2 %    91.7  91.9     92.4        94.3     9 %        29 %
 coding agents     5 %    95.3  95.2     95.6        95.8     -30 %      53 %
 ================  =====  ====  =======  ==========  =======  =========  ===========
 
-**Rejected**, with an earlier state of the policy, on LMCache's agents, in place of 37, 48, 47 and 38 %: that all goes first that the session has used, in earlier
-branches, too (39, 52, 36, 47: one point more on average, for a memory of all sessions); or what no other session has used
-(36, 47, 47, 38); that the last request's chunks are dropped at once (37, 44, 44, 26). That those of sessions go first which
-have been silent for 5, 15 or 60 minutes changes nothing there (29 or 30 %, as without hints).
+**Rejected**, with an earlier state of the policy, on LMCache's agents, in place of 37, 48, 47 and 38 %: that all goes first
+that the session has used, in earlier branches, too (39, 52, 36, 47: one point more on average, for a memory of all
+sessions); or what no other session has used (36, 47, 47, 38); that the last request's chunks are dropped at once (37, 44,
+44, 26). That those of sessions go first which have been silent for 5, 15 or 60 minutes changes nothing there (29 or 30 %, as
+without hints).
 
 What the front does for clients that never say that a session is over, to keep for 300 s what waits for a tool, in half of
 the tier at most, changes the default's hits by +0.3, -0.1, +1.0 and +0.8 points on LMCache's agents, if every turn calls a
