@@ -177,7 +177,6 @@ def test_workers_of_one_machine_listen_to_nobody_else(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0"),
         ({"tensor_parallel_size": 2, "executor": "inline"}, r"executor='inline' .* multiprocess or ray"),
         ({"executor": "threads"}, r"executor='threads' .* inline, multiprocess, ray"),
-        ({"ray_address": "auto"}, r"ray_address='auto' .* unless executor is ray"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, r"device='cuda:1' .* a device of its own"),
         ({"step_timeout_s": 0}, r"step_timeout_s=0"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import version
@@ -67,7 +67,6 @@ _CLOSING: Final = must(
     lambda value: is_number(value) and 0 <= value <= MAX_TIMEOUT_S, f"a number of seconds from 0 to {MAX_TIMEOUT_S}"
 )
 _TOPIC: Final = must(lambda topic: isinstance(topic, str), "a text such as kv@pod@model")
-_RAY: Final = must(lambda address: isinstance(address, str) and bool(address), "the address of a Ray cluster, or None")
 _ENDPOINT: Final = checked(_require_endpoint)
 
 
@@ -100,7 +99,6 @@ class EngineConfig(Options):
         tensor_parallel_size: workers over which weights and KV heads are split; it must divide the model's heads.
         executor: ``inline`` (one worker, in this process), ``multiprocess`` or ``ray`` (one process or Ray actor per worker).
             By default inline for one worker, and multiprocess for several.
-        ray_address: the Ray cluster to use; by default the one that this program is connected to, or a local one.
         step_timeout_s: workers in other processes that take longer for a step are taken for dead.
         shutdown_timeout_s: how long ``close`` goes on until copies and writes to lower tiers have ended. What is being written
             then gets the connector's own ``shutdown_timeout_s``.
@@ -125,7 +123,6 @@ class EngineConfig(Options):
     kv_events_replay_endpoint: Annotated[str | None, _ENDPOINT] = None
     tensor_parallel_size: Annotated[int, INT_FROM_1] = 1
     executor: Annotated[str | None, one_of(*_values(ExecutorKind))] = None
-    ray_address: Annotated[str | None, _RAY] = None
     step_timeout_s: Annotated[float, SHORT_TIME] = 300.0
     shutdown_timeout_s: Annotated[float, _CLOSING] = 5.0
 
@@ -140,8 +137,6 @@ class EngineConfig(Options):
         is_split = self.tensor_parallel_size > 1
         fits = not (is_split and self.executor_kind is ExecutorKind.INLINE)
         require(self, "executor", fits, f"multiprocess or ray for tensor_parallel_size={self.tensor_parallel_size}")
-        uses_ray = self.executor_kind is ExecutorKind.RAY
-        require(self, "ray_address", self.ray_address is None or uses_ray, "None unless executor is ray")
         require(
             self, "device", not is_split or ":" not in self.device, "cpu or cuda: each worker takes a device of its own"
         )
@@ -283,7 +278,6 @@ def plan_engine(
         executor=ExecutorConfig(
             kind=config.executor_kind,
             step_timeout_s=config.step_timeout_s,
-            ray_address=config.ray_address,
             gpus_per_worker=int(config.device != "cpu"),
         ),
     )
@@ -345,7 +339,7 @@ def _longest_that_fits(
             f"one request of max_model_len={wanted_len} tokens needs {needed} blocks of {config.block_tokens} tokens; "
             f"raise num_device_blocks or lower max_model_len",
         )
-    longest = _last_true(fits, wanted_len)
+    longest = bisect_left(range(1, wanted_len), True, key=lambda num_tokens: not fits(num_tokens))
     if longest <= config.block_tokens:
         if config.num_device_blocks is None:
             blocks = format_count(num_blocks, "block")
@@ -360,15 +354,6 @@ def _longest_that_fits(
     level = logging.WARNING if longest < _FEW_BLOCKS * config.block_tokens else logging.INFO
     logger.log(level, "sequences are limited to the %d tokens that %d device blocks can hold", longest, num_blocks)
     return longest
-
-
-def _last_true(holds: Callable[[int], bool], end: int) -> int:
-    """The last number below ``end`` for which ``holds``, which must be true, then false; 0 if it never is."""
-    low, high = 0, end
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
 
 
 def _check_memory(config: EngineConfig, num_blocks: int, block_bytes: int) -> None:

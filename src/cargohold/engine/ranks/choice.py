@@ -32,13 +32,11 @@ class ExecutorConfig:
     Attributes:
         kind: where workers run.
         step_timeout_s: longest time that a step may take with several processes.
-        ray_address: the Ray cluster; ``None`` for the one this program is connected to, or a local one of its own.
         gpus_per_worker: GPUs that Ray reserves for each worker.
     """
 
     kind: ExecutorKind = ExecutorKind.INLINE
     step_timeout_s: float = 300.0
-    ray_address: str | None = None
     gpus_per_worker: int = 0
 
 
@@ -69,7 +67,6 @@ def make_executor(config: ExecutorConfig, spec: RankSpec, connector: KVConnector
         world_size,
         codec,
         aggregator,
-        address=config.ray_address,
         num_gpus=config.gpus_per_worker,
         step_timeout_s=config.step_timeout_s,
     )

@@ -22,8 +22,6 @@ from cargohold.engine.ranks.step_codec import StepCodec
 from cargohold.errors import ConfigError, EngineDeadError
 from cargohold.protocol import OutputAggregator
 
-CONNECT_TIMEOUT_S = 10.0
-
 
 class RankActor(FramedRank):
     """A rank as a Ray actor."""
@@ -45,7 +43,6 @@ class RayExecutor(RanksExecutor):
         spec: what each rank is made of.
         world_size: ranks.
         codec, aggregator, step_timeout_s: see ``RanksExecutor``.
-        address: the Ray cluster; ``None`` for the one that this program is connected to, or a local one of its own.
         num_gpus: GPUs that each rank needs.
 
     Raises:
@@ -60,14 +57,13 @@ class RayExecutor(RanksExecutor):
         codec: StepCodec,
         aggregator: OutputAggregator,
         *,
-        address: str | None = None,
         num_gpus: int = 0,
         step_timeout_s: float = 300.0,
     ) -> None:
         super().__init__(codec, aggregator, step_timeout_s)
         self._actors: list[Any] = []
         self._group: Any = None
-        self._ray, self._owns_cluster = _connect(address)
+        self._ray, self._owns_cluster = _connect()
         try:
             self._start(spec, world_size, num_gpus)
         except BaseException:
@@ -140,8 +136,8 @@ class RayExecutor(RanksExecutor):
             self._ray.shutdown()
 
 
-def _connect(address: str | None) -> tuple[Any, bool]:
-    """Ray, connected, and whether the cluster is our own to shut down."""
+def _connect() -> tuple[Any, bool]:
+    """Ray, connected as ``ray.init`` does by itself (``RAY_ADDRESS``), and whether the connection is our own to end."""
     try:
         import ray  # noqa: PLC0415  # an optional extra
         import ray.util.scheduling_strategies  # noqa: PLC0415  # not imported by ray itself
@@ -149,24 +145,11 @@ def _connect(address: str | None) -> tuple[Any, bool]:
         raise ConfigError("executor", "ray", "install what it needs: pip install 'cargohold[ray]'") from error
     if ray.is_initialized():
         return ray, False
-    if address is not None:
-        _require_answer(address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError("ray_address", address, f"no Ray cluster answers there: {_first_line(error)}") from error
+        raise ConfigError("executor", "ray", f"no Ray cluster answers: {_first_line(error)}") from error
     return ray, True
-
-
-def _require_answer(address: str) -> None:
-    """Raise ``ConfigError`` unless something accepts connections there: Ray would try again for a quarter of an hour."""
-    host, separator, port = address.rpartition("://")[2].rpartition(":")
-    if not separator or not port.isdecimal():
-        return  # "auto" and the like
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError("ray_address", address, f"no Ray cluster answers there: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -94,12 +94,6 @@ class RangePages(Pages):
         self._num_ranges = len(sizes)
         self._sizes = tuple(sizes)
 
-    @property
-    def number_type(self) -> str:
-        """Type of all numbers in a page; empty if there are several."""
-        types = {str(of) for name in _TYPES if (of := getattr(self.pool, name, None)) is not None}
-        return types.pop().removeprefix("torch.") if len(types) == 1 else ""
-
     def describe(self) -> str:
         """How a page's bytes are arranged, with the ranges."""
         return f"{super().describe()}; ranges of {' '.join(map(str, self._sizes))}"

@@ -32,12 +32,8 @@ _AUTH_VARIABLE: Final = "REDISCLI_AUTH"
 _NO_KEYS: Final = tuple(bytes([number]) for number in range(16))
 """Keys that no chunk has, for trial commands: so many that hardly one node of a cluster is responsible for all of them."""
 _NO_SUCH_DATABASE: Final = "DB index is out of range"
-_WRONG_TYPE: Final = "WRONGTYPE"
-"""Start of the answer to a command for strings if the value is a list, a hash or the like."""
 _FAILURES: Final = (redis.exceptions.RedisError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What the package raises: its own errors, and whatever it stumbles on in an answer that no server gives."""
-_NO_CHUNK: Final = memoryview(b"")
-"""Stands for a value that cannot be a chunk, so that it is treated as a damaged one."""
 
 
 def open_client(url: str, request_s: float = REQUEST_S) -> redis.Redis:
@@ -67,11 +63,6 @@ def open_client(url: str, request_s: float = REQUEST_S) -> redis.Redis:
     if pool.connection_kwargs.get("decode_responses"):
         raise ConfigError("url", shown, "decode_responses is not possible, because chunks are bytes and no text")
     return client
-
-
-def is_wrong_type(error: redis.exceptions.ResponseError) -> bool:
-    """Whether a server answered that a value is no string, so that it cannot be a chunk."""
-    return str(error).startswith(_WRONG_TYPE)
 
 
 class RedisTier(SharedTier):
@@ -117,15 +108,10 @@ class RedisTier(SharedTier):
     def _get(self, key: OffloadKey) -> memoryview | None:
         with self._errors():
             name = self._name(key)
-            try:
-                # Nothing longer is one of our chunks, and it could be too large for our memory.
-                value = self._client.getrange(name, 0, self._max_value_bytes)
-                if not value and not self._client.exists(name):
-                    return None
-            except redis.exceptions.ResponseError as error:
-                if not is_wrong_type(error):
-                    raise
-                return _NO_CHUNK
+            # Nothing longer is one of our chunks, and it could be too large for our memory.
+            value = self._client.getrange(name, 0, self._max_value_bytes)
+            if not value and not self._client.exists(name):
+                return None
         return memoryview(value) if isinstance(value, bytes) else None
 
     def _of_each(self, command: Literal["exists", "unlink"], keys: Sequence[OffloadKey]) -> list[Any]:
@@ -208,9 +194,7 @@ class RedisInventory(StoreInventory):
             match = _OURS.fullmatch(name)
             if match is not None and name not in seen:
                 seen.add(name)
-                num_bytes = 0
-                with _other_types_left_out():
-                    num_bytes = int(self._client.strlen(name.encode(_ENCODING)))
+                num_bytes = int(self._client.strlen(name.encode(_ENCODING)))
                 yield StoredObject(name, match[1], (match[2] or "").encode(_ENCODING), num_bytes)
 
     def _pieces(self, chunk: StoredObject) -> Iterator[memoryview]:
@@ -229,23 +213,11 @@ class RedisInventory(StoreInventory):
         self._client.unlink(path.encode(_ENCODING))
 
     def _read(self, name: str, start: int, num_bytes: int) -> bytes:
-        """Return ``num_bytes`` bytes of a value from ``start``, or as many as there are; none if it is no string."""
-        found: object = b""
-        with _other_types_left_out():
-            found = self._client.getrange(name.encode(_ENCODING), start, start + num_bytes - 1)
+        """Return ``num_bytes`` bytes of a value from ``start``, or as many as there are."""
+        found: object = self._client.getrange(name.encode(_ENCODING), start, start + num_bytes - 1)
         return found if isinstance(found, bytes) else b""
 
 
 def open_inventory(url: str) -> RedisInventory:
     """Make the inventory of a server's database. Raises as ``open_client``."""
     return RedisInventory(open_client(url))
-
-
-@contextmanager
-def _other_types_left_out() -> Iterator[None]:
-    """End the ``with`` if it asks about a value that is a list, a hash or the like, which stands in a chunk's place."""
-    try:
-        yield
-    except redis.exceptions.ResponseError as error:
-        if not is_wrong_type(error):
-            raise
