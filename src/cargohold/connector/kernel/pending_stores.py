@@ -150,7 +150,7 @@ class PendingStores:
 
     def end_request(self, state: RequestState, tables: BlockIds) -> None:
         """Remember the chunks that could not be stored yet, if the context can tell later what their blocks hold."""
-        num_tokens = min(state.request.num_tokens, state.store_limit)
+        num_tokens = min(state.request.num_tokens, state.max_computed_tokens, state.store_limit)
         pending = None
         if self._shared.context is not None and any(tables) and num_tokens >= state.due_tokens:
             pending = PendingStore.of(state, tables, num_tokens, self._shared.context)

@@ -92,7 +92,7 @@ class PooledStores(EagerStores):
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """List what the request leaves on the device, or else remember it."""
-        num_tokens = min(state.request.num_tokens, state.store_limit)
+        num_tokens = min(state.request.num_tokens, state.max_computed_tokens, state.store_limit)
         device = self._shared.device
         if device is not None and not state.is_awaited and any(block_ids) and num_tokens >= state.due_tokens:
             offers = list(self._unoffered(state, device, block_ids, num_tokens))
