@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cargohold.connector.offloading.factory as factory_module
 from cargohold import LLM, DiskTierConfig, OffloadConfig, SamplingParams
 from cargohold.connector.config import VERIFY_OFF
 from cargohold.protocol import metrics
 from cargohold.tiers import HostMemory, StoreOutcome
 from cargohold.tiers.disk.tier import DiskTier
 from cargohold.transfer.compare import CLOSE
+from tests.liars import kept_memories
 from tests.llms import in_engine
 from tests.models import VOCAB_SIZE
 
@@ -28,15 +28,7 @@ EXPONENTS = {"float32": (3, 0x40), "bfloat16": (1, 0x40)}
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> list[HostMemory]:
     """The host memory of each engine, in order."""
-    made: list[HostMemory] = []
-
-    class Kept(HostMemory):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(factory_module, "HostMemory", Kept)
-    return made
+    return kept_memories(monkeypatch)
 
 
 def prompts(count: int) -> list[list[int]]:

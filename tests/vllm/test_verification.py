@@ -1,44 +1,50 @@
-"""Verification inside vLLM: what is kept is what vLLM computes again, and a lie is found."""
+"""Verification inside vLLM's own server: what is kept is what vLLM computes again, and a lie on a disk is found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-import cargohold.connector.offloading.factory as factory_module
-from cargohold.tiers import HostMemory
-from tests.vllm.common import EAGER, ask_twice, forget, make_prompts
-from tests.vllm.engine import BLOCK_TOKENS
+from tests.liars import flip, lie_on_disk
+from tests.vllm.common import make_prompts, with_disk
+from tests.vllm.models import save_model, save_tokenizer
+from tests.vllm.served import BLOCK_TOKENS, LONG, Server, serve
 
-VERIFIED: dict[str, Any] = {**EAGER, "verify": 1.0, "verify_bytes_per_s": "1GiB"}
 CHANGED = "is not what was computed"
+METRIC = "cargohold_verified_chunks_total"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_what_vllm_computes_again_is_what_is_kept_unless_it_lies(
-    dtype: str, vllm_model: Callable[[str], str], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memories: list[HostMemory] = []
+def verified(server: Server, *outcomes: str) -> float:
+    return sum(server.metric(METRIC, outcome=outcome) for outcome in outcomes)
 
-    class Kept(HostMemory):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            memories.append(self)
 
-    monkeypatch.setattr(factory_module, "HostMemory", Kept)
-    engine = start(vllm_model("llama"), VERIFIED, dtype=dtype, num_blocks=80)
-    prompts = make_prompts(3, 5 * BLOCK_TOKENS + 2)
-    answers = ask_twice(engine, prompts, max_tokens=2 * BLOCK_TOKENS)
-    engine.settle()
-    assert not any(answer.restored for answer in answers)
-    told = [" ".join(answer.notes) for answer in answers]
-    assert all("kept are computed all the same" in notes and CHANGED not in notes for notes in told)
-    forget(engine)
-    memories[0].rows[:, 3] ^= 0x40
-    (lied_to,) = engine.ask(prompts[:1], 2 * BLOCK_TOKENS)
-    assert lied_to.tokens == answers[0].tokens
-    assert any(CHANGED in note for note in lied_to.notes)
+def flip_all(payloads: list[bytearray]) -> None:
+    for payload in payloads:
+        flip([payload])
+
+
+def test_what_vllm_computes_again_is_what_is_kept_unless_it_lies(tmp_path: Path) -> None:
+    model, disk = save_model("llama", tmp_path), tmp_path / "kv"
+    extra = {**with_disk(disk), "verify": 1.0, "verify_bytes_per_s": "1GiB"}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "no_enable_prefix_caching": True,
+        "environment": {"PYTHONHASHSEED": "0"},
+    }
+    save_tokenizer(model)
+    (prompt,) = make_prompts(1, LONG, seed=1)
+    with serve(model, tmp_path, extra, **options) as server:
+        first, again = (server.ask(prompt, max_tokens=BLOCK_TOKENS) for _ in range(2))
+        assert again.tokens == first.tokens
+        assert not again.restored and any("kept are computed all the same" in note for note in again.notes)
+        assert verified(server, "equal", "close") > 0 and not verified(server, "different")
+    lie_on_disk(disk, flip_all)
+    with serve(model, tmp_path, extra, name="again", **options) as server:
+        lied_to = server.ask(prompt, max_tokens=BLOCK_TOKENS)
+        assert lied_to.tokens == again.tokens, "as without what is kept"
+        assert any(CHANGED in note for note in lied_to.notes)
+        assert server.metric(METRIC, outcome="different", tier="disk") > 0
