@@ -22,9 +22,9 @@ from cargohold.protocol import AttentionKind, BlockIds, RequestView
 class FrozenOracle(Oracle):
     """Checks pauses before sleep, where device and host memory are one cache and the model has full attention alone.
 
-    When the pause has settled, nothing that was offered of the running requests is on the device alone, or half of host memory
-    is full of theirs, and no block is held. When they go on, those that are admitted first are given what host memory had of
-    them: later, others may have taken its place. Only while no fault has struck.
+    When the pause has settled, nothing that is stored at all of the running requests is on the device alone, or half of host
+    memory is full of theirs, and no block is held. When they go on, those that are admitted first are given what host memory
+    had of them: later, others may have taken its place. Only while no fault has struck.
 
     Args:
         engine: the replica.
@@ -79,6 +79,8 @@ class FrozenOracle(Oracle):
     def _look(self, side: OffloadingScheduler) -> dict[str, int]:
         """Check what is kept; return how many tokens each frozen request is to be given."""
         manager, kept, alone, owed = side.shared.manager, set[bytes](), set[bytes](), dict[str, int]()
+        context = side.shared.context
+        assert context is not None
         frozen = [
             request
             for request in self._engine.vllm.requests.values()
@@ -88,11 +90,14 @@ class FrozenOracle(Oracle):
             (keys,) = side.requests[request.request_id].keys
             states = manager.lookup(keys.keys)
             kept |= {key for key, state in zip(keys.keys, states, strict=True) if state == READY}
-            alone |= set(manager.listed(keys.keys))
+            state, (blocks,) = side.requests[request.request_id], context.get_request_blocks(request.request_id)
+            if state.due_tokens <= request.num_tokens + keys.chunk_tokens:  # else what it generates is not stored
+                alone |= {key for key, block in zip(keys.keys, blocks, strict=False) if block.block_hash is not None}
             num_leading = len(states) - len(states.lstrip(bytes([READY])))
             owed[request.request_id] = min(num_leading * keys.chunk_tokens, request.num_tokens - 1)
         if self._is_excused():
             return {}
+        alone -= kept
         self.require(
             not alone or len(kept) >= int(KEPT_SHARE * manager.capacity),
             f"of frozen requests, {len(alone)} chunks are on the device alone, and {len(kept)} in {manager.capacity} slots",

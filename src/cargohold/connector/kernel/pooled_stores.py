@@ -8,7 +8,7 @@ step does not wait for them: what is evicted next is stored ahead of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Final
@@ -68,7 +68,7 @@ class PooledStores(EagerStores):
         # What paused requests go on from, until nothing more of it is to be saved, and how many chunks of it still may be;
         # ``None`` while nothing is paused.
         self._paused: Sequence[OffloadKey] | None = None
-        self._num_to_save = 0
+        self._num_to_save = self._num_paused_tokens = 0
 
     def use_context(self) -> None:
         """Make the device pool part of the cache, if the manager can."""
@@ -92,12 +92,9 @@ class PooledStores(EagerStores):
 
     def end_request(self, state: RequestState, block_ids: BlockIds) -> None:
         """List what the request leaves on the device, or else remember it."""
-        num_tokens = min(state.request.num_tokens, state.max_computed_tokens, state.store_limit)
-        device = self._shared.device
-        if device is not None and not state.is_awaited and any(block_ids) and num_tokens >= state.due_tokens:
-            offers = list(self._unoffered(state, device, block_ids, num_tokens))
-            if offers and not self._must_store(sum([offer.end - offer.first for offer in offers])):
-                self._offering.list_on_device(offers)
+        offers = self._unoffered(state, block_ids)
+        if offers and not self._must_store(sum([offer.end - offer.first for offer in offers])):
+            self._offering.list_on_device(offers)
         super().end_request(state, block_ids)
         self._loaded_elsewhere.discard(state.request.request_id)
         if (listing := self._listing) is not None:
@@ -177,15 +174,25 @@ class PooledStores(EagerStores):
 
     def pause(self, states: Iterable[RequestState]) -> None:
         """Save what only the device holds of requests that are paused, as far as a share of the tier goes."""
-        if self._paused is not None or self._shared.device is None:
+        context, states = self._shared.context, tuple(states)
+        num_tokens = sum([state.request.num_tokens for state in states])
+        # Steps that were under way when the pause began complete chunks.
+        if num_tokens == self._num_paused_tokens or self._shared.device is None or context is None:
             return
+        self._num_paused_tokens = num_tokens
         wanted: dict[OffloadKey, None] = {}
         for state in states:
             state.extend_keys()
+            tables = context.get_request_blocks(state.request.request_id)
+            block_ids = tuple([block.block_id for block in table] for table in tables)
+            if offers := self._unoffered(state, block_ids):
+                self._offering.list_on_device(offers)  # stores were at their limit, or waited for others
             for keys in state.keys:  # windows and states: what is needed to go on from one of the last two chunks
-                num_tokens = max(0, state.request.num_tokens - keys.chunk_tokens)
-                wanted |= dict.fromkeys(keys.keys[keys.group.num_skipped_tokens(num_tokens) // keys.chunk_tokens :])
-        self._paused, self._num_to_save = list(wanted), int(KEPT_SHARE * self._shared.manager.capacity)
+                num_kept = max(0, state.request.num_tokens - keys.chunk_tokens)
+                wanted |= dict.fromkeys(keys.keys[keys.group.num_skipped_tokens(num_kept) // keys.chunk_tokens :])
+        if self._paused is None:
+            self._num_to_save = int(KEPT_SHARE * self._shared.manager.capacity)
+        self._paused = list(wanted)
 
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
         """Return those of the chunks that are being stored, or will be when the device would lose them."""
@@ -264,7 +271,7 @@ class PooledStores(EagerStores):
         shared, manager, device = self._shared, self._shared.manager, self._shared.device
         assert device is not None
         if step.num_scheduled_tokens:
-            self._paused = None  # the pause is over
+            self._paused, self._num_paused_tokens = None, 0  # the pause is over
         if not self._paused or (not shared.num_storable_blocks() and shared.jobs.num_awaited):
             return []
         limit = min(self._num_to_save, shared.num_storable_blocks())
@@ -274,7 +281,7 @@ class PooledStores(EagerStores):
         handle = manager.prepare_saves(list(block_of)[::-1], at_any_cost=True)
         pins.release()
         self._num_to_save -= len(handle.keys)
-        if not handle.keys:
+        if not handle.keys and not shared.jobs.num_awaited:  # else loads in flight may pin what can go
             self._paused = ()
         block_ids = [block_of[key] for key in handle.keys]
         shared.holder.hold(block_ids)
@@ -290,15 +297,19 @@ class PooledStores(EagerStores):
         shared.guests.store_begins(store, ())
         return [start_store(shared, store, rows, groups, sources)]
 
-    def _unoffered(
-        self, state: RequestState, device: DeviceChunks, block_ids: BlockIds, num_tokens: int
-    ) -> Iterator[Offer]:
-        """Yield what a request leaves on the device. Its last tokens, or the rest of its prompt, may not be computed."""
+    def _unoffered(self, state: RequestState, block_ids: BlockIds) -> list[Offer]:
+        """Return what a request has on the device and did not offer yet."""
+        device = self._shared.device
+        num_tokens = min(state.request.num_tokens, state.max_computed_tokens, state.store_limit)
+        if device is None or state.is_awaited or num_tokens < state.due_tokens or not any(block_ids):
+            return []
+        offers = []
         for group, (keys, first) in enumerate(zip(state.keys, state.next_chunk, strict=True)):
             table, end = block_ids[group], num_tokens // keys.chunk_tokens
             end = first + device.num_held(keys.keys[first:end], table[first:end])
             if first < end and self._cached[group]:
-                yield Offer(state, group, table, first, end)
+                offers.append(Offer(state, group, table, first, end))
+        return offers
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens of one request may take."""
