@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cargohold import LLM, DiskTierConfig, OffloadConfig, SamplingParams
 from cargohold.cli import cache
 from cargohold.cli.app import app
+from tests.cli.test_cache import damage
 from tests.connector.test_tiers_with_models import prompts
 from tests.liars import Attack, exchange, flip, lie_on_disk
 
@@ -82,3 +83,5 @@ def test_what_cannot_be_computed_again_is_said(
     bad.write_text("once upon a time")
     refused = said("--recompute", "--model", tiny_model("llama"), "--prompts", bad, status=2)
     assert "it must be JSON lines" in refused
+    damage("disk", tmp_path)
+    assert "nothing was computed again" in said("--recompute", "--model", tiny_model("llama"), status=1)

@@ -101,7 +101,11 @@ def verify(
         for held in skipped:
             typer.echo(f"{held.short_id} is {_use(held)} and was not looked at")
         _tell_remarks(skipped)
-        if is_recomputed:
+        if is_recomputed and damaged:
+            typer.echo(
+                "nothing was computed again, because that would delete what is damaged: do so first, with --delete"
+            )
+        elif is_recomputed:
             Answers().print_table(_outcomes(found))
     failures.end()
     if damaged or skipped or any(of["different"] for of in found.values()):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,16 +21,16 @@ from pathlib import Path
 import numpy as np
 from rich.progress import BarColumn
 
-from cargohold import LLM, ConfigError, DiskTierConfig, OffloadConfig, SamplingParams
+from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.cache.manager import OffloadKey, split_key
 from cargohold.cli.app import loaded, progress
 from cargohold.connector.guests.events import Contents, contents_in
 from cargohold.errors import TierError
 from cargohold.protocol import KVCacheLayout
-from cargohold.tiers import LoadOutcome, Opening, SharedTierConfig, StoreOutcome, Tier, TierConfig, TierUsage
+from cargohold.tiers import LoadOutcome, Opening, StoreOutcome, Tier, TierConfig, TierUsage
 from cargohold.tiers.chunk_format import NO_NOTE, Note
-from cargohold.tiers.disk.root import bytes_in
 from cargohold.tiers.inventory import Holding
+from cargohold.tiers.kinds import options_of
 from cargohold.tiers.places import is_url
 from cargohold.transfer.compare import CLOSE, distance_of
 
@@ -135,8 +134,8 @@ def recompute(place: str, holding: Holding, model: str, prompts: str | None) -> 
     facts = [holding.facts.get(fact, "").partition(" ")[0] for fact in ("layout", "hashing")]
     per_chunk, block_tokens = (int(number) if number.isdecimal() else 1 for number in facts)
     at, dtype = Path(place, holding.id), holding.facts.get("dtype", "").partition(",")[0]
-    of: TierConfig = SharedTierConfig(url=place) if is_url(place) else _disk_in(at.parent)
-    comparing = _Comparing(of=of, namespace_id=at.name)
+    kept = options_of(place if is_url(place) else str(at.parent))
+    comparing = _Comparing(of=kept, namespace_id=at.name)
     offload = OffloadConfig(host_bytes="512MiB", mode="eager", blocks_per_chunk=per_chunk, tiers=[comparing])
     with loaded(model, dtype=dtype, block_tokens=block_tokens, offload=offload) as llm:
         (tier,) = comparing.opened
@@ -149,12 +148,6 @@ def recompute(place: str, holding: Holding, model: str, prompts: str | None) -> 
     counts = Counter(tier.outcomes.values())
     unknown = (holding.num_chunks or 0) - counts.total()
     return {**{outcome: counts[outcome] for outcome in ("equal", "close", "different")}, "unknown": unknown}
-
-
-def _disk_in(directory: Path) -> DiskTierConfig:
-    """Options with which nothing that is there is deleted."""
-    max_bytes = min(2 * bytes_in(directory), shutil.disk_usage(directory).total)
-    return DiskTierConfig(directory=directory, max_bytes=max_bytes, reserve_bytes=0)
 
 
 def _kept(tier: Tier, block_tokens: int) -> Iterator[list[int]]:

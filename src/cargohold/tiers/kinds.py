@@ -6,7 +6,9 @@ is in a place of it. All else is written once for all kinds.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from cargohold.errors import ConfigError, option_path
@@ -14,7 +16,9 @@ from cargohold.option_values import import_class, somebody_elses
 from cargohold.options import list_of, made, refuse_names_elsewhere
 from cargohold.tiers.config import NAMES_ELSEWHERE, TierConfig
 from cargohold.tiers.disk.kind import DiskTierConfig
+from cargohold.tiers.disk.root import bytes_in
 from cargohold.tiers.inventory import Inventory
+from cargohold.tiers.places import is_url
 from cargohold.tiers.stores.kind import SharedTierConfig
 
 KINDS: Final[Mapping[str, type[TierConfig]]] = {kind.kind: kind for kind in (DiskTierConfig, SharedTierConfig)}
@@ -71,3 +75,16 @@ def open_inventory(place: str) -> Inventory:
         if inventory is not None:
             return inventory
     raise ConfigError("PLACE", place, expected)
+
+
+def options_of(place: str) -> TierConfig:
+    """Return options with which one place is opened, so large that nothing which is there is deleted.
+
+    Args:
+        place: see ``open_inventory``; it has an inventory.
+    """
+    if is_url(place):
+        return SharedTierConfig(url=place)
+    directory = Path(place)
+    max_bytes = min(2 * bytes_in(directory), shutil.disk_usage(directory).total)
+    return DiskTierConfig(directory=directory, max_bytes=max_bytes, reserve_bytes=0)
