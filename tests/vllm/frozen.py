@@ -87,12 +87,14 @@ class FrozenOracle(Oracle):
             if request.status.name in ("RUNNING", "PREEMPTED")
         ]
         for request in frozen:
-            (keys,) = side.requests[request.request_id].keys
-            states = manager.lookup(keys.keys)
-            kept |= {key for key, state in zip(keys.keys, states, strict=True) if state == READY}
             state, (blocks,) = side.requests[request.request_id], context.get_request_blocks(request.request_id)
+            (keys,), (first,) = state.keys, state.next_chunk
+            states = manager.lookup(keys.keys)
+            kept |= {key for key, of in zip(keys.keys, states, strict=True) if of == READY}
+            alone |= set(manager.listed(keys.keys))
             if state.due_tokens <= request.num_tokens + keys.chunk_tokens:  # else what it generates is not stored
-                alone |= {key for key, block in zip(keys.keys, blocks, strict=False) if block.block_hash is not None}
+                unoffered = zip(keys.keys[first:], blocks[first:], strict=False)
+                alone |= {key for key, block in unoffered if block.block_hash is not None}
             num_leading = len(states) - len(states.lstrip(bytes([READY])))
             owed[request.request_id] = min(num_leading * keys.chunk_tokens, request.num_tokens - 1)
         if self._is_excused():

@@ -60,6 +60,11 @@ class DeviceChunks:
         """Return which blocks hold those of the chunks that the device holds now."""
         return {key: self._block_of[key] for key in keys if self._holds(key)}
 
+    def besides(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return all other chunks that have been noted."""
+        excepted = set(keys)
+        return [key for key in self._block_of if key not in excepted]
+
     def num_held(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> int:
         """Return how many leading chunks these blocks hold now, one each; null blocks count as if they did."""
         at, contents = 0, map(self._content, map(self._context.get_block, block_ids))

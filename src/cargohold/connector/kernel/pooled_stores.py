@@ -63,8 +63,8 @@ class PooledStores(EagerStores):
         # Blocks evicted for one step, at most, lately; and chunks that were not worth a slot when they came near eviction.
         self._peak = 0.0
         self._refused: set[OffloadKey] = set()
-        # Requests that another connector loads; the rest of their prompts follows when that has ended.
-        self._loaded_elsewhere: set[str] = set()
+        # Requests that are loaded, and do not run yet: the rest of their prompts follows, perhaps long after the load.
+        self._loaded: set[str] = set()
         # What paused requests go on from, until nothing more of it is to be saved, and how many chunks of it still may be;
         # ``None`` while nothing is paused.
         self._paused: Sequence[OffloadKey] | None = None
@@ -81,10 +81,10 @@ class PooledStores(EagerStores):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def expect(self, state: RequestState, num_hit_tokens: int, *, is_elsewhere: bool = False) -> None:
+    def expect(self, state: RequestState, num_hit_tokens: int, *, is_loaded: bool = False) -> None:
         """Watch what may be evicted for the request, whose hit is loaded, or computed on from there."""
-        if is_elsewhere:
-            self._loaded_elsewhere.add(state.request.request_id)
+        if is_loaded:
+            self._loaded.add(state.request.request_id)
         if (device := self._listing) is not None:
             # Blocks that it has hit may be among the next victims, until it takes them out of the queue.
             num_tokens = min(state.request.num_tokens, num_hit_tokens + self._shared.pace.max_step_tokens)
@@ -96,7 +96,7 @@ class PooledStores(EagerStores):
         if offers and not self._must_store(sum([offer.end - offer.first for offer in offers])):
             self._offering.list_on_device(offers)
         super().end_request(state, block_ids)
-        self._loaded_elsewhere.discard(state.request.request_id)
+        self._loaded.discard(state.request.request_id)
         if (listing := self._listing) is not None:
             for table in block_ids:
                 listing.watch_ended(table)
@@ -282,7 +282,11 @@ class PooledStores(EagerStores):
         pins.release()
         self._num_to_save -= len(handle.keys)
         if not handle.keys and not shared.jobs.num_awaited:  # else loads in flight may pin what can go
-            self._paused = ()
+            # What else the device alone holds, and sleep would lose, keeps its beginnings in host memory.
+            others = manager.listed(device.besides(self._paused)) if block_of else []
+            manager.note_lost(others)
+            if not others:
+                self._paused = ()
         block_ids = [block_of[key] for key in handle.keys]
         shared.holder.hold(block_ids)
         return self._save(handle, block_ids, is_held=True)
@@ -318,14 +322,13 @@ class PooledStores(EagerStores):
     def _num_blocks_next(self, step: StepView) -> int:
         """Return how many blocks may be allocated for requests that run, or whose load ends, before the next step."""
         counts = step.num_scheduled_tokens
-        num_tokens, max_step_tokens = sum(counts.values()), self._shared.pace.max_step_tokens
-        if self._loaded_elsewhere:
-            self._loaded_elsewhere.difference_update(counts)
-        if (
-            self._shared.jobs.num_loads or self._loaded_elsewhere or num_tokens > 2 * len(counts)
-        ):  # there are prompts among them
-            num_tokens = max_step_tokens
-        if not num_tokens:
+        num_tokens = sum(counts.values())
+        if self._loaded:
+            self._loaded.difference_update(counts)
+        if not self._requests:
             return 0
+        is_quiet = 0 < num_tokens <= 2 * len(counts)  # else there are prompts among them, or a pause, which may end
+        if self._loaded or not is_quiet:
+            num_tokens = self._shared.pace.max_step_tokens
         num_blocks = sum([num_tokens // block_tokens for block_tokens in self._group_tokens])
-        return num_blocks + (len(counts) + 1) * len(self._group_tokens)
+        return num_blocks + (len(counts or self._requests) + 1) * len(self._group_tokens)

@@ -170,7 +170,7 @@ class KernelScheduler(KVConnectorScheduler):
         if state.answered_at is None:
             state.answered_at = self.shared.clock()
         if self.shared.device is not None:
-            self.stores.expect(state, num_tokens)
+            self.stores.expect(state, num_tokens, is_loaded=num_tokens > num_computed_tokens)
         num_external_tokens = num_tokens - num_computed_tokens
         if num_external_tokens <= 0:
             state.loads_in_step = False
@@ -186,7 +186,7 @@ class KernelScheduler(KVConnectorScheduler):
 
     def expect_tokens(self, request: RequestView, num_tokens: int) -> None:
         """Expect the device to lose what lies in the blocks that the request gets for another connector's load."""
-        self.stores.expect(self.requests[request.request_id], num_tokens, is_elsewhere=True)
+        self.stores.expect(self.requests[request.request_id], num_tokens, is_loaded=True)
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Plan the load of the tokens that the look-up found, into the blocks allocated for them."""

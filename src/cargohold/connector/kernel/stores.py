@@ -45,8 +45,8 @@ class EagerStores:
     def use_context(self) -> None:
         """Note that the engine has shown its block pool, before the first request."""
 
-    def expect(self, state: RequestState, num_hit_tokens: int, *, is_elsewhere: bool = False) -> None:
-        """Note that a request may get blocks next, for its hit and what follows; the hit may be another connector's."""
+    def expect(self, state: RequestState, num_hit_tokens: int, *, is_loaded: bool = False) -> None:
+        """Note that a request may get blocks next, for its hit, which may be loaded first, and what follows."""
 
     def plan_saves(self) -> tuple[CopyJob, ...]:
         """Return the stores of what was evicted since the last step, to be carried out before this one."""
