@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from examples.vllm_server import why_turned_off
+from examples.vllm_server import free_port, why_turned_off
 
 ROOT: Final = Path(__file__).parents[1]
 VLLM_PYTHON: Final = ROOT / ".venv-vllm" / "bin" / "python"
@@ -92,7 +91,7 @@ def vllm_options(host_bytes: int) -> dict[str, Any]:
 
 def _lmcache(name: str, host_bytes: int, chunk_tokens: int | None) -> Contender:
     """LMCache as a server beside the engine, over shared memory: its fastest way on a CPU, with observability turned off."""
-    port, http_port = _free_port(), _free_port()
+    port, http_port = free_port(), free_port()
     arguments = ["--l1-size-gb", f"{host_bytes / 2**30:g}", "--eviction-policy", "LRU", "--http-port", str(http_port)]
     arguments += [
         "--supported-transfer-mode",
@@ -247,9 +246,3 @@ def _signal_group(group: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -58,13 +58,13 @@ def serving(
     Raises:
         ServerError: the server ended, or was not ready in time.
     """
-    port = free_port()
-    command = [*_command(model), "--host", "127.0.0.1", "--port", str(port)]
+    words: list[str] = []
     for name, value in (options or {}).items():
-        command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     if transfer_config is not None:
-        command += ["--kv-transfer-config", json.dumps(transfer_config)]
-    with _signals_that_end(), log.open("w") as out:
+        words += ["--kv-transfer-config", json.dumps(transfer_config)]
+    with _signals_that_end(), log.open("w") as out, reserved_port() as port:
+        command = [*_command(model), "--host", "127.0.0.1", "--port", str(port), *words]
         # In a process group of its own, so that the processes it starts end with it whatever happens.
         process = subprocess.Popen(  # noqa: S603  # our own interpreter, and no shell
             command, stdout=out, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
@@ -122,11 +122,22 @@ def _environment() -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a free port of this machine, kept until the end of the block for a server that sets ``SO_REUSEADDR``.
+
+    A server takes seconds until it binds its port; meanwhile the system would give a port that nobody holds to others.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
 def free_port() -> int:
     """Return a port of this machine that is free at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    with reserved_port() as port:
+        return port
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from cargohold.lab.simulation import simulated_layout
 from cargohold.protocol import NULL_CONNECTOR, ConnectorGuard, SchedulerEnvironment
-from examples.vllm_server import why_turned_off
+from examples.vllm_server import reserved_port, why_turned_off
 
 SERVER = """
 import os, signal, subprocess, sys, time
@@ -146,3 +147,13 @@ def test_the_servers_output_tells_that_its_connector_was_turned_off(
     why = why_turned_off(log)
     assert why is not None
     assert why.startswith("connector ") and why.endswith(" is turned off: it raised; requests are served without it")
+
+
+def test_a_port_is_kept_for_the_server_that_takes_seconds_until_it_binds_it() -> None:
+    with reserved_port() as port, socket.socket() as stranger, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        socket.create_connection(("127.0.0.1", port)).close()
