@@ -82,7 +82,6 @@ def test_the_table_knows_what_is_in_flight(data: st.DataObject) -> None:
             found = table.load_up_to([OF_REQUEST], first, num_tokens)
             assert not ending if found is None else ends[found] == max(ends[at] for at in ending)
         assert [at for at in [0, *ids] if table.is_loading(at)] == [at for at in ids if at in jobs.loads]
-        assert not table.is_loading(None)
         assert before == jobs.is_loading() or table.version != version
         assert (len(table), bool(table)) == (len(jobs.loads) + len(jobs.stores), bool(jobs.loads or jobs.stores))
         assert (table.num_loads, list(table.loads())) == (len(jobs.loads), list(jobs.loads.values()))

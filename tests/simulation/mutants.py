@@ -71,7 +71,6 @@ from cargohold.tiers.health import CircuitBreaker, MediumHealth
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side import Fetch, LowerTiers, Prefetcher, Waiting
 from cargohold.tiers.scheduler_side.fetches import Fetches
-from cargohold.tiers.scheduler_side.plan import FetchPlanner
 from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.scheduler_side.waiting import Event
@@ -630,7 +629,7 @@ def writes_down_what_it_has_not_pinned(patch: Patch) -> None:
 @mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=8)
 def gives_slots_back_before_the_workers_have_reported(patch: Patch) -> None:
     def at_once(self: Fetches, fetch: Fetch) -> None:
-        self._live.discard(fetch)
+        self.live.discard(fetch)
         for task in [task for task in self._tasks if task.owner is fetch]:
             task.on_end(task, [False] * len(task.keys), False)
             task.on_end = lambda *_: None
@@ -989,7 +988,7 @@ def says_of_what_it_did_not_fetch_that_it_is_not_there(patch: Patch) -> None:
 
 @mutant("tiered", "returning", first_seed=42)
 def takes_what_host_memory_lacks_for_absent(patch: Patch) -> None:
-    patch.setattr(FetchPlanner, "may_have_more", lambda self, wanted, num_found_tokens: False)
+    patch.setattr(Prefetcher, "_may_have_more", lambda self, wanted, num_found_tokens: False)
 
 
 # --- what disks are told, and tell ------------------------------------------------------------------------------------

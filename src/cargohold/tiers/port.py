@@ -45,7 +45,7 @@ class StoreOutcome(Enum):
     REFUSED = "refused"
     """The chunk is not there, because there is no room for it. No fault of the medium.
 
-    The scheduler side does not offer it again before it is used; see ``RetryQueue`` in ``scheduler_side.backlog``.
+    The scheduler side does not offer it again before it is used; see ``RetryQueue`` in ``scheduler_side.writing``.
     """
     LATER = "later"
     """The chunk is not there for now: another job is writing it, or making room. Offer it again soon."""

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cargohold.deadlines import PAUSE_S, SteppedClock
 from cargohold.lab.simulation import VirtualClock
 from cargohold.pace import Pace
-from cargohold.tiers.scheduler_side.backlog import DAY_S, MAX_LOOKS, Allowance, Backlog
+from cargohold.tiers.scheduler_side.tasks import PAUSE_S, SteppedClock
 from cargohold.tiers.scheduler_side.tier_state import LookupCache
+from cargohold.tiers.scheduler_side.writing import DAY_S, MAX_LOOKS, Allowance, Backlog
 
 KEYS = [bytes([at]) * 36 for at in range(20)]
 

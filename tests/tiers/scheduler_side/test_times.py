@@ -14,8 +14,8 @@ from cargohold.pace import Pace, StepPace
 from cargohold.protocol import Tally
 from cargohold.tiers.health import BreakerConfig, BreakerState, CircuitBreaker
 from cargohold.tiers.scheduler_side import TieringConfig, TierOptions
-from cargohold.tiers.scheduler_side.backlog import Allowance
 from cargohold.tiers.scheduler_side.tier_state import TierState
+from cargohold.tiers.scheduler_side.writing import Allowance
 
 SECONDS = st.one_of(st.sampled_from([0.0, 5e-324, 1e-9, 1e9]), st.floats(0, 1e9))
 """Durations."""

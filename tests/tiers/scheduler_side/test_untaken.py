@@ -10,7 +10,7 @@ from cargohold.cache import OffloadKey
 from cargohold.protocol import TransferOutcome
 from cargohold.tiers import JobKind, StoreOutcome
 from cargohold.tiers.scheduler_side import UNKNOWN
-from cargohold.tiers.scheduler_side.backlog import MAX_TRIES, Backlog, RetryQueue
+from cargohold.tiers.scheduler_side.writing import MAX_TRIES, Backlog, RetryQueue
 from tests.tiers.scheduler_side.world import KEYS, World
 
 STORED, REFUSED, LATER, FAILED = StoreOutcome.STORED, StoreOutcome.REFUSED, StoreOutcome.LATER, StoreOutcome.FAILED

@@ -148,6 +148,7 @@ class JobTable:
     Attributes:
         num_store_blocks: number of device blocks that stores in flight hold.
         num_stuck_blocks: number of device blocks that stuck jobs hold.
+        loading: how many loads that requests wait for read each chunk.
         version: changes whenever the answer of ``load_of_any`` or ``load_up_to`` may have changed.
     """
 
@@ -159,8 +160,7 @@ class JobTable:
         self._since: dict[int, float] = {}
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
-        # How many loads read each chunk.
-        self._loading: Counter[OffloadKey] = Counter()
+        self.loading: Counter[OffloadKey] = Counter()
         self.version = 0
         self.num_store_blocks = 0
         # Loads whose requests do not wait for them any more.
@@ -198,7 +198,7 @@ class JobTable:
         self._loads[load.job_id] = load
         self._since[load.job_id] = self._clock()
         self.version += 1
-        self._loading.update(load.handle.keys)
+        self.loading.update(load.handle.keys)
 
     def add_store(self, store: Store) -> None:
         """Add a store that begins now."""
@@ -261,13 +261,13 @@ class JobTable:
             self._forget_loading(load.handle.keys)
         return was_awaited
 
-    def is_loading(self, job_id: int | None) -> bool:
+    def is_loading(self, job_id: int) -> bool:
         """Whether this job is a load in flight that its request waits for."""
         return job_id in self._loads and job_id not in self._given_up
 
     def load_of_any(self, keys: Sequence[OffloadKey]) -> int | None:
         """Return the id of a load of at least one of these chunks; ``None`` if none of them is being loaded."""
-        if not self._loading or self._loading.keys().isdisjoint(keys):
+        if self.loading.keys().isdisjoint(keys):
             return None
         wanted = set(keys)
         return next(
@@ -292,11 +292,11 @@ class JobTable:
     def _forget_loading(self, keys: Sequence[OffloadKey]) -> None:
         self.version += 1
         for key in keys:
-            count = self._loading[key] - 1
+            count = self.loading[key] - 1
             if count:
-                self._loading[key] = count
+                self.loading[key] = count
             else:
-                del self._loading[key]
+                del self.loading[key]
 
     def loads(self) -> Iterable[Load]:
         """Return the loads in flight."""

@@ -83,7 +83,7 @@ class TierLookup:
         if (
             lookup is None
             or (lookup.num_computed_tokens, lookup.num_request_tokens) != (num_computed_tokens, num_tokens)
-            or (lookup.basis != basis and not self._jobs.is_loading(lookup.awaited_job))
+            or (lookup.basis != basis and (lookup.awaited_job is None or not self._jobs.is_loading(lookup.awaited_job)))
         ):
             lookup = state.lookup = self._find(state, num_computed_tokens, limit, basis)
         if below.tiers and below.must_wait(state, num_computed_tokens, limit, lookup.num_tokens):
@@ -169,7 +169,9 @@ class TierLookup:
             return Lookup(
                 num_computed_tokens, hit.undecided, num_computed_tokens, num_tokens, basis, shared_end=shared_end
             )
-        awaited = self._load_to_wait_for(state, num_computed_tokens, hit.num_tokens)
+        awaited = None
+        if self._jobs.loading:
+            awaited = self._load_to_wait_for(state, num_computed_tokens, hit.num_tokens)
         is_undecided = hit.undecided or awaited is not None
         return Lookup(hit.num_tokens, is_undecided, num_computed_tokens, num_tokens, basis, awaited, shared_end)
 

@@ -117,6 +117,7 @@ class Fetches:
         on_arrived: called with the tier's index and the chunks that have come from there, each with the one before it.
 
     Attributes:
+        live: the fetches that have not been released.
         arriving: chunks that are being brought up.
         num_never_there: number of chunks that host memory counts as removed although they had never arrived.
     """
@@ -136,17 +137,17 @@ class Fetches:
         self._clock = clock
         self._timeout_s = timeout_s
         self._on_arrived = on_arrived
-        self._live: set[Fetch] = set()
+        self.live: set[Fetch] = set()
         self.arriving: set[OffloadKey] = set()
         self.num_never_there = 0
 
     def __bool__(self) -> bool:
-        return bool(self._live)
+        return bool(self.live)
 
     @property
     def num_held(self) -> int:
         """Number of chunks pinned for fetches, counted once per fetch."""
-        return sum(len(pins.keys) for fetch in self._live for pins in fetch.pins)
+        return sum(len(pins.keys) for fetch in self.live for pins in fetch.pins)
 
     def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
         """See ``LowerTiers.fetch``."""
@@ -166,21 +167,19 @@ class Fetches:
             return None
         now = self._clock()
         fetch = Fetch(now, now + FETCHED.seconds(self._timeout_s), self._forget, pins=[pins])
-        self._live.add(fetch)
+        self.live.add(fetch)
         for chain, handle in parts:
             self._load(chain, handle, fetch)
         return fetch
 
     def release_expired(self) -> None:
         """Release fetches that have expired, so that no request pins chunks for ever."""
-        if not self._live:
-            return
         now = self._clock()
-        for fetch in [fetch for fetch in self._live if fetch.expires_at <= now]:
+        for fetch in [fetch for fetch in self.live if fetch.expires_at <= now]:
             fetch.release()
 
     def release_all(self) -> None:
-        for fetch in list(self._live):
+        for fetch in list(self.live):
             fetch.release()
 
     def check(self) -> None:
@@ -188,7 +187,7 @@ class Fetches:
         loads = [task for task in self._tasks if task.kind is JobKind.LOAD]
         assert self.arriving == {key for task in loads for key in task.keys}, "brought up by nobody"
         assert len(self.arriving) <= self._host.num_writing, "a slot is filled that is not reserved"
-        for fetch in self._live:
+        for fetch in self.live:
             assert not fetch.is_released, "held for nobody"
             num_running = sum(task.owner is fetch for task in loads)
             assert fetch.num_running == num_running, "waits for a job that does not exist"
@@ -269,6 +268,6 @@ class Fetches:
             self._tiers[task.tier].pace.note(num_chunks, took_s or self._clock() - fetch.started_at)
 
     def _forget(self, fetch: Fetch) -> None:
-        self._live.discard(fetch)
+        self.live.discard(fetch)
         if fetch.num_running:  # seldom: its request mostly waits until all jobs have ended
             self._tasks.cancel(lambda task: task.owner is fetch, in_flight=not fetch.is_given_up)

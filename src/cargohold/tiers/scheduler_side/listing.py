@@ -41,16 +41,20 @@ class InventoryScan:
         tier: what is known of it; what is found is added.
         tasks: the table that jobs are added to.
         clock: time in which the engine steps.
+
+    Attributes:
+        tier: as given.
+        is_due: whether to begin at the start of the list.
+        next: what to read next, or what is being read; ``None`` if nothing is left.
     """
 
     def __init__(self, at: int, tier: TierState, tasks: TaskTable, clock: Clock) -> None:
         self._at = at
-        self._tier = tier
+        self.tier = tier
         self._tasks = tasks
         self._clock = clock
-        # Whether to begin at the start of the list, what to read next, and whether that is being read.
-        self._is_due = tier.options.is_listed
-        self._next: tuple[JobKind, bytes] | None = None
+        self.is_due = tier.options.is_listed
+        self.next: tuple[JobKind, bytes] | None = None
         self._is_running = False
         self._num_found = 0
         self._num_failures = 0
@@ -59,31 +63,31 @@ class InventoryScan:
     @property
     def is_at_work(self) -> bool:
         """Whether it is listing, or about to."""
-        may_begin = self._tier.can_be_relied_on and not self._tasks.is_renamed
-        return self._is_running or ((self._is_due or self._next is not None) and may_begin)
+        may_begin = self.tier.can_be_relied_on and not self._tasks.is_renamed
+        return self._is_running or ((self.is_due or self.next is not None) and may_begin)
 
     def begin_again(self) -> None:
         """List again what is there, because the tier has lost everything, or its list of losses."""
-        self._is_due = self._tier.options.is_listed
+        self.is_due = self.tier.options.is_listed
 
     def step(self) -> None:
-        """Begin to read the next part if that is due and possible. To be called once a step."""
-        if not self._tier.can_be_relied_on:
+        """Begin to read the next part if that is possible. Call it in each step while something is left, or the tier fails."""
+        if not self.tier.can_be_relied_on:
             self.begin_again()
         if self._is_running or not self.is_at_work:
             return
-        if self._is_due:
-            self._is_due = self._tier.list_failed = False
+        if self.is_due:
+            self.is_due = self.tier.list_failed = False
             self._num_found = self._num_failures = 0
             self._read_at = self._clock()
-            self._next = (JobKind.LIST, b"") if self._tier.may_know_all else self._first_described()
-        if self._next is not None and self._clock() >= self._read_at:
-            kind, cursor = self._next
+            self.next = (JobKind.LIST, b"") if self.tier.may_know_all else self._first_described()
+        if self.next is not None and self._clock() >= self._read_at:
+            kind, cursor = self.next
             self._is_running = True
             self._tasks.want(TierTask(kind, self._at, [cursor], self._end_list))
 
     def _first_described(self) -> tuple[JobKind, bytes] | None:
-        return (JobKind.DESCRIBE, b"") if self._tier.records_events else None
+        return (JobKind.DESCRIBE, b"") if self.tier.records_events else None
 
     def _end_list(self, task: TierTask, _: Sequence[bool], is_done: bool) -> None:
         if task.is_cancelled or not is_done:
@@ -100,24 +104,24 @@ class InventoryScan:
         if task.is_cancelled or not is_done:
             self._note_failure(kind)
             return
-        self._tier.hold(self._tasks.keys_of(task.keys), succeeded)
+        self.tier.hold(self._tasks.keys_of(task.keys), succeeded)
         if kind is JobKind.DESCRIBE:
             there = tuple(map(Found, compress(listing.keys, succeeded), compress(listing.details, succeeded)))
             self._num_found += len(there)
-            self._tier.announce_found(there)
+            self.tier.announce_found(there)
         self._go_on(listing, kind)
 
     def _go_on(self, listing: Listing, kind: JobKind) -> None:
         self._is_running = False
         self._num_failures = 0
-        is_enough = not self._tier.may_know_all if kind is JobKind.LIST else self._num_found >= MAX_ANNOUNCED
+        is_enough = not self.tier.may_know_all if kind is JobKind.LIST else self._num_found >= MAX_ANNOUNCED
         if listing.cursor and not is_enough:
-            self._next = kind, listing.cursor
+            self.next = kind, listing.cursor
             return
         if kind is JobKind.LIST:
             # Unless the list, or a part of it, has become worthless meanwhile.
-            self._tier.knows_all = self._tier.may_know_all and not self._is_due
-        self._next = self._first_described() if kind is JobKind.LIST else None
+            self.tier.knows_all = self.tier.may_know_all and not self.is_due
+        self.next = self._first_described() if kind is JobKind.LIST else None
 
     def _note_failure(self, kind: JobKind) -> None:
         """Read the part again later, unless it has failed too often."""
@@ -128,8 +132,8 @@ class InventoryScan:
             return
         logger.warning(
             "tier %s: the list of its chunks cannot be read, so those of earlier engines are found only by requests for them",
-            self._tier.name,
+            self.tier.name,
         )
-        self._tier.list_failed = True
+        self.tier.list_failed = True
         self._num_failures = 0
-        self._next = self._first_described() if kind is JobKind.LIST else None
+        self.next = self._first_described() if kind is JobKind.LIST else None

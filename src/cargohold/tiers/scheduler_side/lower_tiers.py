@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
-from cargohold.deadlines import PROGRESS, PROMISE, SETTLE, SteppedClock
+from cargohold.deadlines import PROGRESS, PROMISE, SETTLE
 from cargohold.protocol import Clock, Outage, Tally, TransferOutcome, metrics
 from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import HEALTHY, TierHealth
@@ -30,7 +30,7 @@ from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
 from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
 from cargohold.tiers.scheduler_side.listing import InventoryScan
 from cargohold.tiers.scheduler_side.promises import Promises
-from cargohold.tiers.scheduler_side.tasks import TaskTable, TierTask, random_epoch
+from cargohold.tiers.scheduler_side.tasks import SteppedClock, TaskTable, TierTask, random_epoch
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN, TieringConfig, TierOptions, TierState, mark
 from cargohold.tiers.scheduler_side.writing import Writes
 
@@ -315,12 +315,7 @@ class LowerTiers:
 
     def take_commands(self, new_id: Callable[[], int]) -> tuple[TierCommand, ...]:
         """Return the commands for the workers in this step. Call it once in every step."""
-        self._fetches.release_expired()
-        self.promises.give_up_late()
-        for scan in self._scans:
-            scan.step()
-        if self._to_rank:
-            self._rank_some()
+        self._begin_step()
         if not self.tasks:
             self._progressed_at = self.clock()
         commands: list[TierCommand] = []
@@ -453,6 +448,18 @@ class LowerTiers:
         assert num_read + num_held <= self.host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Do what is due: mostly nothing."""
+        if self._fetches.live:
+            self._fetches.release_expired()
+        if self.promises.made:
+            self.promises.give_up_late()
+        for scan in self._scans:
+            if scan.is_due or scan.next or scan.tier.health is not HEALTHY:
+                scan.step()
+        if self._to_rank:
+            self._rank_some()
 
     def _rank_some(self) -> None:
         ranked = list(islice(self._to_rank, RANKED_AT_ONCE))

@@ -11,7 +11,6 @@ from cargohold.blocks import ABSENT, NOT_YET, READY, GroupUnits, PrefixHit, long
 from cargohold.cache.manager import ChunkKeys, ChunkStates, OffloadKey, OffloadManager
 from cargohold.cache.tails import longest_tail
 from cargohold.pace import StepPace
-from cargohold.protocol import AttentionKind
 from cargohold.tiers.scheduler_side.fetches import Chain
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.tier_state import UNKNOWN
@@ -20,7 +19,6 @@ _UNREAD: Final = 255
 _AT_ONCE: Final = 512
 """Chunks looked up before it is known whether those after them matter: a prompt has thousands."""
 _ABSENT = bytes([ABSENT])
-_NOWHERE = bytes([ABSENT, ABSENT])
 _UNKNOWN_IS_NOT_YET = bytes.maketrans(bytes([UNKNOWN]), bytes([NOT_YET]))
 
 
@@ -192,21 +190,6 @@ class FetchPlanner:
         """Tell what host memory or a tier has, or is coming into host memory."""
         states = zip(self._host.lookup(keys), self._lower.lookup(keys), strict=True)
         return bytes([READY if here == READY or below in (READY, NOT_YET) else ABSENT for here, below in states])
-
-    def may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
-        """Whether lower tiers may have more leading tokens than were found in host memory, as far as is known without asking.
-
-        They do not if no tier has the next chunk of a group of full attention, which needs every chunk. That is so for nearly
-        all new prompts.
-        """
-        for keys in wanted.keys:
-            at = num_found_tokens // keys.chunk_tokens
-            following = keys.keys[at : at + 1]
-            if keys.group.kind is AttentionKind.FULL and following:
-                states = self._host.lookup(following) + self._lower.lookup(following)
-                if states == _NOWHERE:
-                    return False
-        return True
 
     @property
     def knows_pace(self) -> bool:

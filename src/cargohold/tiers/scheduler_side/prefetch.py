@@ -16,15 +16,15 @@ half for loads: what is not known by then to be there counts as absent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cargohold.blocks import NOT_YET, READY
+from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.deadlines import AHEAD, ESTIMATE, WAIT
 from cargohold.pace import StepPace
-from cargohold.protocol import Clock, Hint, HintEnd, SchedulerEnvironment, StepView
+from cargohold.protocol import AttentionKind, Clock, Hint, HintEnd, SchedulerEnvironment, StepView
 from cargohold.tiers.port import Access
 from cargohold.tiers.scheduler_side.lower_tiers import LowerTiers
 from cargohold.tiers.scheduler_side.plan import FetchPlan, FetchPlanner, Wanted
@@ -42,6 +42,7 @@ Looking takes time, the more the longer a prompt is.
 MIN_POLL_S: Final = 0.005
 """Seconds until a request looks again for announced chunks; later, ``POLL_PART`` of the time that it has waited already."""
 POLL_PART: Final = 0.2
+_NOWHERE = bytes([ABSENT, ABSENT])
 _NOT_ENOUGH_TIME = "there was not enough time to ask {} for more chunks"
 
 
@@ -67,7 +68,7 @@ class Prefetcher:
     ) -> None:
         self._host = host
         self._lower = lower
-        self._clock = lower.clock
+        self._timeout_s = WAIT.seconds(lower.config.restore_timeout_s)
         self._planner = FetchPlanner(host, lower, pace if only_if_faster else None)
         self._ahead_planner = FetchPlanner(host, lower, None)
         self._max_num_seqs = environment.max_num_seqs
@@ -78,15 +79,10 @@ class Prefetcher:
         self._asked: list[Waiting] = []
         self._current: list[Waiting] = []
         # Within one call time stands still: what was compared with a limit is not compared with a later time after it.
-        self._now = self._counted_to = self._clock()
+        self._now = self._counted_to = lower.clock()
         self._are_slots_taken = False
 
     # --- look-ups: they read, and change only the record of what waits -----------------------------------------------
-
-    @property
-    def namespace(self) -> Mapping[str, str]:
-        """What the chunks' bytes depend on in the first shared tier; empty until a worker has said it."""
-        return self._lower.namespace
 
     def begin(
         self,
@@ -108,17 +104,13 @@ class Prefetcher:
             on_ask: called before tiers are asked for its chunks, or chunks are fetched.
             is_ahead: whether no request waits for it yet, so that it does not matter whether computing is faster.
         """
-        timeout_s = WAIT.seconds(self._lower.config.restore_timeout_s)
-        timeout_note = f"lower tiers took longer than {timeout_s:g} s"
-        planner, now = self._ahead_planner if is_ahead else self._planner, self._clock()
-        wanted = self._within_reach(wanted)
-        waiting = Waiting(
-            wanted, notes, planner, now, timeout_s, timeout_note, num_announced=num_announced, on_ask=on_ask
-        )
+        planner, wanted = self._ahead_planner if is_ahead else self._planner, self._within_reach(wanted)
+        limit = self._timeout_s, f"lower tiers took longer than {self._timeout_s:g} s"
+        waiting = Waiting(wanted, notes, planner, *limit, num_announced=num_announced, on_ask=on_ask)
         for tier in self._lower.tiers:
             if tier.trouble:
                 notes.append(tier.trouble)
-        if self._lower.is_readable and (num_announced or planner.may_have_more(wanted, num_found_tokens)):
+        if self._lower.is_readable and (num_announced or self._may_have_more(wanted, num_found_tokens)):
             self._note_asked(waiting)
         else:
             waiting.num_to_have = num_found_tokens
@@ -157,6 +149,21 @@ class Prefetcher:
         """See ``FetchPlanner.with_tail``."""
         return self._planner.with_tail(wanted._replace(may_end_inside=True))
 
+    def _may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
+        """Whether lower tiers may have more leading tokens than were found in host memory, as far as is known without asking.
+
+        They do not if no tier has the next chunk of a group of full attention, which needs every chunk. That is so for nearly
+        all new prompts.
+        """
+        for keys in wanted.keys:
+            at = num_found_tokens // keys.chunk_tokens
+            following = keys.keys[at : at + 1]
+            if keys.group.kind is AttentionKind.FULL and following:
+                states = self._host.lookup(following) + self._lower.lookup(following)
+                if states == _NOWHERE:
+                    return False
+        return True
+
     def _within_reach(self, wanted: Wanted) -> Wanted:
         # All answers of one look-up must be remembered until the last has come.
         max_tokens = int(self._lower.max_look_up / sum([1 / keys.chunk_tokens for keys in wanted.keys]))
@@ -182,6 +189,8 @@ class Prefetcher:
         """
         self._now = self._lower.clock.begin_step()
         self._lower.begin_writes()
+        if not self._current:
+            self._counted_to = self._now  # no request has waited until now
         self._current, self._asked, self._num_asked = self._asked, [], 0
         if self._max_num_seqs is not None:
             self._num_places = max(1, self._max_num_seqs - len(step.scheduled))  # without any, it would not ask
@@ -193,9 +202,8 @@ class Prefetcher:
         self._now = now = self._lower.clock.end_step()
         for waiting in self._current:
             if waiting.has_place:
-                step_s = now - max(self._counted_to, waiting.begun_at)
                 # It is looked at only between steps: one that takes long is not to be all of its time.
-                waiting.waited_s += min(step_s, MAX_STEP_PART * self._lower.config.restore_timeout_s)
+                waiting.waited_s += min(now - self._counted_to, MAX_STEP_PART * self._lower.config.restore_timeout_s)
             if waiting.waited_s >= waiting.limit_s and waiting.must_wait and not waiting.has_arrived:
                 waiting.give_up()
         self._counted_to = now

@@ -56,6 +56,7 @@ class Promises:
         hold_s: seconds after which a promise is given up, unless that is less than ``deadlines.HOLD_STEPS`` steps.
 
     Attributes:
+        made: the chunks that were promised, until they are kept or broken.
         num_broken: number of promised chunks that no shared tier got, since that was last taken.
     """
 
@@ -69,7 +70,7 @@ class Promises:
             of.is_promised = self.__contains__
         self._clock = clock
         self._hold_time = HoldTime(clock, hold_s)
-        self._made: dict[OffloadKey, _Promise] = {}
+        self.made: dict[OffloadKey, _Promise] = {}
         # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
         self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
         self._check_at = _NEVER
@@ -78,10 +79,10 @@ class Promises:
         self.num_broken = 0
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self.made)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._made
+        return key in self.made
 
     @property
     def is_possible(self) -> bool:
@@ -100,7 +101,7 @@ class Promises:
     @property
     def num_pins(self) -> int:
         """Number of chunks that promises pin in host memory."""
-        return sum(promise.pin is not None for promise in self._made.values())
+        return sum(promise.pin is not None for promise in self.made.values())
 
     def make(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Promise those of ``keys`` that no shared tier was found to have lately; pin those that host memory has.
@@ -115,7 +116,7 @@ class Promises:
         are_there = [tier.known(keys) for tier in self._tiers]
         missing = [key for key, *answers in zip(keys, *are_there, strict=True) if True not in answers]
         for key in missing:
-            promise = self._made.setdefault(key, _Promise(parents[key], until))
+            promise = self.made.setdefault(key, _Promise(parents[key], until))
             if promise.pin is None:  # it is on offer again, because there was no slot for it
                 promise.until = until
         self._check_at = min(self._check_at, until.at)
@@ -123,21 +124,21 @@ class Promises:
 
     def note_ready(self, keys: Iterable[OffloadKey]) -> None:
         """Note that host memory may have these chunks: those that are promised are pinned, and written next."""
-        if not self._made:
+        if not self.made:
             return  # nearly always
-        promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is None]
+        promised = [key for key in keys if (made := self.made.get(key)) is not None and made.pin is None]
         ready = [key for key, state in zip(promised, self._host.lookup(promised), strict=True) if state == READY]
         for key in ready:
-            promise = self._made[key]
+            promise = self.made[key]
             promise.pin, promise.until = self._host.prepare_load([key]), self._hold_time.deadline()
         for writes in self._writes:
-            writes.promised.add(ready, {key: self._made[key].parent for key in ready})
+            writes.promised.add(ready, {key: self.made[key].parent for key in ready})
 
     def note_written(self, keys: Iterable[OffloadKey]) -> None:
         """Note that a job that wrote these chunks has ended: promises for which no tier has to write any more are over."""
-        if not self._made:
+        if not self.made:
             return  # nearly always
-        promised = [key for key in keys if (made := self._made.get(key)) is not None and made.pin is not None]
+        promised = [key for key in keys if (made := self.made.get(key)) is not None and made.pin is not None]
         over = [key for key in promised if not any(writes.is_to_write(key) for writes in self._writes)]
         there = [tier.last_known(over) for tier in self._tiers]
         kept = [key for key, *answers in zip(over, *there, strict=True) if True in answers]
@@ -156,7 +157,7 @@ class Promises:
         room: list[OffloadKey] = []
         while self._kept and len(room) < num_chunks:
             key, _ = self._kept.popitem(last=False)
-            if key not in self._made and self._host.lookup([key])[0] == READY:
+            if key not in self.made and self._host.lookup([key])[0] == READY:
                 room.append(key)
         self._host.remove(room)
 
@@ -165,26 +166,24 @@ class Promises:
         self.num_broken += self._forget(keys)
 
     def give_up_all(self) -> None:
-        self.give_up(list(self._made))
+        self.give_up(list(self.made))
         self._kept.clear()
 
     def _forget(self, keys: Iterable[OffloadKey]) -> int:
         """Forget promises; return how many there were."""
-        promises = [promise for key in keys if (promise := self._made.pop(key, None)) is not None]
+        promises = [promise for key in keys if (promise := self.made.pop(key, None)) is not None]
         for promise in promises:
             if promise.pin is not None:
                 promise.pin.release()
         return len(promises)
 
     def give_up_late(self) -> None:
-        """Forget the promises whose time is over. Call it once in every step."""
-        if not self._made:
-            return  # nearly always
+        """Forget the promises whose time is over. Call it once in every step in which there are any."""
         self._hold_time.note_step()
         if self._clock() < self._check_at:
             return
-        self.give_up([key for key, promise in self._made.items() if self._hold_time.has_passed(promise.until)])
-        self._check_at = min((promise.until.at for promise in self._made.values()), default=_NEVER)
+        self.give_up([key for key, promise in self.made.items() if self._hold_time.has_passed(promise.until)])
+        self._check_at = min((promise.until.at for promise in self.made.values()), default=_NEVER)
 
     def note_reset(self) -> None:
         """Forget all promises: from now on chunks have names that no other engine knows."""
@@ -203,7 +202,7 @@ class Promises:
         for writes in self._writes:
             answers = zip(keys, writes.tier.last_known(keys), strict=True)
             there.update(key for key, is_there in answers if is_there)
-            coming.update(writes.will_take([key for key in keys if key in self._made], self._hold_s))
+            coming.update(writes.will_take([key for key in keys if key in self.made], self._hold_s))
         return bytes(READY if key in there else NOT_YET if key in coming else ABSENT for key in keys)
 
     def why_not(self, key: OffloadKey) -> str:
@@ -215,5 +214,5 @@ class Promises:
 
     def check(self) -> None:
         """Verify every invariant. Raises ``AssertionError``."""
-        assert self._tiers or not self._made, "promised to nobody"
-        assert all(promise.until.at >= self._check_at for promise in self._made.values()), "a promise without an end"
+        assert self._tiers or not self.made, "promised to nobody"
+        assert all(promise.until.at >= self._check_at for promise in self.made.values()), "a promise without an end"

@@ -80,7 +80,6 @@ class Waiting:
         wanted: what is wanted, as of the last look-up.
         notes: takes lines for the request that waits.
         planner: decides what is worth fetching.
-        begun_at: time at which it began.
         limit_s: seconds that it may take.
         timeout_note: what to note if it ends because its time is up.
         waited_s: seconds that it has taken, without those in which it was not asked or the engine had no place.
@@ -105,7 +104,6 @@ class Waiting:
     wanted: Wanted
     notes: MutableSequence[str]
     planner: FetchPlanner
-    begun_at: float
     limit_s: float
     timeout_note: str
     waited_s: float = 0.0

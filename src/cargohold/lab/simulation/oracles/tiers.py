@@ -15,13 +15,13 @@ from cargohold.cache import OffloadKey, OffloadManager
 from cargohold.connector.guests.verification import Comparison
 from cargohold.connector.kernel.jobs import JobTable, Load
 from cargohold.connector.offloading import OffloadingScheduler
-from cargohold.deadlines import SteppedClock
 from cargohold.engine.core.request import SchedulerStep, StepOutput
 from cargohold.lab.simulation.connectors import num_stuck_jobs, offloading_sides
 from cargohold.lab.simulation.fault_wrappers import FaultyManager
 from cargohold.lab.simulation.faults import VirtualClock
 from cargohold.lab.simulation.replica import Oracle, Replica
 from cargohold.protocol import ConnectorGuard, RequestView
+from cargohold.tiers.scheduler_side.tasks import SteppedClock
 
 
 @dataclass(frozen=True, slots=True)
