@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -14,12 +13,13 @@ import pytest
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.connector.guests.verification import Verifier
-from cargohold.connector.offloading.verifying import VerifyingReport, VerifyingWorker
+from cargohold.connector.kernel.worker import KernelWorker
+from cargohold.connector.offloading import OffloadingWorker
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.lab.simulation.tiers import NUM_SPARE
 from cargohold.protocol import KVCacheLayout, TransferOutcome, metrics
-from cargohold.tiers.messages import TierReport
-from cargohold.transfer.compare import ComparingTransfers, Gap
+from cargohold.tiers.messages import Gap, TierReport
+from cargohold.transfer.compare import Comparer
 from tests.connector.common import evict_everything, finish, prompt
 from tests.connector.offloading import broken_rule, keys_of
 
@@ -144,22 +144,22 @@ def test_so_many_bytes_are_compared_in_a_second_and_no_more() -> None:
 
 
 def compare_with_itself(patch: Patch) -> None:
-    compare = ComparingTransfers._compare
+    compare = Comparer.compare
     patch.setattr(
-        ComparingTransfers,
-        "_compare",
-        lambda self, kept, _: compare(self, replace(kept, spare=kept.rows), frozenset(kept.rows)),
+        Comparer, "compare", lambda self, job: compare(self, replace(job, compared={row: row for row in job.rows}))
     )
 
 
 def compare_before_the_copy_has_ended(patch: Patch) -> None:
-    def compared(self: ComparingTransfers, job: Any) -> None:
-        if (kept := self._kept.get(job.job_id)) is not None:
-            self._gaps[job.job_id] = self._compare(kept, frozenset(job.rows))
-            del self._kept[job.job_id]
-        self.inner.submit(job)
+    def started(self: OffloadingWorker) -> None:
+        for store in self._metadata.stores:
+            if store.compared:
+                self._gaps[store.job_id] = self._compare(store)
+        wait(self)
 
-    patch.setattr(ComparingTransfers, "submit", compared)
+    wait = OffloadingWorker.wait_for_save
+    patch.setattr(OffloadingWorker, "wait_for_save", started)
+    patch.setattr(OffloadingWorker, "_count", KernelWorker._count)
 
 
 def drop_the_wrong_chunk(patch: Patch) -> None:
@@ -197,14 +197,14 @@ class ReportingPart:
 
 def test_what_one_worker_finds_is_not_lost_among_what_others_report() -> None:
     """Found by reading: a report on lower tiers alone, merged with one that has gaps, dropped them."""
-    workers = []
-    for gaps in ({}, {7: (Gap(1, 0, inf),)}):
-        worker = VerifyingWorker(lambda _: cast("Any", None), cast("Any", ReportingPart()))
-        worker._comparing = cast("Any", SimpleNamespace(take_gaps=lambda gaps=gaps: gaps))
-        workers.append(worker)
+    workers, found = [], dict[int, tuple[Gap, ...]]({7: (Gap(1, 0, inf),)})
+    for gaps in ({}, found):
+        workers.append(OffloadingWorker(lambda _: cast("Any", None), cast("Any", ReportingPart())))
+        workers[-1]._gaps = gaps
     for first, second in (workers, reversed(workers)):
-        reports = [cast("VerifyingReport", worker.build_connector_worker_meta()) for worker in (first, second)]
+        reports = [cast("TierReport", worker.build_connector_worker_meta()) for worker in (first, second)]
         merged = reports[0].aggregate(reports[1])
-        decoded = msgspec.msgpack.Decoder(VerifyingReport).decode(msgspec.msgpack.encode(merged))
-        assert merged.gaps == decoded.gaps == {7: (Gap(1, 0, inf),)}
+        decoded = msgspec.msgpack.Decoder(TierReport).decode(msgspec.msgpack.encode(merged))
+        assert merged.gaps == decoded.gaps == found
         assert decoded.answers == {3: (b"\x01", 2)}
+        workers[1]._gaps = found

@@ -228,8 +228,12 @@ class OffloadManager(ABC):
         """Return how many leading chunks are there, being written or listed."""
         return len(self.lookup_run(keys))
 
-    def list_on_device(self, offers: Sequence[StoreOffer]) -> None:  # noqa: B027  # nothing is listed by default
-        """List the absent chunks of these: the device has computed them, and they need no slot as long as it holds them."""
+    def list_on_device(self, offers: Sequence[StoreOffer]) -> bool:
+        """List the absent chunks of these: the device has computed them, and they need no slot as long as it holds them.
+
+        Returns whether some are not absent.
+        """
+        return False
 
     def note_copies(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027  # nothing is listed by default
         """Note that the device holds these chunks now, besides this tier."""

@@ -332,10 +332,10 @@ class TierManager(OffloadManager):
         slots = self.table.find_each(keys)
         return slots.index(None) if None in slots else len(slots)
 
-    def list_on_device(self, offers: Sequence[StoreOffer]) -> None:
-        table = self._pooled
+    def list_on_device(self, offers: Sequence[StoreOffer]) -> bool:
+        table, are_there = self._pooled, False
         if table is None:
-            return
+            return False
         for offer in offers:
             found, before, at = table.find_each(offer.keys), table.find(offer.parent), 0
             for is_absent, same in groupby(found, key=lambda slot: slot is None):
@@ -346,7 +346,9 @@ class TierManager(OffloadManager):
                     owner = 0 if self.shares is None else self.shares.turn_to(offer.tenant, offer.level)
                     table.list_absent(part, slots, before, owner)
                     self.policy.add(part, before, slots)
+                are_there |= not is_absent
                 before = table.find(part[-1])
+        return are_there
 
     def note_copies(self, keys: Sequence[OffloadKey]) -> None:
         if self._pooled is not None:

@@ -253,7 +253,7 @@ class OffloadConfig(KernelConfig):
         quotas: how much of host memory single tenants may have.
         verify: whether chunks that are computed although they are kept are compared with what is kept: ``off``; ``free``, those
             that steps compute anyway; or also those of a part of the requests, such as ``0.001``, which compute what could be
-            restored. A 64th of host memory is spare for it, and the scheduler executes an eighth more instructions.
+            restored. A 64th of host memory is spare for it.
         verify_bytes_per_s: maximum number of bytes that are compared per second, over all workers.
         lookahead_blocks: number of blocks ahead of eviction that are kept stored. By default none where a step can wait for
             copies of what is evicted for it, or else as many as steps evict; in mode ``lazy`` twice what a step can allocate.

@@ -49,8 +49,23 @@ class TierMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """How a block that was computed again differs from what is kept of it.
+
+    Attributes:
+        block_id: the block.
+        layer: number of the layer that differs most, among those of the block's group.
+        distance: its distance; infinite if the type of numbers is not known, or they are not finite.
+    """
+
+    block_id: int
+    layer: int
+    distance: float
+
+
+@dataclass(frozen=True, slots=True)
 class TierReport:
-    """A report from workers to the scheduler side on lower tiers.
+    """A report from workers to the scheduler side on host memory and lower tiers.
 
     Attributes:
         answers: how jobs that ended went, by job id: one byte per chunk, the merged ``TierJob.verdicts`` of all workers that
@@ -60,6 +75,7 @@ class TierReport:
         listings: by job, what the first worker has listed.
         losses: by the tier's index, what workers have lost there. Chunks of jobs that ended count as lost after these jobs.
         seconds: how long look-ups and loads took that ended, by job id; of several workers, the longest time.
+        gaps: by comparison that has ended, how blocks differ; equal ones are left out.
     """
 
     answers: dict[int, tuple[bytes, int]] = field(default_factory=dict)
@@ -68,6 +84,7 @@ class TierReport:
     listings: dict[int, Listing] = field(default_factory=dict)
     losses: dict[int, Losses] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    gaps: dict[int, tuple[Gap, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: TierReport) -> TierReport:
         """Return both reports, merged: a chunk succeeded only if it did in both."""
@@ -84,7 +101,8 @@ class TierReport:
         for job_id, took_s in other.seconds.items():
             seconds[job_id] = max(took_s, seconds.get(job_id, 0.0))
         health, namespace = self.health | other.health, self.namespace or other.namespace
-        return TierReport(merged, health, namespace, listings, losses, seconds)
+        gaps = {job_id: self.gaps.get(job_id, ()) + other.gaps.get(job_id, ()) for job_id in self.gaps | other.gaps}
+        return TierReport(merged, health, namespace, listings, losses, seconds, gaps)
 
 
 def both(left: bytes, right: bytes) -> bytes:

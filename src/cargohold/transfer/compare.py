@@ -12,7 +12,6 @@ distance counts: the largest difference of a layer's numbers, divided by the lar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from types import MappingProxyType
@@ -21,9 +20,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cargohold.protocol import KVCacheLayout, TransferOutcome
+from cargohold.protocol import KVCacheLayout
 from cargohold.tiers.memory import ByteRows
-from cargohold.transfer.port import CopyResult, ForwardingTransfers, TransferWorker
+from cargohold.tiers.messages import Gap
+from cargohold.transfer.port import CopyJob
 
 _AS_FLOATS: Final[Mapping[str, Callable[[ByteRows], npt.NDArray[np.float32]]]] = MappingProxyType(
     {
@@ -38,91 +38,35 @@ CLOSE: Final[Mapping[str, float]] = MappingProxyType({"float32": 1e-4, "float16"
 more; see ``docs/operating.md``. Chunks of other tokens are about 1 apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptRows:
-    """What a store into spare rows is compared with.
-
-    Attributes:
-        job_id: the store.
-        spare: the rows that it fills, over all workers that share out a store.
-        rows: the kept rows, parallel to these.
-        groups: the KV-cache group of each block.
-    """
-
-    job_id: int
-    spare: tuple[int, ...]
-    rows: tuple[int, ...]
-    groups: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """How a block that was computed again differs from what is kept of it.
-
-    Attributes:
-        block: number of the block in its job.
-        layer: number of the layer that differs most, among those of the block's group.
-        distance: its distance; infinite if the type of numbers is not known, or they are not finite.
-    """
-
-    block: int
-    layer: int
-    distance: float
-
-
-class ComparingTransfers(ForwardingTransfers):
-    """Compares what it has stored into spare rows, and passes other jobs on.
+class Comparer:
+    """Compares what a worker has stored into spare rows with what is kept.
 
     Args:
-        inner: copies.
-        rows: this worker's shard of host memory.
+        rows: the worker's shard of host memory.
         layout: the engine's paged KV.
         rows_per_block: rows of a block, by group.
     """
 
-    def __init__(
-        self, inner: TransferWorker, rows: ByteRows, layout: KVCacheLayout, rows_per_block: Sequence[int]
-    ) -> None:
-        super().__init__(inner)
+    def __init__(self, rows: ByteRows, layout: KVCacheLayout, rows_per_block: Sequence[int]) -> None:
         self._rows = rows
         self._layout = layout
         self._rows_per_block = rows_per_block
-        self._kept: dict[int, KeptRows] = {}
-        self._gaps: dict[int, tuple[Gap, ...]] = {}
 
-    def expect(self, kept: KeptRows) -> None:
-        """Compare the store of this id, which is submitted next, when it has ended."""
-        self._kept[kept.job_id] = kept
-
-    def poll(self) -> list[CopyResult]:
-        """Return the jobs that have ended, once those that compare are compared: a second's allowance takes milliseconds."""
-        results = super().poll()
-        for result in results if self._kept else ():
-            kept = self._kept.pop(result.job.job_id, None)
-            if kept is not None and result.outcome is TransferOutcome.DONE:
-                self._gaps[kept.job_id] = self._compare(kept, frozenset(result.job.rows))
-        return results
-
-    def take_gaps(self) -> dict[int, tuple[Gap, ...]]:
-        """Return by job how blocks differ, for the jobs that ``poll`` has returned since the last call."""
-        gaps, self._gaps = self._gaps, {}
-        return {job_id: of_job for job_id, of_job in gaps.items() if of_job}
-
-    def _compare(self, kept: KeptRows, copied: frozenset[int]) -> tuple[Gap, ...]:
-        """Return how blocks differ, as far as this worker has copied them."""
-        spare_rows, kept_rows, gaps = iter(kept.spare), iter(kept.rows), []
-        for block, group in enumerate(kept.groups):
-            count = self._rows_per_block[group]
-            new, old = list(islice(spare_rows, count)), list(islice(kept_rows, count))
-            if new[0] in copied and (gap := self._gap(block, group, self._bytes(old, group), self._bytes(new, group))):
+    def compare(self, job: CopyJob) -> tuple[Gap, ...]:
+        """Return how the blocks differ that this job, which has ended, has copied. A second's allowance takes milliseconds."""
+        rows, gaps = iter(job.rows), []
+        for block_id, group in zip(job.block_ids, job.groups, strict=True):
+            new = list(islice(rows, self._rows_per_block[group]))
+            kept = [job.compared[row] for row in new]
+            if (gap := self._gap(block_id, group, self._bytes(kept, group), self._bytes(new, group))) is not None:
                 gaps.append(gap)
         return tuple(gaps)
 
-    def _gap(self, block: int, group: int, kept: ByteRows, computed: ByteRows) -> Gap | None:
+    def _gap(self, block_id: int, group: int, kept: ByteRows, computed: ByteRows) -> Gap | None:
         if np.array_equal(kept, computed):
             return None
         of = self._layout.groups[group]
-        return Gap(block, *distance_of(kept, computed, of.number_type, len(of.layer_names)))
+        return Gap(block_id, *distance_of(kept, computed, of.number_type, len(of.layer_names)))
 
     def _bytes(self, rows: Sequence[int], group: int) -> ByteRows:
         """Return what the group's layers fill of a block. Its last row ends with it, so it may overlap the one before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain, islice
 
@@ -31,8 +31,9 @@ class CopyJob:
         block_ids: blocks on the device.
         rows: the tier's rows, parallel to ``block_ids``; with ``groups``, as many for each block as its group's take.
         timeout_s: the job is abandoned if it has not started after this time, if the implementation can do that.
-        groups: the KV-cache group of each block; empty where a block is a row, whatever its group. Only ``GroupedTransfers``
-            are given such jobs.
+        groups: the KV-cache group of each block; may be empty where a block is a row, whatever its group. Those that copy need
+            it in ``GroupedTransfers`` alone.
+        compared: for a comparison, with which row each of ``rows`` is compared once it is written; see ``compare``.
     """
 
     job_id: int
@@ -41,6 +42,7 @@ class CopyJob:
     rows: tuple[int, ...]
     timeout_s: float
     groups: tuple[int, ...] = ()
+    compared: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

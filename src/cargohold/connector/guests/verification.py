@@ -9,29 +9,33 @@ and compare these with the kept ones::
                                         different: it is dropped, with all that continues it
 
 Until all workers have compared them, blocks are held and kept chunks are pinned: a comparison costs what a store costs. There
-is none while loads or stores wait. What requests read is never changed by it.
+is none while loads or stores wait. What requests read is never changed by it. It costs nothing in steps that complete no chunk
+that is kept.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from secrets import token_bytes
 from typing import Final, NamedTuple
 
 from cargohold.blocks import READY
 from cargohold.cache.manager import ChunkPins, OffloadKey, Slot, SlotReservation
 from cargohold.cache.rows import rows_to_store
+from cargohold.connector.config import OffloadConfig
+from cargohold.connector.kernel.guest import Checker
 from cargohold.connector.kernel.jobs import Store
-from cargohold.connector.kernel.offers import blocks_to_store
 from cargohold.connector.kernel.requests import Offer, RequestState
 from cargohold.connector.kernel.shared import Shared
 from cargohold.errors import ContractError, SparingLog
-from cargohold.protocol import NULL_BLOCK_ID, KVConnectorOutput, TransferOutcome, metrics
+from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVConnectorOutput, TransferOutcome, metrics
+from cargohold.tiers.messages import Gap, TierReport
 from cargohold.tiers.scheduler_side import LowerTiers
 from cargohold.transfer import CopyJob, Direction
-from cargohold.transfer.compare import CLOSE, Gap, KeptRows
+from cargohold.transfer.compare import CLOSE
 
 logger = logging.getLogger(__name__)
 
@@ -75,46 +79,40 @@ class Comparison(Store):
         chunks: what is compared.
         pins: pins on what is kept of them.
         spare: numbers of the spare slots.
-        chunk_of: by block of the job, the number of its chunk.
+        key_of: by block of the job, its chunk.
         gaps: how blocks differ, as far as workers have reported it.
     """
 
     chunks: Sequence[Chunk] = ()
     pins: ChunkPins = field(kw_only=True)
     spare: Sequence[int] = ()
-    chunk_of: Sequence[int] = ()
+    key_of: Mapping[int, OffloadKey] = field(kw_only=True)
     gaps: list[Gap] = field(default_factory=list)
 
-    def largest_gaps(self) -> dict[int, Gap]:
-        """Return the largest gap of each chunk that differs, by the chunk's number."""
-        return {self.chunk_of[gap.block]: gap for gap in sorted(self.gaps, key=lambda gap: gap.distance)}
+    def largest_gaps(self) -> dict[OffloadKey, Gap]:
+        """Return the largest gap of each chunk that differs."""
+        return {self.key_of[gap.block_id]: gap for gap in sorted(self.gaps, key=lambda gap: gap.distance)}
 
 
-class Verifier:
+class Verifier(Checker):
     """Chooses what is compared, and acts on what is found.
+
+    It is also a guest where requests are to compute what could be restored.
 
     Args:
         shared: the state that the connector's parts share.
-        share: part of the requests that compute what could be restored.
-        bytes_per_s: maximum number of bytes that are compared, over all workers.
-        num_spare: number of spare slots of host memory, after those of its manager.
-        secret: with which these requests are chosen, so that clients cannot choose them.
+        config: options.
         lower: the tiers below, if there are any.
+        num_spare: number of spare slots of host memory, after those of its manager.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        *,
-        share: float,
-        bytes_per_s: int,
-        num_spare: int,
-        secret: bytes,
-        lower: LowerTiers | None,
-    ) -> None:
+    name = "verification"
+
+    def __init__(self, shared: Shared, config: OffloadConfig, lower: LowerTiers | None, num_spare: int) -> None:
         self._shared = shared
         self._lower = lower
-        self._threshold, self._secret = share * 2**64, secret
+        self._threshold = (config.verified_share or 0.0) * 2**64
+        self._secret = token_bytes(16)  # clients must not choose these requests
         self._spare = list(range(num_spare))
         layout, plan = shared.layout, shared.config.plan_rows(shared.layout)
         self._slot_rows = plan.most * shared.config.blocks_per_chunk
@@ -125,8 +123,9 @@ class Verifier:
             CLOSE.get(group.number_type) if count > 1 or size == plan.row_bytes else None
             for group, count, size in sizes
         ]
-        self._bytes_per_s, self._bytes, self._at = bytes_per_s, float(bytes_per_s), shared.clock()
-        self._comparing: dict[int, Comparison] = {}
+        self._bytes_per_s = config.num_verify_bytes_per_s
+        self._bytes, self._at = float(self._bytes_per_s), shared.clock()
+        self.comparing: dict[int, Comparison] = {}
         # By chosen request, the first of the tokens that it computes instead of restoring them, and where they come from.
         self._origins: dict[str, tuple[int, bytes]] = {}
         self._num_compared = self._num_different = 0
@@ -134,39 +133,35 @@ class Verifier:
 
     # --- which requests compute what is kept --------------------------------------------------------------------------
 
-    def is_chosen(self, state: RequestState) -> bool:
-        """Whether a request is to compute what could be restored."""
-        if not self._threshold:
-            return False
+    def request_new(self, state: RequestState) -> None:
+        """Choose whether it computes what could be restored."""
         digest = blake2b(state.request.request_id.encode(), digest_size=8, key=self._secret).digest()
-        return int.from_bytes(digest) < self._threshold
+        state.is_recomputed = int.from_bytes(digest) < self._threshold
 
-    def note_chosen(self, state: RequestState, num_computed_tokens: int, num_found_tokens: int) -> None:
-        """Note that a chosen request computes what was found of it."""
+    def chunks_found(self, state: RequestState, num_computed_tokens: int, num_found_tokens: int) -> None:
+        """Note from where a request that was chosen could have been restored."""
         origins = self._shared.below.origins(state, num_computed_tokens, num_found_tokens)
         self._origins[state.request.request_id] = num_computed_tokens, origins
         state.note_once(f"{len(origins)} tokens that are kept are computed all the same, to verify what is kept")
 
-    def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._origins.pop(request_id, None)
+    def request_ended(self, state: RequestState, block_ids: BlockIds) -> None:
+        """Forget where its tokens could have come from."""
+        self._origins.pop(state.request.request_id, None)
 
     # --- what is compared ---------------------------------------------------------------------------------------------
 
-    def plan(self, offers: Sequence[Offer]) -> tuple[CopyJob, KeptRows] | None:
-        """Return the job that compares some of the chunks that a step completes, and with what; ``None`` if there is none."""
-        shared = self._shared
-        if not offers or shared.jobs.num_loads:
-            return None
-        limit = min(len(self._spare), shared.num_storable_chunks() // 2, self._num_allowed())
-        chunks = list({chunk.key: chunk for chunk in self._kept(offers)}.values()) if limit else []
+    def compare(self, offers: Sequence[Offer], num_allowed: int) -> list[CopyJob]:
+        """Return the job that compares some of the chunks that a step completes; none while requests wait for loads."""
+        limit = min(len(self._spare), num_allowed // 2, self._num_allowed())
+        may = limit > 0 and not self._shared.jobs.num_loads
+        chunks = list({chunk.key: chunk for chunk in self._kept(offers)}.values()) if may else []
         if not chunks:
-            return None
+            return []
         start = self._num_compared % len(chunks)  # over time, all places of a step are compared
         chosen = (chunks[start:] + chunks[:start])[:limit]
         self._num_compared += len(chosen)
         self._bytes -= len(chosen) * self._chunk_bytes
-        return self._begin(chosen)
+        return [self._begin(chosen)]
 
     def _num_allowed(self) -> int:
         """Return how many chunks may be compared now. What was not used adds up for a second."""
@@ -181,12 +176,10 @@ class Verifier:
         for offer in offers:
             if offer.state.is_awaited or self._limit_of[offer.group] is None:
                 continue
-            keys = offer.of_group
-            first = max(offer.first, -(-offer.state.hit_tokens // keys.chunk_tokens))
-            numbers, ids = blocks_to_store(keys.group, offer.table, per_chunk, first, max(first, offer.end))
-            is_there = self._shared.manager.lookup([keys.keys[number] for number in numbers])
-            for at, number in enumerate(numbers):
-                if is_there[at] == READY:
+            keys, ids = offer.of_group, offer.block_ids
+            is_there = self._shared.manager.lookup(offer.keys)
+            for at, number in enumerate(offer.chunks):
+                if is_there[at] == READY and number * keys.chunk_tokens >= offer.state.hit_tokens:
                     # What a window has left behind within the chunk may not have been there when it was stored.
                     last_token = (number + 1) * keys.chunk_tokens - 1
                     num_skipped = keys.group.num_skipped_tokens(last_token) // keys.group.block_tokens
@@ -199,26 +192,27 @@ class Verifier:
         first, origins = self._origins.get(state.request.request_id, (0, b""))
         return self._shared.tiers[origins[token - first] if 0 <= token - first < len(origins) else 0]
 
-    def _begin(self, chunks: Sequence[Chunk]) -> tuple[CopyJob, KeptRows]:
+    def _begin(self, chunks: Sequence[Chunk]) -> CopyJob:
         shared, keys, per_chunk = self._shared, [chunk.key for chunk in chunks], self._shared.config.blocks_per_chunk
         pins = shared.manager.prepare_load(keys)
         spare, self._spare = self._spare[: len(chunks)], self._spare[len(chunks) :]
         slots = [self._spare_slot(number, kept) for number, kept in zip(spare, pins.slots, strict=True)]
         ids = [block_id for chunk in chunks for block_id in chunk.block_ids]
         starts = range(0, len(ids), per_chunk)
-        block_ids, rows, groups = rows_to_store(ids, starts, keys, slots, per_chunk)
+        block_ids, rows, _ = rows_to_store(ids, starts, keys, slots, per_chunk)
         _, kept, _ = rows_to_store(ids, starts, keys, pins.slots, per_chunk)
-        chunk_of = [at // per_chunk for at, block_id in enumerate(ids) if block_id != NULL_BLOCK_ID]
+        chunk_of = {block_id: chunks[at // per_chunk] for at, block_id in enumerate(ids) if block_id != NULL_BLOCK_ID}
+        key_of = {block_id: chunk.key for block_id, chunk in chunk_of.items()}
         shared.holder.hold(block_ids)
         names = frozenset([chunk.state.request.request_id for chunk in chunks])
         nothing = SlotReservation([], [], lambda *_: pins.release())  # if it ends with its engine
-        comparison = Comparison(
-            shared.jobs.new_id(), names, nothing, block_ids, chunks=chunks, pins=pins, spare=spare, chunk_of=chunk_of
+        job_id, compared = shared.jobs.new_id(), dict(zip(rows, kept, strict=True))
+        self.comparing[job_id] = Comparison(
+            job_id, names, nothing, block_ids, chunks=chunks, pins=pins, spare=spare, key_of=key_of
         )
-        self._comparing[comparison.job_id] = comparison
-        shared.jobs.add_store(comparison)
-        job = CopyJob(comparison.job_id, Direction.STORE, block_ids, rows, shared.start_s, groups)
-        return job, KeptRows(comparison.job_id, rows, kept, tuple([chunks[at].group for at in chunk_of]))
+        shared.jobs.add_store(self.comparing[job_id])
+        groups = tuple([chunk_of[block_id].group for block_id in block_ids])
+        return CopyJob(job_id, Direction.STORE, block_ids, rows, shared.start_s, groups, compared)
 
     def _spare_slot(self, number: int, like: Slot) -> Slot:
         """Return a spare slot in the form of another one."""
@@ -228,17 +222,18 @@ class Verifier:
 
     # --- what was found -----------------------------------------------------------------------------------------------
 
-    def on_report(self, output: KVConnectorOutput, gaps: dict[int, tuple[Gap, ...]]) -> None:
-        """Take in what workers report, and end what all of them have compared. To be called before the kernel's turn.
+    def note_compared(self, output: KVConnectorOutput) -> None:
+        """Take in what workers report, and end what all of them have compared.
 
         Raises ``ContractError`` if so many chunks differ that nothing that is kept can be trusted any more.
         """
-        is_spoiled = output.step_failed or bool(output.invalid_block_ids)
-        for job_id, comparison in list(self._comparing.items()):
+        is_spoiled, report = output.step_failed or bool(output.invalid_block_ids), output.kv_connector_worker_meta
+        gaps = report.gaps if isinstance(report, TierReport) else {}
+        for job_id, comparison in list(self.comparing.items()):
             comparison.gaps += gaps.get(job_id, ())
             comparison.is_spoiled |= is_spoiled  # what was computed may be wrong
             if job_id in output.jobs:
-                del self._comparing[job_id]
+                del self.comparing[job_id]
                 self._end(comparison, output.jobs[job_id])
 
     def _end(self, comparison: Comparison, outcome: TransferOutcome) -> None:
@@ -261,9 +256,9 @@ class Verifier:
     def _judge(self, comparison: Comparison) -> list[tuple[Chunk, Gap]]:
         """Count how chunks compare; return those that are different, in order of their tokens."""
         stats, gaps, different = self._shared.stats, comparison.largest_gaps(), []
-        for at, chunk in enumerate(comparison.chunks):
+        for chunk in comparison.chunks:
             outcome = "equal"
-            if (gap := gaps.get(at)) is not None:
+            if (gap := gaps.get(chunk.key)) is not None:
                 outcome = "close" if gap.distance <= (self._limit_of[chunk.group] or 0.0) else "different"
                 metrics.DISTANCE.of().note(min(gap.distance, _FARTHEST), stats)
                 if outcome == "different":

@@ -9,8 +9,9 @@ out; then it costs nothing. Guests are called in the order of the list that the 
                 load_ended     chunks_listed | store_begins | store_ended     step_begins     reset     shutdown
     questions   worth | is_busy
 
-Two collaborators of the kernel are more than guests, and there is one of each: ``Below``, where chunks come from that host
-memory lacks, and ``Consumer``, which waits for all chunks of a request. By default they are nothing.
+Three collaborators of the kernel are more than guests, and there is one of each: ``Below``, where chunks come from that host
+memory lacks; ``Consumer``, which waits for all chunks of a request; and ``Checker``, which compares what host memory has with
+what is computed again. By default they are nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from cargohold.cache.manager import OffloadKey
@@ -37,6 +39,7 @@ from cargohold.protocol import (
     TransferOutcome,
     metrics,
 )
+from cargohold.transfer import CopyJob
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +246,31 @@ class Consumer(Guest):
     def response_params(self, state: RequestState) -> Mapping[str, Any] | None:
         """Return what the client of a request that has ended gets as ``kv_transfer_params``; ``None`` if nothing."""
         return None
+
+
+class Checker(Guest):
+    """What compares chunks that were computed although host memory has them with what it has. This one compares none.
+
+    Attributes:
+        comparing: the comparisons in flight, by job.
+    """
+
+    comparing: Mapping[int, Store] = MappingProxyType({})
+
+    def chunks_found(self, state: RequestState, num_computed_tokens: int, num_found_tokens: int) -> None:
+        """Note what was found of a request that computes it all the same (see ``RequestState.is_recomputed``)."""
+
+    def compare(self, offers: Sequence[Offer], num_allowed: int) -> list[CopyJob]:
+        """Return the store into spare rows that compares those of a step's chunks that are there, if any is to be compared.
+
+        Args:
+            offers: what the step has completed.
+            num_allowed: how many more chunks stores may hold.
+        """
+        return []
+
+    def note_compared(self, output: KVConnectorOutput) -> None:
+        """End the comparisons that all workers have ended, while there are any in flight, before the kernel ends its jobs."""
 
 
 # --- several guests ---------------------------------------------------------------------------------------------------

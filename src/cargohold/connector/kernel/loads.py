@@ -308,17 +308,8 @@ class Loads:
         shared = self._shared
         shared.holder.hold(load.block_ids)
         shared.jobs.add_load(load)
-        job = (
-            load.job_id,
-            Direction.LOAD,
-            load.block_ids,
-            rows,
-            shared.start_s,
-            groups,
-            load.request_id,
-            load.is_in_step,
-        )
-        self.planned.append(LoadJob(*job))
+        copy = load.job_id, Direction.LOAD, load.block_ids, rows, shared.start_s, groups
+        self.planned.append(LoadJob(*copy, request_id=load.request_id, is_in_step=load.is_in_step))
         shared.stats[_PLANNED] += 1
         shared.stats[metrics.LOADS_IN_STEP] += load.is_in_step
         shared.stats[_PLANNED_BLOCKS] += len(load.block_ids)
@@ -349,9 +340,8 @@ class Loads:
 
     def note_invalid(self, block_ids: frozenset[int]) -> None:
         """Remember blocks that some worker could not fill. Blocks of no load in flight are another connector's: ignored."""
-        if block_ids:
-            for load in self._shared.jobs.loads():
-                self._invalid_block_ids |= block_ids.intersection(load.block_ids)
+        for load in self._shared.jobs.loads():
+            self._invalid_block_ids |= block_ids.intersection(load.block_ids)
 
     def end_given_up(self, load: Load, outcome: TransferOutcome) -> None:
         """Release the pins and blocks of a load that its request has not waited for. Chunks that may be bad are removed."""

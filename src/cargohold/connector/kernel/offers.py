@@ -94,29 +94,33 @@ class Offering:
             shared.consumer.chunks_offered(awaited)
         handle = shared.manager.prepare_stores(offers)
         self._note_offered(offers, handle)
+        keys, jobs = list(chain.from_iterable([offer.keys for offer in offers])), list[CopyJob]()
         if on_offered is not None:
             on_offered(offers, frozenset(handle.deferred))
+        elif len(keys) > len(handle.keys) and not handle.deferred:  # seldom: nearly always the manager takes all
+            jobs = shared.checker.compare(offers, num_allowed - len(handle.keys))
         if not handle.keys:
             handle.commit()
-            return []
-        block_ids, rows, groups = self._places(offers, handle)
+            return jobs
+        block_ids, rows, groups = self._places(offers, keys, handle)
         shared.holder.hold(block_ids)
         store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
-        taken = self._note_taken(offers, store.keys)
+        taken = self._note_taken(offers, store.keys, len(keys))
         store.request_ids = frozenset([offer.state.request.request_id for offer in taken])
         shared.guests.store_begins(store, taken)
-        return [start_store(shared, store, rows, groups)]
+        return [start_store(shared, store, rows, groups), *jobs]
 
-    def list_on_device(self, offers: Sequence[Offer]) -> None:
-        """List chunks that stay on the device for now. Each request goes on after them."""
+    def list_on_device(self, offers: Sequence[Offer]) -> bool:
+        """List chunks that stay on the device for now. Each request goes on after them. Returns whether some were there."""
         shared = self._shared
         for offer in offers:
             self._offer(offer, offer.first, offer.end)
             offer.level = shared.guests.worth(offer.state).level
             shared.note_on_device(offer.keys, offer.block_ids)
             offer.state.note_offered(offer.group, offer.end)
-        shared.manager.list_on_device(offers)
+        are_there = shared.manager.list_on_device(offers)
         shared.guests.chunks_listed(offers)
+        return are_there
 
     # --- what to offer ------------------------------------------------------------------------------------------------
 
@@ -200,21 +204,20 @@ class Offering:
         without = [key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY]
         return shared.consumer.offer_again(offer.state, without) if without else frozenset()
 
-    def _places(self, offers: Sequence[Offer], handle: SlotReservation) -> Places:
-        """Return the device blocks of the chunks that the manager takes, and the tier's rows for them."""
+    def _places(self, offers: Sequence[Offer], keys: Sequence[OffloadKey], handle: SlotReservation) -> Places:
+        """Return the device blocks of those of the keys that the manager takes, and the tier's rows for them."""
         per_chunk = self._shared.config.blocks_per_chunk
         block_ids = list(chain.from_iterable([offer.block_ids for offer in offers]))
-        keys = list(chain.from_iterable([offer.keys for offer in offers]))
         starts: Sequence[int] = range(0, len(block_ids), per_chunk)
-        if keys != handle.keys:  # seldom: nearly always the manager takes all
+        if keys != handle.keys:
             start_of = dict(zip(keys, starts, strict=True))
             starts = [start_of[key] for key in handle.keys]
         return rows_to_store(block_ids, starts, handle.keys, handle.slots, per_chunk)
 
-    def _note_taken(self, offers: Sequence[Offer], taken: AbstractSet[OffloadKey]) -> list[Offer]:
+    def _note_taken(self, offers: Sequence[Offer], taken: AbstractSet[OffloadKey], num_offered: int) -> list[Offer]:
         """Count the chunks that the manager takes; return their offers, with these alone."""
         num_again = sum([offer.num_again(taken) for offer in offers])
-        if len(taken) < sum([len(offer.keys) for offer in offers]):
+        if len(taken) < num_offered:
             for offer in offers:
                 offer.keys = [key for key in offer.keys if key in taken]
         num_computed = len(taken) - num_again

@@ -116,11 +116,11 @@ class PooledStores(EagerStores):
         """Return the store of chunks that are awaited, or that host memory has room for; list the others."""
         if self._shared.device is None or self._must_store(sum([offer.end - offer.first for offer in offers])):
             return super()._store(offers)
-        listed = [offer for offer in offers if self._cached[offer.group] and not offer.is_urgent]
-        if listed:
-            self._offering.list_on_device(listed)
+        listed, jobs = [offer for offer in offers if self._cached[offer.group] and not offer.is_urgent], list[CopyJob]()
+        if listed and self._offering.list_on_device(listed):
+            jobs = self._shared.checker.compare(listed, self._shared.num_storable_chunks())
         rest = [offer for offer in offers if offer not in listed]
-        return super()._store(rest) if rest else []
+        return jobs + super()._store(rest) if rest else jobs
 
     def _must_store(self, num_chunks: int) -> bool:
         """Whether so many chunks are stored as they are computed: there is room, or they would be lost, or a tier wants all."""

@@ -99,6 +99,7 @@ class RequestState:
         loads_in_step: whether the step that computes the rest of it is to wait for its load, as the last look-up's answer said.
         is_awaited: whether a request waits for all of its chunks, as a guest has said when it was new: they are stored at once,
             those that the device had among them, and none may be lost.
+        is_recomputed: whether it computes what could be restored, as a guest has said when it was new.
         is_marked: whether its chunks were marked as used while it waits for room on the device.
         has_ended: whether the request has ended.
         was_admitted: whether the request was admitted and its tokens counted; a request that starts over is admitted again.
@@ -123,6 +124,7 @@ class RequestState:
     answered_at: float | None = None
     loads_in_step: bool = False
     is_awaited: bool = False
+    is_recomputed: bool = False
     is_marked: bool = False
     has_ended: bool = False
     was_admitted: bool = False

@@ -175,6 +175,9 @@ class KernelScheduler(KVConnectorScheduler):
         if num_external_tokens <= 0:
             state.loads_in_step = False
             return num_external_tokens, False
+        if state.is_recomputed:
+            self.shared.checker.chunks_found(state, num_computed_tokens, num_tokens)
+            return 0, False
         self.answers.answered.append(state)
         state.loads_in_step = self._fits_in_step(state, num_computed_tokens, num_tokens)
         return num_external_tokens, not state.loads_in_step
@@ -245,11 +248,13 @@ class KernelScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Release the blocks and pins of jobs that ended; make stored chunks findable; forget chunks that cannot be read."""
+        if (checker := self.shared.checker).comparing:  # first: what is dropped is found by nothing else
+            checker.note_compared(connector_output)
         if (below := self.shared.below).tiers:
             below.worker_reported(connector_output)
         self._loads.note_copied(connector_output.kv_connector_stats)
-        self._loads.note_invalid(connector_output.invalid_block_ids)
         if connector_output.step_failed or connector_output.invalid_block_ids:
+            self._loads.note_invalid(connector_output.invalid_block_ids)
             self._spoil_stores(connector_output.spoiled_requests)
         for job_id, outcome in connector_output.jobs.items():
             job, since = self.shared.jobs.end(job_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager, chunk_keys
 from cargohold.connector.kernel.config import KernelConfig
 from cargohold.connector.kernel.device import DeviceChunks
-from cargohold.connector.kernel.guest import Below, Consumer, Guests
+from cargohold.connector.kernel.guest import Below, Checker, Consumer, Guests
 from cargohold.connector.kernel.jobs import BlockHolder, JobTable, TouchHolder
 from cargohold.deadlines import START
 from cargohold.errors import SparingLog
@@ -34,6 +34,7 @@ class Shared:
         guests: the features.
         below: where chunks come from that host memory lacks.
         consumer: what waits for all chunks of a request.
+        checker: what compares chunks that are computed again.
         keeps_partial_loads: whether requests use the blocks that a failed load has filled before its first bad block.
         prefix_caching: whether the engine knows what the blocks of ended requests hold.
         keeps_ended: whether chunks can be stored after their request has ended: its blocks stay, and what they hold is known.
@@ -72,6 +73,7 @@ class Shared:
     guests: Guests = field(default_factory=Guests)
     below: Below = field(default_factory=Below)
     consumer: Consumer = field(default_factory=Consumer)
+    checker: Checker = field(default_factory=Checker)
 
     def __post_init__(self) -> None:
         self.start_s = START.seconds(self.config.transfer_timeout_s)

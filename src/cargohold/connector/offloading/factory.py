@@ -15,13 +15,6 @@ from cargohold.connector.kernel.pooled_stores import PooledStores
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.tails import TailedScheduler
-from cargohold.connector.offloading.verifying import (
-    NotingPooledStores,
-    NotingStores,
-    VerifyingScheduler,
-    VerifyingTailedScheduler,
-    VerifyingWorker,
-)
 from cargohold.connector.offloading.worker import OffloadingWorker
 from cargohold.deadlines import FINISH, REQUEST, WRITE
 from cargohold.errors import ConfigError, option_path
@@ -42,7 +35,7 @@ from cargohold.tiers.scheduler_side import (
 )
 from cargohold.tiers.worker import JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
-from cargohold.transfer.compare import ComparingTransfers
+from cargohold.transfer.compare import Comparer
 from cargohold.transfer.port import share_stores
 
 
@@ -227,11 +220,8 @@ def scheduler_side(
         lower = LowerTiers(host, tiers, environment.clock, tiering, new_epoch=new_epoch)
     make_stores = _planner_of(config, environment)
     has_tails = environment.layout.has_tails and config.blocks_per_chunk == 1
-    make_side: Callable[..., OffloadingScheduler] = TailedScheduler if has_tails else OffloadingScheduler
-    if config.verified_share is not None:
-        kind = VerifyingTailedScheduler if has_tails else VerifyingScheduler
-        make_side = partial(kind, num_spare=num_spare, secret=new_epoch())
-    side = make_side(config, environment, host, make_stores=make_stores, lower=lower)
+    make_side = TailedScheduler if has_tails else OffloadingScheduler
+    side = make_side(config, environment, host, make_stores=make_stores, lower=lower, num_spare=num_spare)
     side.name = _name_of(config)
     return side
 
@@ -243,14 +233,12 @@ def _name_of(config: OffloadConfig) -> str:
 
 def _planner_of(config: OffloadConfig, environment: SchedulerEnvironment) -> MakeStores:
     """Return what decides which chunks are copied down."""
-    verifies = config.verified_share is not None
     if config.mode == EAGER or config.read_only:
-        return NotingStores if verifies else EagerStores
-    pooled = NotingPooledStores if verifies else PooledStores
+        return EagerStores
     if config.mode != LAZY:
-        return partial(pooled, lookahead=config.lookahead_blocks)
+        return partial(PooledStores, lookahead=config.lookahead_blocks)
     per_step = sum(-(-environment.max_step_tokens // group.block_tokens) for group in environment.layout.groups)
-    return partial(pooled, lookahead=config.lookahead_blocks or 2 * per_step, is_lazy=True)
+    return partial(PooledStores, lookahead=config.lookahead_blocks or 2 * per_step, is_lazy=True)
 
 
 def host_manager(
@@ -310,25 +298,21 @@ class OffloadingFactory:
 
         def make_transfers(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
             transfers = self._make_transfers(kv_caches, plan, memory, environment.clock)
-            shared = share_stores(transfers, replica, layout.num_replicas, per_chunk * plan.most, plan.per_block)
-            return ComparingTransfers(shared, memory.rows, layout, plan.per_block) if verifies else shared
+            return share_stores(transfers, replica, layout.num_replicas, per_chunk * plan.most, plan.per_block)
 
-        verifies = self.config.verified_share is not None
-        make_side = VerifyingWorker if verifies else OffloadingWorker
+        compare = Comparer(memory.rows, layout, plan.per_block).compare
         if not self.config.tiers:
-            return make_side(make_transfers)
+            return OffloadingWorker(make_transfers, compare=compare)
         if replica:
             bystanders = {options.name: JobQueue() for options in tier_options(self.config, layout)}
-            return make_side(
-                make_transfers, TierWorker(bystanders, memory.rows, per_chunk, environment.clock, environment.rank)
-            )
+            part = TierWorker(bystanders, memory.rows, per_chunk, environment.clock, environment.rank)
+            return OffloadingWorker(make_transfers, part, compare)
         namespace = namespace_of(layout, environment.rank, per_chunk, plan)
         queues = open_queues(self.config, environment, namespace)
         shared = next((tier for tier in self.config.tiers if tier.locality == "REMOTE"), None)
         outline = None if shared is None else namespace_in(shared, namespace).outline()
-        return make_side(
-            make_transfers, TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank, outline)
-        )
+        part = TierWorker(queues, memory.rows, per_chunk, environment.clock, environment.rank, outline)
+        return OffloadingWorker(make_transfers, part, compare)
 
     def _make_transfers(
         self, kv_caches: Sequence[Sequence[Any]], plan: RowPlan, memory: HostMemory, clock: Clock

@@ -15,6 +15,7 @@ from cargohold.connector.guests.handoff import HandingOff
 from cargohold.connector.guests.hints import Hints
 from cargohold.connector.guests.lower_tiers import LowerTierGuest
 from cargohold.connector.guests.meters import Meters
+from cargohold.connector.guests.verification import Verifier
 from cargohold.connector.kernel.guest import ContainedGuest, Guest, GuestView, counted_by_guests
 from cargohold.connector.kernel.scheduler import KernelScheduler
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
@@ -79,6 +80,7 @@ class OffloadingScheduler(KernelScheduler):
     * hand-off
     * hints: their prefetches stand after all requests, and before the tiers are asked.
     * lower tiers: they begin the step, and end the waits of requests that are admitted.
+    * verification, if requests are to compute what could be restored
     * guests that options name
 
     Args:
@@ -87,6 +89,7 @@ class OffloadingScheduler(KernelScheduler):
         manager: plans which chunks host memory holds.
         make_stores: makes the planner that decides which chunks are copied down; by default all, as they are computed.
         lower: the tiers below, if there are any; made for this ``manager``.
+        num_spare: number of spare slots of host memory, after those of the manager; without any, nothing is verified.
     """
 
     worker_metadata_type = TierReport
@@ -100,6 +103,7 @@ class OffloadingScheduler(KernelScheduler):
         *,
         make_stores: MakeStores = EagerStores,
         lower: LowerTiers | None = None,
+        num_spare: int = 0,
     ) -> None:
         super().__init__(config, environment, manager, make_stores)
         self.lower = lower
@@ -111,9 +115,13 @@ class OffloadingScheduler(KernelScheduler):
         self.below = None
         if lower is not None:
             self.below = self.shared.below = self._make_below(lower, config, environment)
+        verifier = None
+        if num_spare:
+            verifier = self.shared.checker = Verifier(self.shared, config, lower, num_spare)
         view = GuestView(environment.layout, environment.clock, manager.lookup, counted_by_guests(self.shared.count))
         own = [ContainedGuest(made_by("guests", guest, Guest, view)) for guest in config.guests]
-        guests = (self._events, self._meters, self._handoff, self.hints, self.below, *own)
+        chooses = verifier if config.verified_share else None
+        guests = (self._events, self._meters, self._handoff, self.hints, self.below, chooses, *own)
         self._weights = NamedWeights()
         self._keeps_weights = environment.keeps_weights
         self._guests.add([guest for guest in guests if guest is not None])

@@ -107,7 +107,7 @@ class SimulatedOffloading(HostMemoryShards):
 
     def make_worker_side(self, environment: WorkerEnvironment) -> OffloadingWorker:
         """A worker side over the shared memory."""
-        return self.make_worker(self._transfers(environment))
+        return self.make_worker(environment)
 
     def open_namespace(self) -> None:
         """Make the tier empty for engines made from now on. No engine that still reads or writes may be left."""

@@ -10,9 +10,9 @@ from cargohold.cache import OffloadKey
 from cargohold.cache.retention import Retention
 from cargohold.cache.rows import plan_rows
 from cargohold.connector.config import EAGER, limits_in_chunks
+from cargohold.connector.kernel.worker import WorkerPart
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler, OffloadingWorker
 from cargohold.connector.offloading.factory import host_manager, scheduler_side
-from cargohold.connector.offloading.verifying import VerifyingWorker
 from cargohold.lab.simulation.faults import Fault, FaultSource, Spells
 from cargohold.lab.simulation.fingerprints import GARBAGE_BYTE
 from cargohold.lab.simulation.transfers import ByteRows, by_rows, empty_rows, with_share
@@ -26,7 +26,7 @@ from cargohold.tiers.scheduler_side import LowerTiers, TierOptions
 from cargohold.tiers.scheduler_side.tier_state import TierState
 from cargohold.tiers.worker import JobQueue, TierWorker
 from cargohold.transfer import TransferWorker
-from cargohold.transfer.compare import ComparingTransfers
+from cargohold.transfer.compare import Comparer
 
 
 class SimulatedMedium:
@@ -359,7 +359,6 @@ class HostMemoryShards:
         self._make_transfers = make_transfers
         self._watch = watch
         self.num_spare = 0 if self.config.verified_share is None else NUM_SPARE
-        self.make_worker = OffloadingWorker if self.config.verified_share is None else VerifyingWorker
         self._quotas = limits_in_chunks(self.config.quotas, num_slots, 1)
         self._rows: dict[int, ByteRows] = {}
 
@@ -376,12 +375,16 @@ class HostMemoryShards:
 
         def made(kv_caches: Sequence[Sequence[Any]]) -> TransferWorker:
             transfers = by_rows(kv_caches, layout, lambda parts: self._make_transfers(parts, rows, environment))
-            shared = with_share(self._watch(transfers, environment.rank), environment, self.config.blocks_per_chunk)
-            if not self.num_spare:
-                return shared
-            return ComparingTransfers(shared, rows, layout, plan_rows(layout).per_block)
+            return with_share(self._watch(transfers, environment.rank), environment, self.config.blocks_per_chunk)
 
         return made
+
+    def make_worker(self, environment: WorkerEnvironment, part: WorkerPart | None = None) -> OffloadingWorker:
+        """Make a worker side."""
+        layout = environment.layout
+        rows = self.rows(environment.rank // layout.num_replicas, layout)
+        compare = Comparer(rows, layout, plan_rows(layout).per_block).compare
+        return OffloadingWorker(self._transfers(environment), part, compare)
 
 
 class TieredOffloading(HostMemoryShards):
@@ -439,7 +442,7 @@ class TieredOffloading(HostMemoryShards):
             queue = queues[plan.options.name] = self._make_queue(self.shard(at, shard), plan)
             self.queues[at].append(queue)
         tiers = TierWorker(queues, rows, per_chunk, environment.clock, environment.rank)
-        return self.make_worker(self._transfers(environment), tiers)
+        return self.make_worker(environment, tiers)
 
     def listed_media(self) -> Iterator[ListedMedium]:
         """Yield the tiers that list their chunks, under the engine made last."""
