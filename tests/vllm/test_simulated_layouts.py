@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -21,7 +21,9 @@ from cargohold.lab.simulation.fingerprints import GroupPlan, num_blocks_needed
 from cargohold.lab.simulation.run import quiet_logging
 from cargohold.lab.simulation.traffic import Ask
 from cargohold.lab.simulation.world import Scenario, draw_scenario
-from cargohold.lab.vllm.recipe import APPLICABLE, VllmRecipe, fitted
+from cargohold.lab.vllm.configuration import MATCH_UNIT
+from cargohold.lab.vllm.recipe import APPLICABLE, VllmRecipe, fitted, with_option
+from cargohold.protocol import AttentionKind
 from tests.vllm.layouts import published
 
 WORKLOADS = ("shared-prefix", "multi-turn", "agents", "aborts", "full-hit", "preemption", "shared-beginnings", "forks")
@@ -50,6 +52,7 @@ def plans(name: str) -> tuple[GroupPlan, ...]:
 
 
 SERVED = [name for name in MODELS if plans(name)]
+TAILED = [name for name in SERVED if any(plan.kind is AttentionKind.RECURRENT for plan in plans(name))]
 
 
 def scenario(name: str, seed: int) -> Scenario:
@@ -67,12 +70,21 @@ def scenario(name: str, seed: int) -> Scenario:
         return fitted(replace(drawn, shape=shape, connector=replace(drawn.connector, tiers=tiers)), random)
 
 
-def play(name: str, seeds: Iterator[int], num_steps: int) -> None:
+def with_tails(name: str, seed: int) -> Scenario:
+    """The same where prefixes may end inside a block."""
+    drawn, random = scenario(name, seed), Random(f"tails {name} {seed}")
+    size, num_groups = min(group.block_tokens for group in drawn.shape.groups), len(drawn.shape.groups)
+    tailed = with_option(drawn, MATCH_UNIT, random.choice([unit for unit in (1, 2, 4, 8) if unit < size]))
+    num_more = 0 if MATCH_UNIT in drawn.shape.scheduler else num_groups  # as in ``fitted``
+    return replace(tailed, shape=replace(tailed.shape, num_blocks=tailed.shape.num_blocks + num_more))
+
+
+def play(name: str, seeds: Iterator[int], num_steps: int, draw: Callable[[str, int], Scenario] = scenario) -> None:
     """Play seeds until so many steps have been made."""
     recipe, num_played = VllmRecipe("any", "any"), 0
     while num_played < num_steps:
         seed = next(seeds)
-        result = recipe.run(scenario(name, seed)).play()
+        result = recipe.run(draw(name, seed)).play()
         assert result.error is None, f"{name}, seed {seed}: {result.error!r}"
         num_played += result.num_steps
 
@@ -82,7 +94,19 @@ def test_groups_of_a_published_model_are_served_without_a_wrong_token(name: str)
     play(name, count(1), 1)
 
 
+@pytest.mark.parametrize(("name", "seed"), [("GLM-5.3 Flash (GLM-5-next)", 7640259), ("Qwen3-Next 80B", 7640218)])
+def test_nothing_is_lost_where_prefixes_end_inside_a_block(name: str, seed: int) -> None:
+    """Found by seeds: blocks that vLLM gives back once it has copied a tail, and the slot of a copy that came from below."""
+    play(name, count(seed), 1, with_tails)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", SERVED)
 def test_groups_of_published_models_are_served_for_many_steps(name: str) -> None:
     play(name, count(100), NUM_STEPS // len(SERVED))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TAILED)
+def test_tails_of_published_models_are_served_for_many_steps(name: str) -> None:
+    play(name, count(100), NUM_STEPS // len(TAILED), with_tails)

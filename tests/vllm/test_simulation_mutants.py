@@ -16,6 +16,7 @@ pytest.importorskip(
 
 import cargohold.integrations.vllm.groups as groups_module
 import cargohold.integrations.vllm.scheduler as scheduler_module
+from cargohold.cache import TierManager
 from cargohold.connector.kernel.answers import KeptAnswers
 from cargohold.connector.kernel.jobs import JobTable
 from cargohold.connector.kernel.loads import Loads
@@ -201,6 +202,18 @@ def keeps_nothing_of_frozen_requests(patch: Patch) -> None:
 @frozen_mutant(workload="sleep", connector="exclusive")
 def is_busy_as_long_as_requests_are_frozen(patch: Patch) -> None:
     patch.setattr(PooledStores, "has_pending_work", property(lambda self: self._paused is not None))
+
+
+@frozen_mutant(workload="sleep", connector="exclusive", first_seed=161)
+def takes_what_a_pause_has_saved_for_lost(patch: Patch) -> None:
+    save = PooledStores._save_paused
+
+    def save_unnoted(self: PooledStores, step: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(TierManager, "note_copies", lambda *_: None)
+            return save(self, step)
+
+    patch.setattr(PooledStores, "_save_paused", save_unnoted)
 
 
 # --- worker side ------------------------------------------------------------------------------------------------------

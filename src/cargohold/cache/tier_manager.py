@@ -264,13 +264,14 @@ class TierManager(OffloadManager):
         return handle
 
     def prepare_stores(self, offers: Sequence[StoreOffer]) -> SlotReservation:
-        if self.num_listed:
-            self._unlist(list(dict.fromkeys(chain.from_iterable([offer.keys for offer in offers]))))
+        listed = self._unlist(offers) if self.num_listed else ()
         are_apart = _are_apart(offers)
         is_limited = self.shares is not None and self.shares.has_hard_limits
         handle = self._fill_free(offers) if are_apart and not is_limited else None
         if handle is None:
             handle = self._make_room_and_place(offers, are_apart=are_apart)
+        if listed:
+            self.note_copies(listed)  # the device has them already, wherever they come from
         if self._rows is not None:
             handle.slots = [self._rows.rows_at[slot] for slot in handle.places]
         self._writing.add(handle)
@@ -414,12 +415,13 @@ class TierManager(OffloadManager):
             is_asked_again = num_slots > 0 and len(table.evicted) >= num_before + num_slots
         return min(num_allowed, bisect_right(ends, table.num_free_rows))
 
-    def _unlist(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget those of the chunks that are listed: they are offered a slot now, as if they were new."""
-        slots = [slot for slot in self.table.find_each(keys) if slot is not None]
-        if listed := [slot for slot in slots if self.table.states[slot] == ON_DEVICE]:
-            self.policy.drop(listed)
-            self.table.remove(listed)
+    def _unlist(self, offers: Sequence[StoreOffer]) -> Sequence[OffloadKey]:
+        """Forget those chunks on offer that are listed, and return them: they are offered a slot as if they were new."""
+        if listed := self.listed(list(dict.fromkeys(chain.from_iterable([offer.keys for offer in offers])))):
+            slots = [self.table.find(key) for key in listed]
+            self.policy.drop(slots)
+            self.table.remove(slots)
+        return listed
 
     def parents(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
         table = self.table

@@ -206,6 +206,17 @@ def test_a_copy_that_is_still_being_written_is_taken_later() -> None:
     assert len(table.take_copies(1, lambda slots: [True] * len(slots))) == 1
 
 
+def test_the_slot_of_what_comes_from_below_although_the_device_has_it_is_taken() -> None:
+    """Found by seeds: such a chunk counted as none of the device's, so what the device lost then found no slot."""
+    manager = make_manager("lru", 1)
+    keys = [offload_key(bytes([number]) * 32, 0) for number in range(2)]
+    assert manager.pool_with_device(POOL, lambda asked: [True] * len(asked))
+    manager.list_on_device([StoreOffer(keys, None)])
+    manager.prepare_stores([StoreOffer(keys[:1], None)]).commit()
+    manager.prepare_saves(keys[1:]).commit()
+    assert manager.lookup_run(keys[1:]) and manager.listed(keys) == keys[:1]
+
+
 def test_what_is_being_saved_is_brought_back_when_its_hint_ends() -> None:
     """Found by seeds: a listed chunk that a hint had lowered stayed lowered if the hint ended while it was saved."""
     manager = make_manager("reuse-index", 4)

@@ -60,8 +60,9 @@ class PooledStores(EagerStores):
         self._cached = [shared.caches_all or group.kind is AttentionKind.FULL for group in shared.layout.groups]
         # What a copy costs, in the time that computing as much takes, and in how many steps to look again.
         self._copy_cost, self._look_in = 0.0, 0
-        # Blocks evicted for one step, at most, lately; and chunks that were not worth a slot when they came near eviction.
-        self._peak = 0.0
+        # Blocks evicted for one step, at most, lately, and those that may be for the next one; and chunks that were not worth a
+        # slot when they came near eviction.
+        self._peak, self._num_next = 0.0, 0
         self._refused: set[OffloadKey] = set()
         # Requests that are loaded, and do not run yet: the rest of their prompts follows, perhaps long after the load.
         self._loaded: set[str] = set()
@@ -150,12 +151,17 @@ class PooledStores(EagerStores):
         if self._paused is not None:
             jobs += self._save_paused(step)
         if (device := self._listing) is not None:
-            num_next, num_ahead = self._num_blocks_next(step), self._num_ahead()
-            saves = self._save_ahead(device, num_ahead, num_next) if num_ahead else []
+            self._num_next, num_ahead = self._num_blocks_next(step), self._num_ahead()
+            saves = self._save_ahead(device, num_ahead, self._num_next) if num_ahead else []
             # What is held now is no next victim any more.
-            (device.watch_more if saves else device.watch)(num_next)
+            (device.watch_more if saves else device.watch)(self._num_next)
             jobs += saves
         return jobs
+
+    def end_step(self) -> None:
+        """Watch what the engine has given back since the step was planned, if less was free then than the next one may need."""
+        if (device := self._listing) is not None:
+            device.watch(self._num_next)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """End a store. Blocks that were saved ahead go back to the head of the free queue, where they were."""
@@ -280,6 +286,7 @@ class PooledStores(EagerStores):
         pins = manager.prepare_load([key for key, state in zip(self._paused, states, strict=True) if state == READY])
         handle = manager.prepare_saves(list(block_of)[::-1], at_any_cost=True)
         pins.release()
+        manager.note_copies(handle.keys)  # if nothing resets the device after all
         self._num_to_save -= len(handle.keys)
         if not handle.keys and not shared.jobs.num_awaited:  # else loads in flight may pin what can go
             # What else the device alone holds, and sleep would lose, keeps its beginnings in host memory.

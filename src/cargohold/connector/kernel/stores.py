@@ -158,6 +158,9 @@ class EagerStores:
     def pause(self, states: Iterable[RequestState]) -> None:
         """Note that requests are paused, and that the device may lose all before they go on."""
 
+    def end_step(self) -> None:
+        """Note that the engine may have given back blocks in which it has found tails."""
+
     def give_up(self) -> None:
         """Let go of all pending stores."""
         self._pending.give_up()

@@ -23,7 +23,7 @@ from cargohold.connector.kernel.loads import Loads, TierLookup
 from cargohold.connector.kernel.offers import start_store
 from cargohold.connector.kernel.requests import Lookup, Offer, RequestState
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
-from cargohold.protocol import BlockIds, KVConnectorMetadata, StepView, Tail
+from cargohold.protocol import BlockIds, KVConnectorMetadata, KVConnectorSchedulerOutput, StepView, Tail
 from cargohold.tiers.scheduler_side import Wanted
 from cargohold.transfer import CopyJob
 
@@ -118,6 +118,11 @@ class TailedScheduler(OffloadingScheduler):
         meta = cast("OffloadingMetadata", super().build_connector_meta(step))
         stores = [job for tail in cast("Any", step).tails for job in self._store_tail(tail)]
         return replace(meta, stores=(*meta.stores, *stores)) if stores else meta
+
+    def report_to_scheduler(self) -> KVConnectorSchedulerOutput | None:
+        """See ``KernelScheduler``; the engine has given back blocks that it held to copy tails out of them."""
+        self.stores.end_step()
+        return super().report_to_scheduler()
 
     def _store_tail(self, tail: Tail) -> Iterator[CopyJob]:
         """Yield the store of a tail, unless it is there, or stores hold too much: the engine shows it only once."""
