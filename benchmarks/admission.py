@@ -10,11 +10,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from cargohold.blocks import BlockPool
 from cargohold.cache import make_manager
 from cargohold.cache.manager import offload_key
 from cargohold.cache.policies import DEFAULT_POLICY
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
+from cargohold.engine.core.block_pool import BlockPool
 from cargohold.protocol import AttentionKind, KVCacheGroup, KVCacheLayout, SchedulerEnvironment, TurnEnd
 
 BLOCK_TOKENS = 16

@@ -194,9 +194,7 @@ class Engine:
         if self._name in (OURS, OURS_WITH_DISK, OURS_PROMPTS, OURS_TRACED):
             told = self._told
             self._in_flight = [job.job_id for job in getattr(metadata.inner, "stores", ())]
-            self._told = dict(
-                map(_answer_of_disk, getattr(getattr(metadata.inner, "worker_message", None), "commands", ()))
-            )
+            self._told = dict(map(_answer_of_disk, getattr(metadata.inner, "worker_message", ())))
             return _our_message(ended, told, metadata.look)
         if self._name in (THEIRS, THEIRS_PROMPTS):
             self._in_flight = list(metadata.store_jobs)

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 from benchmarks.admission import Request, fill
 from benchmarks.policies import MADE, real_traces
-from cargohold.blocks import BlockPool
 from cargohold.cache import make_manager
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.stores import EagerStores, MakeStores
 from cargohold.connector.offloading import OffloadConfig, OffloadingScheduler
+from cargohold.engine.core.block_pool import BlockPool
 from cargohold.engine.core.request import Request as EngineRequest
 from cargohold.engine.core.request import RequestTimes, SamplingParams, SchedulerStep, StepOutput
 from cargohold.engine.core.request_queues import SchedulerConfig

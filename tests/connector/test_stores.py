@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cargohold.blocks import ABSENT, READY, KVCacheBlock
+from cargohold.blocks import ABSENT, READY
 from cargohold.cache.manager import offload_key
 from cargohold.connector.kernel.jobs import OffloadingMetadata
+from cargohold.engine.core.block_pool import KVCacheBlock
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import (
     TransferOutcome,

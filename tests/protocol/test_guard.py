@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cargohold.blocks import BlockPool
+from cargohold.engine.core.block_pool import BlockPool
 from cargohold.errors import BlockNotHeldError, NullBlockError, RequestError
 from cargohold.protocol import (
     MEDIUM_HOST,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cargohold.errors import BlockNotHeldError
-from cargohold.protocol.checks import BlockLedger
+from cargohold.protocol.guard import BlockLedger
 
 BLOCKS = st.lists(st.integers(1, 4), max_size=6)
 

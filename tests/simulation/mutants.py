@@ -20,8 +20,7 @@ import cargohold.connector.kernel.offers as offers_module
 import cargohold.engine.core.request as request_module
 import cargohold.tiers.messages as messages_module
 import cargohold.tiers.scheduler_side.tasks as tasks_module
-from cargohold.blocks import BlockPool, KVCacheBlock, root_hash
-from cargohold.blocks.prefix import _Windowed
+from cargohold.blocks import _Windowed, root_hash
 from cargohold.cache import OffloadKey
 from cargohold.cache.chunk_table import READY, ChunkTable
 from cargohold.cache.grants import Grant, Grants
@@ -46,6 +45,7 @@ from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
 from cargohold.connector.offloading.scheduler import OffloadingScheduler
 from cargohold.connector.offloading.worker import OffloadingWorker
+from cargohold.engine.core.block_pool import BlockPool, KVCacheBlock
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request_queues import RequestQueues, TransferTable

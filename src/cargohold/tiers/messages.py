@@ -23,29 +23,18 @@ class TierCommand:
         parents: for stores, the chunk before each in its prefix, or ``None``, parallel to ``keys``.
         timeout_s: the job is given up after this time.
         notes: for stores and new retentions, what else is known of each chunk, parallel to ``keys``; empty if that is nothing.
+        cancels: whether it is no longer needed: it is in flight, and is reported like all others, only sooner.
     """
 
     job_id: int
     tier: int
     kind: JobKind
-    keys: tuple[OffloadKey, ...]
-    slots: tuple[Slot, ...]
-    parents: tuple[OffloadKey | None, ...]
-    timeout_s: float
+    keys: tuple[OffloadKey, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    parents: tuple[OffloadKey | None, ...] = ()
+    timeout_s: float = 0.0
     notes: tuple[Note, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TierMessage:
-    """One step's message to all workers.
-
-    Attributes:
-        commands: jobs to start at once.
-        cancelled: ids of jobs that are no longer needed.
-    """
-
-    commands: tuple[TierCommand, ...] = ()
-    cancelled: tuple[int, ...] = ()
+    cancels: bool = False
 
 
 @dataclass(frozen=True, slots=True)

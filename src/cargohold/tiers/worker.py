@@ -9,7 +9,7 @@ from cargohold.protocol import Clock, Stats, Tally, TransferOutcome, metrics
 from cargohold.tiers.chunk_format import NO_DETAILS, Note
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.memory import Buffer, ByteRows, Pieces
-from cargohold.tiers.messages import TierCommand, TierMessage, TierReport
+from cargohold.tiers.messages import TierCommand, TierReport
 from cargohold.tiers.port import (
     EMPTY,
     LISTED_AT_ONCE,
@@ -163,19 +163,20 @@ class TierWorker:
         self._recent = [RecentLosses(queue) for queue in self._queues]
         self._losses: dict[int, Losses] = {}
         self._last_begun = 0
-        self._refused: list[TierCommand] = []
+        self._refused: list[TierJob] = []
         # Reported once, by one worker: the others' differ only in the part of the model that they have.
         self._untold = dict(namespace or {}) if rank == 0 else {}
         # The queue of each job in flight.
         self._queue_of: dict[int, JobQueue] = {}
         self._stats = Tally()
 
-    def carry_out(self, message: TierMessage) -> None:
+    def carry_out(self, message: Sequence[TierCommand]) -> None:
         """Start and cancel jobs."""
-        for command in message.commands:
-            self.start(command)
-        for job_id in message.cancelled:
-            self.cancel(job_id)
+        for command in message:
+            if command.cancels:
+                self._queues[command.tier].cancel(command.job_id)
+            else:
+                self.start(command)
 
     def start(self, command: TierCommand) -> None:
         """Submit a job to its tier's queue. If the queue refuses it, ``poll`` reports it as abandoned."""
@@ -193,21 +194,13 @@ class TierWorker:
         if queue.submit(job):
             self._queue_of[command.job_id] = queue
         else:
-            self._refused.append(command)
-
-    def cancel(self, job_id: int) -> None:
-        """Make a job end soon, because it is no longer needed. ``poll`` reports it like any other."""
-        queue = self._queue_of.get(job_id)
-        if queue is not None:
-            queue.cancel(job_id)
+            self._refused.append(job)
 
     def poll(self) -> dict[int, TransferOutcome]:
         """Return the jobs that ended since the last call, and how. ``take_report`` says how it went for each chunk."""
         refused, self._refused = self._refused, []
-        outcomes = dict.fromkeys((command.job_id for command in refused), TransferOutcome.ABANDONED)
-        self._answers.update(
-            (command.job_id, (_NOT_TRIED.get(command.kind, b"\0") * len(command.keys), 1)) for command in refused
-        )
+        outcomes = dict.fromkeys((job.job_id for job in refused), TransferOutcome.ABANDONED)
+        self._answers.update((job.job_id, (_NOT_TRIED.get(job.kind, b"\0") * len(job.keys), 1)) for job in refused)
         ended = [queue.poll() for queue in self._queues]
         for name, jobs in zip(self._names, ended, strict=True):
             for job in jobs:

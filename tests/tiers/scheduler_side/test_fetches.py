@@ -113,8 +113,8 @@ def test_a_released_fetch_is_cancelled_and_its_slots_are_free() -> None:
     assert isinstance(fetch, Fetch)
     (load,) = world.step()
     fetch.release()
-    assert world.lower.take_cancelled() == (load.job_id,)
-    assert world.lower.take_cancelled() == ()
+    assert world.cancelled() == [load.job_id]
+    assert world.cancelled() == []
     assert world.manager.num_writing == 4, "until the workers have let go of them"
     world.end(load, [False] * 4, TransferOutcome.ABANDONED)
     assert (world.manager.num_writing, world.manager.num_free) == (0, 4)
@@ -160,18 +160,18 @@ def test_workers_are_told_once_of_a_cancelled_job_and_never_of_an_ended_one() ->
     world.keep(KEYS[:2])
     (store,) = world.step()
     assert world.manager.reset()
-    assert world.lower.take_cancelled() == (store.job_id,)
+    assert world.cancelled() == [store.job_id]
     world.keep(KEYS[:2])
     (other,) = world.step()
     assert world.manager.reset()
-    assert world.lower.take_cancelled() == (other.job_id,), "of the first they know"
+    assert world.cancelled() == [other.job_id], "of the first they know"
     for job in (store, other):
         world.end(job, [False] * 2, TransferOutcome.ABANDONED)
     world.keep(KEYS[:2])
     (ended,) = world.step()
     assert world.manager.reset()
     world.end(ended, [True] * 2)
-    assert world.lower.take_cancelled() == ()
+    assert world.cancelled() == []
 
 
 def test_a_fetch_expires() -> None:
@@ -201,7 +201,7 @@ def test_slots_of_a_job_stay_reserved_until_it_is_reported() -> None:
         world.clock.advance(9.0)
         world.step()
     assert fetch.is_released, "nobody waits any more"
-    assert load.job_id in world.lower.take_cancelled()
+    assert load.job_id in world.cancelled()
     assert world.manager.num_writing == 2 and not world.manager.num_pins
     world.jobs.clear()
     assert world.lower.end(load.job_id, TransferOutcome.FAILED)
@@ -278,7 +278,7 @@ def test_one_of_several_fetches_is_cancelled_when_released_and_counted_once() ->
     for _ in range(2):
         if fetches[0] is not None:
             fetches[0].release()
-    assert world.lower.take_cancelled() == (loads[0].job_id,)
+    assert world.cancelled() == [loads[0].job_id]
     world.end(loads[1], [True, False])
     world.end(loads[0], [False, False], TransferOutcome.ABANDONED)
     assert (world.manager.num_pins, world.manager.num_removed.total()) == (1, 0), "what did not arrive was never there"

@@ -38,7 +38,7 @@ def test_a_reset_does_not_wait_for_writes_in_flight(outcome: TransferOutcome) ->
     (store,) = world.step()
     assert world.manager.reset()
     assert world.manager.lookup(KEYS[:3]) == bytes([ABSENT] * 3)
-    assert world.lower.take_cancelled() == (store.job_id,)
+    assert world.cancelled() == [store.job_id]
     assert len(store.keys) == 2 and world.manager.num_free == 6, "what workers may still read must not be overwritten"
     world.manager.check()
     world.keep(KEYS[:3])
@@ -121,7 +121,7 @@ def test_a_reset_does_not_wait_for_probes_and_ignores_their_answers() -> None:
     world.lower.probe(KEYS[:2])
     (probe,) = world.step()
     assert world.manager.reset()
-    assert world.lower.take_cancelled() == (probe.job_id,)
+    assert world.cancelled() == [probe.job_id]
     world.end(probe, [True, True])
     assert list(world.lower.lookup(KEYS[:2])) == [UNKNOWN, UNKNOWN]
 

@@ -110,6 +110,10 @@ class World:
             job.queued_at = self.clock()
         return list(commands)
 
+    def cancelled(self) -> list[int]:
+        """Return the jobs that workers are to cancel now."""
+        return [command.job_id for command in self.lower.tasks.take_cancelled()]
+
     def wait(self, seconds: float) -> None:
         """Let time pass in which workers report."""
         self.clock.advance(seconds)

@@ -100,9 +100,6 @@ class Hints(Guest):
         self._stats = Tally()
         self._levels: Stats = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.grants)
-
     @property
     def num_pinned(self) -> int:
         """Number of chunks that leases cover."""

@@ -24,7 +24,7 @@ from cargohold.protocol import (
     StepView,
     TransferOutcome,
 )
-from cargohold.tiers.messages import TierMessage, TierReport
+from cargohold.tiers.messages import TierCommand, TierReport
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Waiting, Wanted, sources_per_token
 
 
@@ -166,10 +166,9 @@ class LowerTierGuest(Below):
         """Do what waiting requests need."""
         self._prefetcher.begin_step(step)
 
-    def worker_message(self) -> TierMessage | None:
+    def worker_message(self) -> Sequence[TierCommand]:
         """Return the jobs for the tiers' queues on the workers."""
-        commands, cancelled = self._lower.take_commands(self._new_id), self._lower.take_cancelled()
-        return TierMessage(commands, cancelled) if commands or cancelled else None
+        return (*self._lower.take_commands(self._new_id), *self._lower.tasks.take_cancelled())
 
     def worker_reported(self, output: KVConnectorOutput) -> None:
         """Take in how jobs have gone, and what tiers have lost: chunks of jobs that ended count as lost after these jobs."""

@@ -215,9 +215,9 @@ class Below(Guest):
     def chunks_used(self, state: RequestState) -> None:
         """Note that a request uses its chunks; those in host memory are marked as used."""
 
-    def worker_message(self) -> object:
-        """Return what your part on the workers is to do in this step; ``None`` if nothing. See ``worker.WorkerPart``."""
-        return None
+    def worker_message(self) -> Sequence[object]:
+        """Return what your part on the workers is to do in this step. See ``worker.WorkerPart``."""
+        return ()
 
     def worker_reported(self, output: KVConnectorOutput) -> None:
         """Note what all workers have reported, before the kernel does."""

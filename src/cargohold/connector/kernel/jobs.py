@@ -54,7 +54,7 @@ class OffloadingMetadata:
         release: ended requests whose blocks no store reads any more; workers report them as ``finished_sending``.
         given_up_loads: ids of loads that no request waits for. Workers whose copy has not ended report their requests'
             loads as failed now, and the job when its copy has ended.
-        worker_message: what a guest sends its part on the workers; ``None`` if nothing.
+        worker_message: what the part on the workers of what lies below is to do.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -63,7 +63,7 @@ class OffloadingMetadata:
     finish_stores: bool = False
     release: tuple[str, ...] = ()
     given_up_loads: tuple[int, ...] = ()
-    worker_message: object = None
+    worker_message: Sequence[object] = ()
 
 
 NOTHING_TO_DO = OffloadingMetadata()

@@ -241,7 +241,7 @@ class KernelScheduler(KVConnectorScheduler):
         stores = tuple(self.stores.plan(step))
         loads, self._loads.planned = tuple(self._loads.planned), []
         release = self._take_released() if self._lingering else ()
-        worker_message = below.worker_message() if below.tiers else None
+        worker_message = below.worker_message() if below.tiers else ()
         if not (loads or stores or saves or finish_stores or release or given_up or worker_message):
             return NOTHING_TO_DO  # most steps
         return OffloadingMetadata(loads, stores, saves, finish_stores, release, given_up, worker_message)

@@ -26,8 +26,8 @@ from cargohold.transfer import CopyResult, TransferWorker, UnmappedTransfers
 class WorkerPart(Protocol):
     """A guest's part on a worker: it carries out what its guest tells it with a step. No method but the last waits."""
 
-    def carry_out(self, message: Any) -> None:
-        """Do what ``Guest.worker_message`` says, at once."""
+    def carry_out(self, message: Sequence[Any]) -> None:
+        """Do what ``Below.worker_message`` says, at once."""
 
     def poll(self) -> Mapping[int, TransferOutcome]:
         """Return the jobs that ended since the last call, and how."""
@@ -106,7 +106,7 @@ class KernelWorker(KVConnectorWorker):
             if not load.is_in_step:
                 self._waiting[load.job_id] = load.request_id
                 self._start(load)
-        if self._part is not None and self._metadata.worker_message is not None:
+        if self._part is not None and self._metadata.worker_message:
             self._part.carry_out(self._metadata.worker_message)
 
     def wait_for_save(self) -> None:

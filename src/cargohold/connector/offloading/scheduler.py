@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
-from cargohold.cache.manager import NUM_NAMESPACES, OffloadKey, OffloadManager
+from cargohold.cache.manager import NUM_NAMESPACES, OffloadManager
 from cargohold.cache.retention import Budget
 from cargohold.connector.config import RESTORE_IF_FASTER, OffloadConfig
 from cargohold.connector.guests.events import tier_events
@@ -32,7 +31,6 @@ from cargohold.protocol import (
     TenantUse,
     TierContents,
 )
-from cargohold.tiers.chunk_format import NO_NOTE, Note
 from cargohold.tiers.messages import TierReport
 from cargohold.tiers.scheduler_side import LowerTiers, Prefetcher, Prefetches
 
@@ -133,13 +131,14 @@ class OffloadingScheduler(KernelScheduler):
         only_if_faster = config.restore == RESTORE_IF_FASTER
         prefetcher = Prefetcher(lower.host, lower, environment, self._pace, only_if_faster=only_if_faster)
         below, hints = self._below_type(lower, prefetcher, self.shared.jobs.new_id, environment), self.hints
-        lower.describe_by(self._notes_of)
+        lower.tasks.granted, lower.tasks.retention_of = hints.grants.in_force, hints.grants.retention_of
         below.num_announced = self._handoff.num_announced
         lower.on_arrived = hints.note_stored
         hints.grants.on_retained = lower.rank
         hints.ahead = Prefetches(prefetcher, lower.host, environment.clock, hints.end_ahead)
         if self._events is not None:
             below.on_ask = hints.on_ask = self._events.note_wanted
+            lower.tasks.notes_of = self._events.notes_of
         return below
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -212,11 +211,3 @@ class OffloadingScheduler(KernelScheduler):
     def get_outages(self) -> Sequence[Outage]:
         """Return which tiers are out of use, as a whole or in part."""
         return () if self.lower is None else self.lower.outages()
-
-    def _notes_of(self, keys: Sequence[OffloadKey]) -> Sequence[Note]:
-        """Return what lower tiers are to keep with chunks that are written down now; nothing if that is nothing for all."""
-        notes = [] if self._events is None else self._events.notes_of(keys)
-        if not self.hints:
-            return notes
-        retained = list(map(self.hints.grants.retention_of, keys))
-        return [replace(note, retention=of) for note, of in zip(notes or [NO_NOTE] * len(keys), retained, strict=True)]

@@ -9,15 +9,15 @@ from typing import Any
 from cargohold.connector.kernel.jobs import OffloadingMetadata
 from cargohold.connector.kernel.worker import KernelWorker, WorkerPart
 from cargohold.protocol import KVConnectorWorkerMetadata, TransferOutcome
-from cargohold.tiers.messages import Gap, TierMessage, TierReport
+from cargohold.tiers.messages import Gap, TierCommand, TierReport
 from cargohold.transfer import CopyJob, CopyResult, TransferWorker
 
 
 @dataclass(frozen=True, slots=True)
 class TieredMetadata(OffloadingMetadata):
-    """One step's jobs, and the message to the worker's part of lower tiers: processes decode this type."""
+    """One step's jobs, and what the worker's part of lower tiers is to do: processes decode this type."""
 
-    worker_message: TierMessage | None = None
+    worker_message: tuple[TierCommand, ...] = ()
 
 
 class OffloadingWorker(KernelWorker):

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cargohold.blocks import ABSENT, READY, BlockPool, GroupUnits, KVCacheBlock, longest_hit
+from cargohold.blocks import ABSENT, READY, GroupUnits, longest_hit
+from cargohold.engine.core.block_pool import BlockPool, KVCacheBlock
 from cargohold.engine.core.request import Request
 from cargohold.protocol import MEDIUM_DEVICE, BlockIds, BlockRemoved, BlockStored, KVCacheGroup, KVCacheLayout, KVEvent
 

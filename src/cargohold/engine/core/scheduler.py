@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from cargohold.blocks import KVCacheBlock
+from cargohold.engine.core.block_pool import KVCacheBlock
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, SchedulerStep, StepOutput, StepPlan

@@ -135,7 +135,7 @@ class Fetches:
         self._tiers = tiers
         self._tasks = tasks
         self._clock = clock
-        self._timeout_s = timeout_s
+        self._held_s = FETCHED.seconds(timeout_s)
         self._on_arrived = on_arrived
         self.live: set[Fetch] = set()
         self.arriving: set[OffloadKey] = set()
@@ -166,7 +166,7 @@ class Fetches:
             pins.release()  # no request was kept waiting by them
             return None
         now = self._clock()
-        fetch = Fetch(now, now + FETCHED.seconds(self._timeout_s), self._forget, pins=[pins])
+        fetch = Fetch(now, now + self._held_s, self._forget, pins=[pins])
         self.live.add(fetch)
         for chain, handle in parts:
             self._load(chain, handle, fetch)

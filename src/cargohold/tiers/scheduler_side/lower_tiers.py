@@ -23,7 +23,6 @@ from cargohold.blocks import ABSENT, NOT_YET, READY
 from cargohold.cache.manager import OffloadKey, OffloadManager
 from cargohold.deadlines import PROGRESS, PROMISE, SETTLE
 from cargohold.protocol import Clock, Outage, Tally, TransferOutcome, metrics
-from cargohold.tiers.chunk_format import Note
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.messages import TierCommand
 from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
@@ -96,10 +95,6 @@ class LowerTiers:
         self.promises = Promises(host, self.writes, self.clock, PROMISE.seconds(config.restore_timeout_s))
         # When an idle engine stops stepping on, and when a job last ended or the first of several was handed out.
         self._settles_at = self._progressed_at = self.clock()
-
-    def describe_by(self, notes_of: Callable[[Sequence[OffloadKey]], Sequence[Note]]) -> None:
-        """Let ``notes_of`` say what else is known of chunks, to be written with them: a note each, or none at all."""
-        self.tasks.notes_of = notes_of
 
     def rank(self, keys: Iterable[OffloadKey]) -> None:
         """Note that hints ask something else for chunks now: tiers that have them are notified, a few with each step."""
@@ -345,10 +340,6 @@ class LowerTiers:
             if tier.health is HEALTHY and not writes.is_idle:  # while writes are tried, there is one job at a time
                 for task in writes.take():
                     self.tasks.want(task)
-
-    def take_cancelled(self) -> tuple[int, ...]:
-        """Return the ids of jobs cancelled since the last call; they are reported like all others, only sooner."""
-        return self.tasks.take_cancelled()
 
     def note_report(
         self,

@@ -68,7 +68,8 @@ class Prefetcher:
     ) -> None:
         self._host = host
         self._lower = lower
-        self._timeout_s = WAIT.seconds(lower.config.restore_timeout_s)
+        timeout_s = lower.config.restore_timeout_s
+        self._timeout_s, self._load_s = WAIT.seconds(timeout_s), ESTIMATE.seconds(timeout_s)
         self._planner = FetchPlanner(host, lower, pace if only_if_faster else None)
         self._ahead_planner = FetchPlanner(host, lower, None)
         self._max_num_seqs = environment.max_num_seqs
@@ -256,7 +257,7 @@ class Prefetcher:
         if self._is_to_come(waiting, hit.num_tokens):
             waiting.look_at = self._now + max(MIN_POLL_S, POLL_PART * waiting.waited_s)
             return
-        left_s = min(ESTIMATE.seconds(self._lower.config.restore_timeout_s), waiting.limit_s - waiting.waited_s)
+        left_s = min(self._load_s, waiting.limit_s - waiting.waited_s)
         plan = waiting.planner.worth_while(wanted, hit.num_tokens, left_s, waiting.skipped, waiting.notes)
         waiting.planned, waiting.num_to_have = wanted, plan.num_tokens
         if plan.chains:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
+from itertools import repeat
 from typing import Final, TypeVar
 
 from cargohold.cache.manager import OffloadKey, Slot, namespace_of_key, offload_key, split_key
+from cargohold.cache.retention import NO_RETENTION, Retention
 from cargohold.protocol import Clock
 from cargohold.tiers.chunk_format import NO_DETAILS, NO_NOTE, Note
 from cargohold.tiers.messages import TierCommand, both
@@ -113,6 +115,8 @@ class TaskTable:
 
     Attributes:
         notes_of: says what else is known of chunks that are written, one note each, or none at all if that is nothing.
+        granted: what hints ask for now; false if nothing.
+        retention_of: returns what they ask for a chunk.
         is_renamed: whether all chunks have other names in the tiers than their keys.
     """
 
@@ -127,6 +131,8 @@ class TaskTable:
         # By name, where that is not the key; the oldest first.
         self._key_of: OrderedDict[OffloadKey, OffloadKey] = OrderedDict()
         self.notes_of: Callable[[Sequence[OffloadKey]], Sequence[Note]] = lambda _: ()
+        self.granted: Collection[object] = ()
+        self.retention_of: Callable[[OffloadKey], Retention] = lambda _: NO_RETENTION
         self._wanted: deque[TierTask] = deque()
         self._in_flight: dict[int, TierTask] = {}
         self._cancelled: list[int] = []
@@ -162,9 +168,7 @@ class TaskTable:
         if task.kind is JobKind.STORE:
             parents, notes = self.names(task.parents), self._notes(task.keys)
         elif task.kind is JobKind.RANK:
-            notes = tuple(Note(retention=note.retention) for note in self.notes_of(task.keys)) or (NO_NOTE,) * len(
-                task.keys
-            )
+            notes = tuple(Note(retention=self.retention_of(key)) for key in task.keys)
         names = self.names(task.keys)
         return TierCommand(job_id, task.tier, task.kind, names, tuple(task.slots), parents, timeout_s, notes)
 
@@ -197,12 +201,13 @@ class TaskTable:
                 task.is_cancelled = True
                 self._cancelled.append(job_id)
 
-    def take_cancelled(self) -> tuple[int, ...]:
-        """Return the ids of jobs that were cancelled since the last call and are still in flight."""
+    def take_cancelled(self) -> Sequence[TierCommand]:
+        """Return commands to cancel the jobs that were cancelled since the last call and are still in flight."""
         if not self._cancelled:
             return ()
         cancelled, self._cancelled = self._cancelled, []
-        return tuple(job_id for job_id in cancelled if job_id in self._in_flight)
+        tasks = [(job_id, task) for job_id in cancelled if (task := self._in_flight.get(job_id)) is not None]
+        return [TierCommand(job_id, task.tier, task.kind, cancels=True) for job_id, task in tasks]
 
     def rename(self) -> None:
         """Give chunks other names in the tiers from now on, so that no request finds what is there under the old names."""
@@ -251,6 +256,11 @@ class TaskTable:
     def _notes(self, keys: Sequence[OffloadKey]) -> tuple[Note, ...]:
         """Return what else is known of chunks, or nothing if that is nothing."""
         notes = tuple(self.notes_of(keys))
+        if self.granted:
+            notes = tuple(
+                replace(note, retention=self.retention_of(key))
+                for key, note in zip(keys, notes or repeat(NO_NOTE), strict=False)
+            )
         if self._epoch:  # no later engine will ask what private chunks are
             notes = tuple(
                 replace(note, details=NO_DETAILS) if note.details is not NO_DETAILS and self.is_private(key) else note

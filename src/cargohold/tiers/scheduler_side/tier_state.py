@@ -310,7 +310,7 @@ class TierState:
 
     def is_tried(self, access: Access) -> bool:
         """Whether the next job of this kind, or the one in flight, tries whether the tier works again."""
-        return self.health.of(access) is BreakerState.HALF_OPEN
+        return self.health is not HEALTHY and self.health.of(access) is BreakerState.HALF_OPEN
 
     def takes(self, kind: JobKind) -> bool:
         """Whether a job may be handed out now. Those that show nothing are no trials."""

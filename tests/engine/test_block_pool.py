@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cargohold.blocks import BlockPool, KVCacheBlock
+from cargohold.engine.core.block_pool import BlockPool, KVCacheBlock
 from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError, StaleCursorError
 from cargohold.protocol import BlockPoolView, KVCacheBlockView
 from tests.effort import examples
