@@ -243,7 +243,7 @@ class _Bench:
             subprocess.run(["umount", str(place)], check=True)  # noqa: S603, S607  # ours, word by word
 
     def _on_a_hanging_disk(self, name: str) -> dict[str, object]:
-        from cargohold.integrations.sglang import page_store  # noqa: PLC0415  # after the stand-ins
+        from cargohold.integrations.sglang import backend  # noqa: PLC0415  # after the stand-ins
         from cargohold.tiers import Tier, open_tier  # noqa: PLC0415
         from tests.wrapped_tiers import FaultyTier  # noqa: PLC0415
 
@@ -255,7 +255,7 @@ class _Bench:
                 lambda operation: operation if hangs.is_set() and not released.wait(60) else None,
             )
 
-        with patch.object(page_store, "open_tier", opened), self.storage(name, place) as storage:
+        with patch.object(backend, "open_tier", opened), self.storage(name, place) as storage:
             self.store(storage, self.keys())
             hangs.set()
             pipe = next(iter(sorted(place.glob("*.bin"))), None)

@@ -19,7 +19,7 @@ import plots
 from plots import TRACES, measured_on, result
 
 from cargohold.protocol import Kind, metrics
-from cargohold.serve.families import OWN_FAMILIES
+from cargohold.serve.scrape import OWN_FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN_SIZES = (1, 5)

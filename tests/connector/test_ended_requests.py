@@ -6,8 +6,8 @@ import pytest
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache.manager import chunk_keys
-from cargohold.connector.kernel.pending_stores import PendingStore
 from cargohold.connector.kernel.requests import RequestState
+from cargohold.connector.kernel.stores import PendingStore
 from cargohold.engine.core.request_queues import QueuePolicy, WaitingQueue
 from cargohold.engine.core.scheduler import EngineContext
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout

@@ -11,8 +11,7 @@ import pytest
 
 from cargohold import LLM, ConfigError, OffloadConfig, SamplingParams
 from cargohold.blocks import extend_hashes, root_hash
-from cargohold.engine.event_replay import ReplayBuffer
-from cargohold.engine.events import ZmqEventPublisher
+from cargohold.engine.events import ReplayBuffer, ZmqEventPublisher
 from cargohold.protocol import (
     Adapter,
     AllBlocksCleared,

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cargohold.engine.event_replay import ReplayBuffer, ReplayServer
+from cargohold.engine.events import ReplayBuffer, ReplayServer
 
 zmq = pytest.importorskip("zmq", reason="publishing events needs the extra cargohold[events]")
 
@@ -74,7 +74,7 @@ def test_followers_that_do_not_read_delay_nobody_and_cost_no_memory(replays: Rep
 def test_more_followers_than_are_answered_at_once_wait_for_their_turn(
     replays: ReplayServer, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cargohold.engine.event_replay._MAX_FOLLOWERS", 1)
+    monkeypatch.setattr("cargohold.engine.events._MAX_FOLLOWERS", 1)
     first, second = follower(replays, stack, takes=1), follower(replays, stack)
     ask(first, NUM_MESSAGES - 500)
     assert first.poll(PATIENCE_MS)

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cargohold import DiskTierConfig, OffloadConfig, SharedTierConfig, TenantQuota
 from cargohold.protocol import metrics
-from cargohold.serve.families import OWN_FAMILIES
+from cargohold.serve.scrape import OWN_FAMILIES
 from cargohold.serve.server import Server
 from cargohold.serve.settings import ServeConfig
 from tests.serve.running import call, running, settle, wait_until

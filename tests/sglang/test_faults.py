@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import cargohold.integrations.sglang.page_store
+import cargohold.integrations.sglang.backend
 from cargohold.tiers import Tier, open_tier
 from tests.sglang.host import Host, disk, extra_config, tokens_from, write_model
 from tests.sglang.test_cache import same
@@ -110,7 +110,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str | None]
     def opened(*args: Any, **named: Any) -> Tier:
         return FaultyTier(open_tier(*args, **named), lambda operation: faults.get(operation, lambda: None)())
 
-    monkeypatch.setattr(cargohold.integrations.sglang.page_store, "open_tier", opened)
+    monkeypatch.setattr(cargohold.integrations.sglang.backend, "open_tier", opened)
     return faults
 
 

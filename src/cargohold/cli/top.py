@@ -21,8 +21,19 @@ from cargohold.cli.signals import EXIT_FAILED
 from cargohold.option_values import format_bytes, format_time
 from cargohold.process import deferred_interrupt
 from cargohold.protocol import metrics
-from cargohold.serve.families import GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, UP
-from cargohold.serve.scrape import LEAST_TOKENS, Scrape, metrics_url, moved_bytes, scrape, tiers_of
+from cargohold.serve.scrape import (
+    GENERATED,
+    IN_ENGINE,
+    LEAST_TOKENS,
+    OWN_FAMILIES,
+    REFUSED,
+    UP,
+    Scrape,
+    metrics_url,
+    moved_bytes,
+    scrape,
+    tiers_of,
+)
 
 _MAX_AT_ONCE: Final = 32
 _COLOURS: Final = ("green", "blue", "magenta", "cyan", "yellow")

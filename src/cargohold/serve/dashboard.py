@@ -17,9 +17,8 @@ from starlette.responses import Response
 from cargohold.protocol import metrics
 from cargohold.serve.cache import page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
-from cargohold.serve.families import IN_ENGINE, REFUSED, UP
 from cargohold.serve.limits import Hosts, Limits, connections
-from cargohold.serve.scrape import History, Scrape, TimeSpan, scrape, tier_uses, tiers_of
+from cargohold.serve.scrape import IN_ENGINE, REFUSED, UP, History, Scrape, TimeSpan, scrape, tier_uses, tiers_of
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
 

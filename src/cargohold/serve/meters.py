@@ -16,8 +16,8 @@ from cargohold.llm import AsyncLLM
 from cargohold.protocol import Family, Kind, Series, Stats, Tally, metrics
 from cargohold.protocol.metrics import Bucket
 from cargohold.serve.admission import EngineWatch, RequestAdmission, State
-from cargohold.serve.families import ANSWERS, GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, REQUESTS, UP
 from cargohold.serve.records import Record
+from cargohold.serve.scrape import ANSWERS, GENERATED, IN_ENGINE, OWN_FAMILIES, REFUSED, REQUESTS, UP
 
 
 class ServerMeters(Collector):

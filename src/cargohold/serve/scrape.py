@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
+from itertools import product
 from math import inf
 from typing import Any, Final, NamedTuple
 from urllib.error import HTTPError, URLError
@@ -16,7 +17,24 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
 from cargohold.errors import ConfigError, one_line
-from cargohold.protocol import Family, metrics
+from cargohold.protocol import Family, Kind, metrics
+
+_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+_ENDS: Final = tuple(product(_PATHS, ("finished", "gone", "failed")))
+
+UP: Final = Family("up", Kind.GAUGE, "0 or 1", "Whether requests are accepted.")
+REQUESTS: Final = Family(
+    "requests", Kind.COUNTER, "requests", "Ended; gone: the client disconnected.", ("endpoint", "state"), _ENDS
+)
+REFUSED: Final = Family("refused_requests", Kind.COUNTER, "requests", "Found the queue full.", start=((),))
+ANSWERS: Final = Family("answers_in_progress", Kind.GAUGE, "answers", "That clients wait for.")
+IN_ENGINE: Final = Family(
+    "engine_requests", Kind.GAUGE, "requests", "In the engine: running, waiting, loading.", ("state",)
+)
+GENERATED: Final = Family("generated_tokens", Kind.COUNTER, "tokens", "Generated.", start=((),))
+
+OWN_FAMILIES: Final = (UP, REQUESTS, REFUSED, ANSWERS, IN_ENGINE, GENERATED)
+
 
 LEAST_TOKENS: Final = 500
 """Fewer tokens restored, or computed, say nothing of how fast that is: a block takes as long as a step, whatever is in it."""
