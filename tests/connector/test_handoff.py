@@ -310,7 +310,7 @@ def test_blocks_and_slots_held_for_a_tier_that_hangs_are_free_again_in_time(stor
     while clock.now < end:
         engine.step()
     assert pool.num_free_blocks == pool.num_usable_blocks
-    assert not tiering.lower.promises
+    assert not tiering.lower.promises.made
     queue.held = frozenset()
     finish(engine, tiering)
 

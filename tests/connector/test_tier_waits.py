@@ -356,13 +356,13 @@ def test_a_request_that_finds_no_slot_does_not_look_for_one_in_every_step(monkey
     """Each look goes through all chunks of the prompt. Once the tiers had answered, there was no pause between two of them."""
     tiering, engine, transfers = play_out_of_slots()
     looks: list[float] = []
-    fetch = tiering.lower.fetch
+    fetch = tiering.lower.fetches.begin
 
     def noted(chains: Sequence[Chain], kept: Sequence[bytes], tenant: str | None) -> Fetch | None:
         looks.append(engine.clock())
         return fetch(chains, kept, tenant)
 
-    monkeypatch.setattr(tiering.lower, "fetch", noted)
+    monkeypatch.setattr(tiering.lower.fetches, "begin", noted)
     engine.add("known", prompt(0, 17), 3)
     began = engine.clock()
     for at in range(20):

@@ -33,6 +33,7 @@ from cargohold.cache.shares import Limits, Share, Shares
 from cargohold.cache.tier_manager import TierManager
 from cargohold.connector.guests.events import TierEvents
 from cargohold.connector.guests.hints import Hints
+from cargohold.connector.guests.lower_tiers import LowerTierGuest
 from cargohold.connector.kernel.device import DeviceChunks
 from cargohold.connector.kernel.jobs import JobTable, Load, LoadJob, OffloadingMetadata, Store, TouchHolder
 from cargohold.connector.kernel.loads import Loads, TierLookup, blocks_to_load
@@ -983,7 +984,7 @@ def never_looks_for_what_it_has_lost_while_it_waited(patch: Patch) -> None:
 
 @mutant("tiered", "returning", first_seed=105)
 def says_of_what_it_did_not_fetch_that_it_is_not_there(patch: Patch) -> None:
-    patch.setattr(Prefetcher, "whereabouts", lambda self, key: "")
+    patch.setattr(LowerTierGuest, "where_is", lambda self, key: "")
 
 
 @mutant("tiered", "returning", first_seed=42)

@@ -17,7 +17,7 @@ from tests.tiers.scheduler_side.world import KEYS, World, key_of
 def test_a_fetch_is_not_ready_before_all_workers_are_done() -> None:
     world = World(num_workers=3)
     world.learn(KEYS[:4])
-    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:4], None)], ())
     assert isinstance(fetch, Fetch)
     (load,) = world.step()
     assert list(world.lower.lookup(KEYS[:4])) == [NOT_YET] * 4
@@ -37,11 +37,11 @@ def test_a_fetch_that_finds_no_slot_holds_nothing() -> None:
     world = World(capacity=4)
     world.learn(KEYS)
     busy = world.manager.prepare_store([key_of(1, at) for at in range(4)])
-    assert world.lower.fetch([Chain(0, KEYS, None)], ()) is None
+    assert world.lower.fetches.begin([Chain(0, KEYS, None)], ()) is None
     assert world.step() == [] and world.lower.is_idle
     before = world.manager.generation
     busy.forfeit()
-    fetch = world.lower.fetch([Chain(0, KEYS, None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS, None)], ())
     assert isinstance(fetch, Fetch) and world.manager.num_writing == 4
     assert world.manager.generation >= before
 
@@ -50,7 +50,7 @@ def test_a_fetch_that_found_slots_for_one_of_its_chains_goes_on_with_that() -> N
     world = World(capacity=4)
     others = [key_of(1, at) for at in range(3)]
     world.learn([*KEYS[:4], *others])
-    fetch = world.lower.fetch([Chain(0, KEYS[:4], None), Chain(0, others, None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:4], None), Chain(0, others, None)], ())
     assert isinstance(fetch, Fetch) and not fetch.is_released
     (load,) = world.step()
     world.end(load, [True] * 4)
@@ -70,7 +70,7 @@ def test_a_long_chain_is_fetched_in_several_jobs_as_far_as_there_are_slots(monke
         return prepare_stores(offers)
 
     monkeypatch.setattr(world.host, "prepare_stores", noted)
-    fetch = world.lower.fetch([Chain(0, keys, None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, keys, None)], ())
     assert isinstance(fetch, Fetch) and fetch.num_running == 3
     loads = world.step()
     assert [load.keys for load in loads] == [tuple(keys[:128]), tuple(keys[128:256]), tuple(keys[256:300])]
@@ -84,8 +84,8 @@ def test_a_long_chain_is_fetched_in_several_jobs_as_far_as_there_are_slots(monke
 def test_a_chunk_that_is_being_fetched_is_not_fetched_again() -> None:
     world = World()
     world.learn(KEYS[:2])
-    first = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
-    second = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    first = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
+    second = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     assert isinstance(first, Fetch) and isinstance(second, Fetch)
     assert (first.num_running, second.num_running) == (1, 0)
     (load,) = world.step()
@@ -99,7 +99,7 @@ def test_a_fetch_does_not_evict_what_is_pinned_for_it() -> None:
     world = World(capacity=4)
     world.keep(KEYS[:2])
     world.learn(KEYS[2:6])
-    fetch = world.lower.fetch([Chain(0, KEYS[2:6], KEYS[1])], KEYS[:2])
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[2:6], KEYS[1])], KEYS[:2])
     assert isinstance(fetch, Fetch)
     loads = [command for command in world.step() if command.kind is JobKind.LOAD]
     assert [command.keys for command in loads] == [tuple(KEYS[2:4])]
@@ -109,7 +109,7 @@ def test_a_fetch_does_not_evict_what_is_pinned_for_it() -> None:
 def test_a_released_fetch_is_cancelled_and_its_slots_are_free() -> None:
     world = World(capacity=4)
     world.learn(KEYS[:4])
-    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:4], None)], ())
     assert isinstance(fetch, Fetch)
     (load,) = world.step()
     fetch.release()
@@ -125,7 +125,7 @@ def test_a_released_fetch_is_cancelled_and_its_slots_are_free() -> None:
 def test_chunks_that_arrive_for_a_released_fetch_are_ready_and_unpinned() -> None:
     world = World()
     world.learn(KEYS[:4])
-    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:4], None)], ())
     assert isinstance(fetch, Fetch)
     (load,) = world.step()
     fetch.release()
@@ -137,7 +137,7 @@ def test_chunks_that_arrive_for_a_released_fetch_are_ready_and_unpinned() -> Non
 def test_a_fetch_that_is_released_before_its_job_is_sent_is_forgotten() -> None:
     world = World()
     world.learn(KEYS[:4])
-    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:4], None)], ())
     assert isinstance(fetch, Fetch)
     fetch.release()
     assert world.step() == []
@@ -147,7 +147,7 @@ def test_a_fetch_that_is_released_before_its_job_is_sent_is_forgotten() -> None:
 def test_a_fetch_released_before_its_job_is_sent_stays_released_when_others_are_released() -> None:
     world = World()
     world.learn(KEYS[:4])
-    fetches = [world.lower.fetch([Chain(0, [key], None)], ()) for key in KEYS[:4]]
+    fetches = [world.lower.fetches.begin([Chain(0, [key], None)], ()) for key in KEYS[:4]]
     for fetch in fetches:
         assert isinstance(fetch, Fetch)
         fetch.release()
@@ -177,7 +177,7 @@ def test_workers_are_told_once_of_a_cancelled_job_and_never_of_an_ended_one() ->
 def test_a_fetch_expires() -> None:
     world = World()
     world.learn(KEYS[:2])
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     (load,) = world.step()
     world.end(load, [True, True])
     assert world.manager.num_pins == 2
@@ -193,7 +193,7 @@ def test_a_fetch_expires() -> None:
 def test_slots_of_a_job_stay_reserved_until_it_is_reported() -> None:
     world = World(num_workers=2)
     world.learn(KEYS[:2])
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     assert fetch is not None
     (load,) = world.step()
     world.lower.note_report({load.job_id: (bytes([1, 1]), 1)}, {})
@@ -218,7 +218,7 @@ def test_an_idle_tier_has_no_job_and_no_pin() -> None:
     world.lower.probe(KEYS[:2])
     note()
     world.learn(KEYS[:2])
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     assert fetch is not None
     note()
     (load,) = world.step()
@@ -238,7 +238,7 @@ def test_an_idle_tier_has_no_job_and_no_pin() -> None:
 def test_a_load_of_a_released_fetch_still_counts_as_being_fetched() -> None:
     world = World()
     world.learn(KEYS[:2])
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     assert fetch is not None
     (load,) = world.step()
     fetch.release()
@@ -252,7 +252,7 @@ def test_a_load_of_a_released_fetch_still_counts_as_being_fetched() -> None:
 def test_chunks_of_a_failed_load_are_probed_again_unless_it_was_cancelled(*, is_cancelled: bool) -> None:
     world = World()
     world.learn(KEYS[:2])
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     assert fetch is not None
     (load,) = world.step()
     if is_cancelled:
@@ -264,7 +264,7 @@ def test_chunks_of_a_failed_load_are_probed_again_unless_it_was_cancelled(*, is_
 def test_chunks_loaded_from_a_farther_tier_are_written_to_nearer_ones() -> None:
     world = World(num_tiers=2)
     world.learn(KEYS[:3], tier=1)
-    world.lower.fetch([Chain(1, KEYS[:3], None)], ())
+    world.lower.fetches.begin([Chain(1, KEYS[:3], None)], ())
     (load,) = world.step()
     world.end(load, [True, False, True])
     assert [(job.tier, job.keys, job.parents) for job in world.step()] == [(0, (KEYS[0], KEYS[2]), (None, KEYS[1]))]
@@ -273,7 +273,7 @@ def test_chunks_loaded_from_a_farther_tier_are_written_to_nearer_ones() -> None:
 def test_one_of_several_fetches_is_cancelled_when_released_and_counted_once() -> None:
     world = World(capacity=16)
     world.learn(KEYS[:4])
-    fetches = [world.lower.fetch([Chain(0, KEYS[at : at + 2], None)], ()) for at in (0, 2)]
+    fetches = [world.lower.fetches.begin([Chain(0, KEYS[at : at + 2], None)], ()) for at in (0, 2)]
     loads = world.step()
     for _ in range(2):
         if fetches[0] is not None:
@@ -287,7 +287,7 @@ def test_one_of_several_fetches_is_cancelled_when_released_and_counted_once() ->
 def test_a_fetch_is_released_once() -> None:
     world = World()
     world.keep(KEYS[:2])
-    fetch = world.lower.fetch([], KEYS[:2])
+    fetch = world.lower.fetches.begin([], KEYS[:2])
     assert isinstance(fetch, Fetch)
     assert world.manager.num_pins == 2
     fetch.release()

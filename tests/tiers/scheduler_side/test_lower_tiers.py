@@ -58,7 +58,7 @@ class Traffic:
         keys, lower = self.chain(), self.world.lower
         kept = [key for key in keys if self.is_ready(key)]
         known = [key for key in keys if key not in kept and lower.lookup([key])[0] == READY]
-        fetch = lower.fetch([Chain(lower.tiers_of([key])[0], [key], None) for key in known], kept)
+        fetch = lower.fetches.begin([Chain(lower.tiers_of([key])[0], [key], None) for key in known], kept)
         if isinstance(fetch, Fetch):
             self.fetches.append(fetch)
 

@@ -17,7 +17,7 @@ def test_events_say_what_is_known_of_a_tier() -> None:
     world.keep(KEYS[3:5])
     (store,) = world.step()
     world.end(store, [True, False])
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     (load,) = world.step()
     world.end(load, [True, False])
     assert isinstance(fetch, Fetch)
@@ -90,7 +90,7 @@ def test_chunks_written_while_loads_are_suspended_are_announced_when_they_can_be
     known = follow(world, known)
     assert known == set(), "nobody can load it"
     world.wait(1.0)
-    fetch = world.lower.fetch([Chain(0, KEYS[:1], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:1], None)], ())
     (trial,) = world.step()
     world.end(trial, [True])
     assert fetch is not None

@@ -33,7 +33,7 @@ def test_an_expired_load_of_which_most_has_arrived_is_no_failure(num_done: int, 
     world = World(capacity=16)
     for _ in range(4):
         world.learn(KEYS[:4])
-        fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+        fetch = world.lower.fetches.begin([Chain(0, KEYS[:4], None)], ())
         assert fetch is not None
         (load,) = world.step()
         fetch.give_up()
@@ -52,7 +52,7 @@ def test_an_expired_job_that_was_too_large_does_not_suspend_its_tier(
     monkeypatch.setattr(fetches, "BATCH_CHUNKS", 2)
     world = World(capacity=16)
     world.learn(KEYS[:10])
-    fetch = world.lower.fetch([Chain(0, KEYS[:10], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:10], None)], ())
     assert fetch is not None
     loads = world.step()
     assert len(loads) == 5
@@ -75,7 +75,7 @@ def test_failing_writes_do_not_suspend_loads() -> None:
         world.end(store, [False] * len(store.keys), TransferOutcome.FAILED)
     world.keep(KEYS[8:12])  # more than may be written at the same time
     assert world.step() == []
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], ())
     (load,) = world.step()
     world.end(load, [True, True])
     assert fetch is not None and set(fetch.sources) == set(KEYS[:2])
@@ -152,7 +152,7 @@ def test_a_cancelled_trial_leaves_the_trial_to_another_job() -> None:
     world = World(capacity=16)
     fail_loads(world)
     world.wait(1.0)
-    fetch = world.lower.fetch([Chain(0, KEYS[:1], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:1], None)], ())
     (load,) = world.step()
     (tier,) = world.lower.tiers
     assert fetch is not None and not tier.is_readable, "one job finds out"
@@ -165,7 +165,7 @@ def test_the_measured_time_of_a_tier_expires_and_is_measured_again() -> None:
     world = World()
     world.learn(KEYS[:4])
     assert world.lower.estimate_s({0: 4}) == 0.0
-    fetch = world.lower.fetch([Chain(0, KEYS[:4], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:4], None)], ())
     assert isinstance(fetch, Fetch)
     (load,) = world.step()
     world.clock.advance(1.5)
@@ -194,7 +194,7 @@ def test_the_measured_time_of_a_tier_comes_from_jobs_that_were_not_cut_short(hap
     world.learn(KEYS[:2])
     world.learn(KEYS[2:3], tier=1)
     chains = [Chain(0, KEYS[:2], None), Chain(1, KEYS[2:3], KEYS[1])]
-    fetch = world.lower.fetch(chains if happens == "another tier" else chains[:1], ())
+    fetch = world.lower.fetches.begin(chains if happens == "another tier" else chains[:1], ())
     assert fetch is not None
     loads = world.step()
     world.clock.advance(0.5)
@@ -214,7 +214,7 @@ def test_tiers_are_measured_each_by_itself_and_work_side_by_side() -> None:
     world = World(num_tiers=2)
     world.learn(KEYS[:2])
     world.learn(KEYS[2:4], tier=1)
-    assert world.lower.fetch([Chain(0, KEYS[:2], None), Chain(1, KEYS[2:4], KEYS[1])], ()) is not None
+    assert world.lower.fetches.begin([Chain(0, KEYS[:2], None), Chain(1, KEYS[2:4], KEYS[1])], ()) is not None
     fast, slow = world.step()
     for load, seconds in ((fast, 0.5), (slow, 1.0)):
         world.clock.advance(seconds)

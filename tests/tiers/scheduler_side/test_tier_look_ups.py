@@ -70,7 +70,7 @@ def test_jobs_for_a_full_tier_keep_their_order_and_no_job_is_too_large_for_an_id
     world.end(second, [True] * 5)
     (third,) = world.step()
     world.end(third, [True])
-    fetch = world.lower.fetch([Chain(0, KEYS[:6], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:6], None)], ())
     (load,) = world.step()
     assert load.keys == tuple(KEYS[:6])
     world.end(load, [True] * 6)
@@ -196,7 +196,7 @@ def test_a_tier_is_probed_for_chunks_that_another_could_not_load() -> None:
     """A chunk that turns out to be gone is looked for further down the next time."""
     world = World(num_tiers=2)
     world.learn(KEYS[:1])
-    fetch = world.lower.fetch([Chain(0, KEYS[:1], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:1], None)], ())
     (load,) = world.step()
     world.end(load, [False])
     assert isinstance(fetch, Fetch) and not fetch.sources

@@ -97,7 +97,7 @@ def test_writes_under_old_names_count_as_in_flight_until_they_end() -> None:
 def test_a_reset_is_refused_while_chunks_are_pinned() -> None:
     world = World()
     world.keep(KEYS[:2])
-    fetch = world.lower.fetch([], KEYS[:2])
+    fetch = world.lower.fetches.begin([], KEYS[:2])
     assert fetch is not None
     refused = world.manager.reset()
     fetch.release()
@@ -107,7 +107,7 @@ def test_a_reset_is_refused_while_chunks_are_pinned() -> None:
 def test_a_reset_is_refused_while_chunks_are_fetched() -> None:
     world = World()
     world.learn(KEYS[:2])
-    fetch = world.lower.fetch([Chain(0, KEYS[:2], None)], [])
+    fetch = world.lower.fetches.begin([Chain(0, KEYS[:2], None)], [])
     assert fetch is not None and not world.manager.reset()
     (load,) = world.step()
     fetch.release()

@@ -37,7 +37,7 @@ class TieringManager(ForwardingManager):
     @property
     def num_removed(self) -> Counter[str]:
         """Numbers of chunks that were in host memory and have gone, by reason."""
-        return Counter(self.host.num_removed) - Counter(evicted=self.lower.num_never_there)
+        return Counter(self.host.num_removed) - Counter(evicted=self.lower.fetches.num_never_there)
 
     def touch(self, keys: Sequence[OffloadKey]) -> int:
         """Mark chunks as used, in host memory and in the lower tiers. Return how many leading ones host memory has."""

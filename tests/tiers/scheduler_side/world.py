@@ -206,7 +206,7 @@ def fail_loads(world: World) -> None:
 
 def fail_load(world: World, key: bytes) -> None:
     """Let a load of one chunk fail."""
-    fetch = world.lower.fetch([Chain(0, [key], None)], ())
+    fetch = world.lower.fetches.begin([Chain(0, [key], None)], ())
     assert fetch is not None
     (load,) = world.step()
     world.end(load, [False], TransferOutcome.FAILED)

@@ -213,7 +213,7 @@ class HandingOff(Consumer):
         if self._lower is None or state.request.request_id not in self._promised:
             return frozenset()
         promises = self._lower.promises
-        without = {key for key in keys if key in promises}
+        without = promises.made.keys() & keys
         promises.make_room(len(without))
         return without
 

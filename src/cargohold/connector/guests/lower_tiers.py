@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
+from cargohold.blocks import NOT_YET
 from cargohold.cache.manager import ChunkKeys, OffloadKey
 from cargohold.connector.kernel.guest import AdmissionReport, Below
 from cargohold.connector.kernel.jobs import Store
@@ -133,7 +134,10 @@ class LowerTierGuest(Below):
 
     def where_is(self, key: OffloadKey) -> str:
         """Whether a tier has a chunk, or it is on its way from there."""
-        return self._prefetcher.whereabouts(key)
+        if self._lower.lookup([key]) == bytes([NOT_YET]):
+            return "is still on its way from a lower tier"
+        (at,) = self._lower.tiers_of([key])
+        return f"was not fetched from {self.tiers[at]}" if at >= 0 else ""
 
     def take_stats(self) -> Stats:
         """Return the tiers' counters since the last call."""

@@ -185,7 +185,7 @@ class Meters(Guest):
         manager, tier = self._shared.manager, self._shared.tier
         num_ready, (ready, capacity) = manager.num_ready, manager.fill
         removed = Counter(manager.num_removed)
-        removed["evicted"] -= 0 if self._lower is None else self._lower.num_never_there
+        removed["evicted"] -= 0 if self._lower is None else self._lower.fetches.num_never_there
         levels: dict[Series, float] = {
             **{metrics.REMOVED.of(tier, reason): count for reason, count in removed.items()},
             metrics.READY_CHUNKS: num_ready,

@@ -84,7 +84,7 @@ class TailsBelow(LowerTierGuest):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.want = lambda *fields: self._prefetcher.with_tail(Wanted(*fields))
+        self.want = lambda *fields: self._prefetcher.planner.with_tail(Wanted(*fields)._replace(may_end_inside=True))
 
     def origins(self, state: RequestState, num_computed_tokens: int, num_hit_tokens: int) -> bytes:
         """See ``Below.origins``."""

@@ -325,7 +325,7 @@ class ListedMedium:
     def find(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, Note]:
         """Those of the chunks, and of all others whose key is known, that are on all shards, with what was noted of them."""
         lower = self.lower
-        known = sorted({*keys, *(() if lower.has_renamed else self.shards[0].chunks)})
+        known = sorted({*keys, *(() if lower.tasks.is_renamed else self.shards[0].chunks)})
         names = dict(zip(known, lower.tasks.names(known), strict=True))
         notes = self.shards[0].notes
         return {key: notes[name] for key, name in names.items() if all(name in shard.chunks for shard in self.shards)}

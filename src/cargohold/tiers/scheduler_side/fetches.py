@@ -141,16 +141,18 @@ class Fetches:
         self.arriving: set[OffloadKey] = set()
         self.num_never_there = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.live)
-
     @property
     def num_held(self) -> int:
         """Number of chunks pinned for fetches, counted once per fetch."""
         return sum(len(pins.keys) for fetch in self.live for pins in fetch.pins)
 
     def begin(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
-        """See ``LowerTiers.fetch``."""
+        """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
+
+        Returns:
+            The fetch to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
+            ``None`` if there is no slot as long as others use them, and then nothing is pinned.
+        """
         num_wanted = sum([len(chain.keys) for chain in chains])
         is_shared = self._host.num_pins + self._host.num_writing > 0
         fits_as_whole = num_wanted + len(kept) <= self._host.capacity

@@ -87,7 +87,7 @@ class InventoryScan:
             self._tasks.want(TierTask(kind, self._at, [cursor], self._end_list))
 
     def _first_described(self) -> tuple[JobKind, bytes] | None:
-        return (JobKind.DESCRIBE, b"") if self.tier.records_events else None
+        return (JobKind.DESCRIBE, b"") if self.tier.events is not None else None
 
     def _end_list(self, task: TierTask, _: Sequence[bool], is_done: bool) -> None:
         if task.is_cancelled or not is_done:

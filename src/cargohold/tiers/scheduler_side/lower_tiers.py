@@ -26,7 +26,7 @@ from cargohold.protocol import Clock, Outage, Tally, TransferOutcome, metrics
 from cargohold.tiers.health import HEALTHY, TierHealth
 from cargohold.tiers.messages import TierCommand
 from cargohold.tiers.port import LISTED_AT_ONCE, JobKind, Listing
-from cargohold.tiers.scheduler_side.fetches import Chain, Fetch, Fetches
+from cargohold.tiers.scheduler_side.fetches import Fetches
 from cargohold.tiers.scheduler_side.listing import InventoryScan
 from cargohold.tiers.scheduler_side.promises import Promises
 from cargohold.tiers.scheduler_side.tasks import SteppedClock, TaskTable, TierTask, random_epoch
@@ -58,6 +58,8 @@ class LowerTiers:
         tiers: what is known of each tier.
         writes: what is written to each tier.
         promises: the chunks that other engines were promised.
+        tasks: the jobs of all tiers.
+        fetches: chunks on their way into host memory.
         namespace: what the chunks' bytes depend on in the first shared tier, as the first worker says; empty until it has.
         config: as given.
         on_arrived: called with chunks that have come up into host memory.
@@ -88,7 +90,7 @@ class LowerTiers:
         self.writes = [
             Writes(at, tier, host, self.tasks, clock, config.local_hashes) for at, tier in enumerate(self.tiers)
         ]
-        self._fetches = Fetches(host, self.tiers, self.tasks, self.clock, config.restore_timeout_s, self._note_arrived)
+        self.fetches = Fetches(host, self.tiers, self.tasks, self.clock, config.restore_timeout_s, self._note_arrived)
         self._to_rank: dict[OffloadKey, None] = {}
         self.on_arrived: Callable[[Iterable[OffloadKey]], None] = lambda _: None
         self._scans = [InventoryScan(at, tier, self.tasks, self.clock) for at, tier in enumerate(self.tiers)]
@@ -105,16 +107,6 @@ class LowerTiers:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     @property
-    def num_never_there(self) -> int:
-        """Number of chunks that host memory counts as removed although they had never arrived from a tier."""
-        return self._fetches.num_never_there
-
-    @property
-    def has_renamed(self) -> bool:
-        """Whether chunks have other names in the tiers than their keys."""
-        return self.tasks.is_renamed
-
-    @property
     def is_readable(self) -> bool:
         """Whether requests may look for chunks in any of the tiers."""
         return any(tier.is_readable for tier in self.tiers)
@@ -124,7 +116,7 @@ class LowerTiers:
 
         The device's new chunks would find no slot otherwise, and be lost. One request may always fetch its chunks.
         """
-        if not (self._fetches.num_held or self._fetches.arriving):
+        if not (self.fetches.num_held or self.fetches.arriving):
             return True
         num_written = sum([writes.num_writing for writes in self.writes])
         num_used = self.host.capacity - self.host.num_obtainable - num_written
@@ -133,14 +125,14 @@ class LowerTiers:
     @property
     def is_idle(self) -> bool:
         """Whether no chunk is on its way or held for a request. Probes and touches, which move none, may be in flight."""
-        return not (self._fetches or self.promises) and all(
+        return not (self.fetches.live or self.promises.made) and all(
             task.kind in (JobKind.PROBE, JobKind.TOUCH) for task in self.tasks
         )
 
     @property
     def is_fetching(self) -> bool:
         """Whether chunks are being fetched, or held for a request."""
-        return bool(self._fetches or self._fetches.arriving)
+        return bool(self.fetches.live or self.fetches.arriving)
 
     @property
     def is_settling(self) -> bool:
@@ -152,7 +144,7 @@ class LowerTiers:
         now = self.clock()
         if self.tasks and now >= self._progressed_at + PROGRESS.seconds():
             return False
-        if self._fetches.arriving or self.promises or any(scan.is_at_work for scan in self._scans):
+        if self.fetches.arriving or self.promises.made or any(scan.is_at_work for scan in self._scans):
             return True
         if now >= self._settles_at:
             return False
@@ -160,7 +152,7 @@ class LowerTiers:
 
     def is_asked_for(self, key: OffloadKey) -> bool:
         """Whether a chunk is on its way from or to a tier, or a tier is being asked whether it has it."""
-        return key in self._fetches.arriving or any(writes.is_busy_with(key) for writes in self.writes)
+        return key in self.fetches.arriving or any(writes.is_busy_with(key) for writes in self.writes)
 
     def lookup(self, keys: Sequence[OffloadKey], *, skipped: Container[int] = ()) -> bytes:
         """Return one byte per chunk: ``READY`` if a usable tier has it, ``ABSENT``, ``NOT_YET`` or ``UNKNOWN``.
@@ -175,7 +167,7 @@ class LowerTiers:
             tier.lookup(keys, is_skipped=at in skipped) for at, tier in enumerate(self.tiers) if tier.is_readable
         ]
         states = reduce(_over, answers) if answers else _ABSENT * len(keys)
-        return mark(states, keys, self._fetches.arriving, NOT_YET)
+        return mark(states, keys, self.fetches.arriving, NOT_YET)
 
     def tiers_of(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return, per chunk, the index of the fastest usable tier known to have it, or -1.
@@ -248,15 +240,6 @@ class LowerTiers:
                 answers = zip(keys, tier.lookup_cache.last(keys), strict=True)
                 tier.lookup_cache.forget([key for key, is_there in answers if is_there is False])
 
-    def fetch(self, chains: Sequence[Chain], kept: Sequence[OffloadKey], tenant: str | None = None) -> Fetch | None:
-        """Fetch chunks into host memory, as far as slots can be had, and pin ``kept``, which are there already.
-
-        Returns:
-            The fetch to wait for, and to release in the end; nothing is on its way for it if ``kept`` fill host memory.
-            ``None`` if there is no slot as long as others use them, and then nothing is pinned.
-        """
-        return self._fetches.begin(chains, kept, tenant)
-
     def note_new_in_host(self, keys: Sequence[OffloadKey], parents: Mapping[OffloadKey, OffloadKey | None]) -> None:
         """Note that host memory has new chunks: they are to be written down."""
         for writes in self.writes:
@@ -301,7 +284,7 @@ class LowerTiers:
         """
         if namespace:
             self.tasks.use_namespace(namespace, weights)
-        if namespace and weights and not self.has_renamed:
+        if namespace and weights and not self.tasks.is_renamed:
             for tier in self.tiers:
                 tier.ask_always()  # what earlier engines have left there has names that do not reveal which chunks they are
         self.promises.are_names_private = self.tasks.is_renamed or namespace > 0
@@ -391,18 +374,13 @@ class LowerTiers:
         self._conclude(task, is_done=outcome is TransferOutcome.DONE)
         return True
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether workers have jobs that have not ended."""
-        return bool(self.tasks)
-
     def retire(self) -> None:
         """Use the tiers no more, and release all that is held except what jobs in flight read and write; ``end`` does that."""
         for tier, writes in zip(self.tiers, self.writes, strict=True):
             tier.retire()
             writes.clear()
         self._to_rank.clear()
-        self._fetches.release_all()
+        self.fetches.release_all()
         self.promises.give_up_all()
         for task in self.tasks.take_wanted():
             task.is_cancelled = True
@@ -432,18 +410,18 @@ class LowerTiers:
             assert writes.touching == {k for t in own if t.kind is JobKind.TOUCH for k in t.keys}, "touched by nobody"
             assert writes.num_writing == sum(len(t.keys) for t in own if t.kind is JobKind.STORE), "written by nobody"
             assert len(writes.backlog) <= self.host.capacity, "the backlog is longer than it may be"
-        self._fetches.check()
+        self.fetches.check()
         num_read = sum(len(task.keys) for task in tasks if task.kind is JobKind.STORE)
         self.promises.check()
-        num_held = self._fetches.num_held + self.promises.num_pins
+        num_held = self.fetches.num_held + self.promises.num_pins
         assert num_read + num_held <= self.host.num_pins, "a chunk is held without a pin"
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         """Do what is due: mostly nothing."""
-        if self._fetches.live:
-            self._fetches.release_expired()
+        if self.fetches.live:
+            self.fetches.release_expired()
         if self.promises.made:
             self.promises.give_up_late()
         for scan in self._scans:

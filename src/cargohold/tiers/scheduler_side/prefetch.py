@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cargohold.blocks import ABSENT, NOT_YET, READY
+from cargohold.blocks import ABSENT, READY
 from cargohold.cache.manager import ChunkKeys, OffloadKey, OffloadManager
 from cargohold.deadlines import AHEAD, ESTIMATE, WAIT
 from cargohold.pace import StepPace
@@ -55,6 +55,9 @@ class Prefetcher:
         environment: facts about the engine.
         pace: how fast the engine computes; measured by its owner.
         only_if_faster: whether to fetch chunks only if that is expected to be faster than computing them.
+
+    Attributes:
+        planner: decides what is worth fetching for requests.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Prefetcher:
         self._lower = lower
         timeout_s = lower.config.restore_timeout_s
         self._timeout_s, self._load_s = WAIT.seconds(timeout_s), ESTIMATE.seconds(timeout_s)
-        self._planner = FetchPlanner(host, lower, pace if only_if_faster else None)
+        self.planner = FetchPlanner(host, lower, pace if only_if_faster else None)
         self._ahead_planner = FetchPlanner(host, lower, None)
         self._max_num_seqs = environment.max_num_seqs
         # How many requests the engine can admit before the next step, and how many it has asked for.
@@ -105,7 +108,7 @@ class Prefetcher:
             on_ask: called before tiers are asked for its chunks, or chunks are fetched.
             is_ahead: whether no request waits for it yet, so that it does not matter whether computing is faster.
         """
-        planner, wanted = self._ahead_planner if is_ahead else self._planner, self._within_reach(wanted)
+        planner, wanted = self._ahead_planner if is_ahead else self.planner, self._within_reach(wanted)
         limit = self._timeout_s, f"lower tiers took longer than {self._timeout_s:g} s"
         waiting = Waiting(wanted, notes, planner, *limit, num_announced=num_announced, on_ask=on_ask)
         for tier in self._lower.tiers:
@@ -146,10 +149,6 @@ class Prefetcher:
         self._note_asked(waiting)
         return True
 
-    def with_tail(self, wanted: Wanted) -> Wanted:
-        """See ``FetchPlanner.with_tail``."""
-        return self._planner.with_tail(wanted._replace(may_end_inside=True))
-
     def _may_have_more(self, wanted: Wanted, num_found_tokens: int) -> bool:
         """Whether lower tiers may have more leading tokens than were found in host memory, as far as is known without asking.
 
@@ -173,13 +172,6 @@ class Prefetcher:
     def _note_asked(self, waiting: Waiting) -> None:
         waiting.has_place = self._num_places is None or self._num_asked <= self._num_places
         self._asked.append(waiting)
-
-    def whereabouts(self, key: OffloadKey) -> str:
-        """Return where a chunk is that host memory does not have, as the end of a sentence; empty if no tier has it."""
-        if self._lower.lookup([key]) == bytes([NOT_YET]):
-            return "is still on its way from a lower tier"
-        (at,) = self._lower.tiers_of([key])
-        return f"was not fetched from {self._lower.tiers[at].name}" if at >= 0 else ""
 
     # --- effects: twice per step --------------------------------------------------------------------------------------
 
@@ -288,7 +280,7 @@ class Prefetcher:
         if not self._are_slots_taken and self._lower.may_fetch(sum([len(chain.keys) for chain in plan.chains])):
             needed = waiting.wanted.needed_keys(plan.num_tokens)
             kept = [key for key, at in zip(needed, self._host.lookup(needed), strict=True) if at == READY]
-            waiting.fetch = self._lower.fetch(plan.chains, kept, waiting.wanted.tenant)
+            waiting.fetch = self._lower.fetches.begin(plan.chains, kept, waiting.wanted.tenant)
         if waiting.phase is Phase.ASK:
             waiting.go(Event.FOUND)
         if waiting.fetch is None:

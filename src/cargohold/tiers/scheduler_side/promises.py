@@ -66,23 +66,17 @@ class Promises:
         is_shared = [of.locality == "REMOTE" and not of.is_read_only for of in options]
         self._writes = list(compress(writes, is_shared))
         self._tiers = [of.tier for of in self._writes]
-        for of in self._writes:
-            of.is_promised = self.__contains__
         self._clock = clock
         self._hold_time = HoldTime(clock, hold_s)
         self.made: dict[OffloadKey, _Promise] = {}
+        for of in self._writes:
+            of.is_promised = self.made.__contains__
         # Chunks in host memory that were promised and are written; the first written first. Some may have been evicted since.
         self._kept: OrderedDict[OffloadKey, None] = OrderedDict()
         self._check_at = _NEVER
         self.are_names_private = False
         self._hold_s = hold_s
         self.num_broken = 0
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self.made
 
     @property
     def is_possible(self) -> bool:

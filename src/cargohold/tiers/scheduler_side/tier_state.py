@@ -226,12 +226,14 @@ class TierState:
 
     Attributes:
         options: as given.
+        name: the tier's name for users.
         lookup_cache: the tier's remembered answers.
         health: its health, as the workers report it; the worst counts.
         pace: how long fetching chunks takes.
         look_up_pace: how long it takes to ask a tier without an index which chunks it has.
         look_up_gain: how many of the chunks that requests ask it for it has.
         stats: counters since they were last taken.
+        events: what was found of its chunks since the last ``take_events``; ``None`` without a listener.
         probing: chunks in probes that it has not answered.
         knows_all: whether all chunks that the tier has are known, so that it need not be asked. It tells what it loses; a chunk
             that it turns out not to have is a miss.
@@ -247,7 +249,7 @@ class TierState:
         config: TieringConfig,
         is_in_flight: Callable[[Access], bool] = lambda _: False,
     ) -> None:
-        self.options = options
+        self.options, self.name = options, options.name
         self.health = HEALTHY
         self._healths: dict[int, TierHealth] = {}
         self._is_in_flight = is_in_flight
@@ -266,12 +268,7 @@ class TierState:
         self._held: set[OffloadKey] = set()
         self._asks_always = False
         self.stats = Tally()
-        self._events: list[TierEvent] | None = [] if config.record_events else None
-
-    @property
-    def name(self) -> str:
-        """The tier's name for users."""
-        return self.options.name
+        self.events: list[TierEvent] | None = [] if config.record_events else None
 
     @property
     def is_off(self) -> bool:
@@ -374,11 +371,6 @@ class TierState:
         """Whether all of its chunks can be known, once they are listed: it tells what it loses, and they are not too many."""
         return self.options.is_listed and not self._asks_always
 
-    @property
-    def records_events(self) -> bool:
-        """Whether its events have a listener."""
-        return self._events is not None
-
     def parts(self, keys: Sequence[OffloadKey]) -> list[Sequence[OffloadKey]]:
         """Split keys into parts of as many as the tier's workers take in one job."""
         size = self.options.max_asked_chunks
@@ -469,9 +461,9 @@ class TierState:
 
         A chunk may be found, or found absent, several times in a row.
         """
-        events = self._events or []
+        events = self.events or []
         if events:
-            self._events = []
+            self.events = []
         return events
 
     def note_took(self, kind: JobKind, seconds: float) -> None:
@@ -500,7 +492,7 @@ class TierState:
         """Note, and record for events, which chunks the tier was found to have, and which not to have."""
         self.hold(keys, are_there)
         # While loads are suspended, chunks may still be written, but could not be loaded. They are announced when found.
-        if self._events is None or not self.can_be_relied_on:
+        if self.events is None or not self.can_be_relied_on:
             return
         there = tuple(compress(keys, are_there))
         absent = tuple(key for key, is_there in zip(keys, are_there, strict=True) if not is_there)
@@ -512,8 +504,8 @@ class TierState:
             self._note_events(ChunksFound(found))
 
     def _note_events(self, *events: TierEvent) -> None:
-        if self._events is not None:
-            self._events += events
+        if self.events is not None:
+            self.events += events
 
 
 def parents_in(keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
