@@ -197,7 +197,7 @@ def test_a_full_hit_computes_the_last_token() -> None:
 
 def test_requests_with_the_same_full_hit_do_not_wait_for_each_other() -> None:
     """Found by seed 2101608: each loads the block with its last token for itself, so waiting for another's load is in vain."""
-    offloading = SimulatedOffloading(60)
+    offloading = SimulatedOffloading(60, verify="off")
     engine = SimulatedEngine(simulated_layout(60), offloading)
     tokens = prompt(0, 40)
     serve_and_lose(engine, offloading, tokens, 1)

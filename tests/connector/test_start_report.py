@@ -59,7 +59,7 @@ def test_host_memory_that_adds_hardly_anything_is_named(host_bytes: int, is_litt
 def test_a_report_says_that_the_same_is_kept_once() -> None:
     layout = KVCacheLayout((FULL,), 9, 1024, hash_block_tokens=32, world_size=8, num_replicas=8)
     assert start_report(layout, OffloadConfig(host_bytes="1MiB"), equal_parts(layout))[-2] == (
-        "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each, "
+        "exclusive: 1.0 MiB of host memory for 1,008 chunks of 1 block, 1.0 KiB each, "
         "kept once for 8 workers that hold the same; "
         "prompts and answers that the device pool has no room for, evicted by reuse-index"
     )
@@ -78,7 +78,7 @@ def test_a_report_says_what_is_below_host_memory() -> None:
     )
     assert start_report(layout, offload, equal_parts(layout))[-4:] == [
         (
-            "lazy: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
+            "lazy: 1.0 MiB of host memory for 1,008 chunks of 1 block, 1.0 KiB each; "
             "prompts and answers that the device pool is about to evict, evicted by reuse-index"
         ),
         "below it: /var/kv, 200 GiB at most, evicted by lru",
@@ -95,10 +95,10 @@ def test_a_report_has_every_one_of_several_connectors() -> None:
     assert start_report(layout, nested, equal_parts(layout)) == report
     assert report[-3:] == [
         (
-            "exclusive: 1.0 MiB of host memory for 1,024 chunks of 1 block, 1.0 KiB each; "
+            "exclusive: 1.0 MiB of host memory for 1,008 chunks of 1 block, 1.0 KiB each; "
             "prompts that the device pool has no room for, evicted by lru"
         ),
-        "both together hold 129 times as much as the device pool",
+        "both together hold 127 times as much as the device pool",
         f"{type(NULL_CONNECTOR).__name__}: a connector of its own",
     ]
 

@@ -156,7 +156,7 @@ def test_without_holds_a_finished_request_keeps_its_blocks_until_its_stores_end(
 
 
 def test_no_chunk_is_stored_twice() -> None:
-    offloading = SimulatedOffloading(60)
+    offloading = SimulatedOffloading(60, verify="off")
     engine = SimulatedEngine(simulated_layout(60), offloading, prefix_caching=False)
     copied: list[int] = []
     offloading.transfers[0].on_copy = lambda job: copied.extend(job.rows) if job.direction is Direction.STORE else None
@@ -275,7 +275,7 @@ def alone_with_windows(tokens: list[int], max_tokens: int) -> list[int]:
 
 
 def test_what_is_there_already_does_not_count_against_what_stores_may_hold() -> None:
-    offloading = SimulatedOffloading(400)
+    offloading = SimulatedOffloading(400, verify="off")
     engine = SimulatedEngine(simulated_layout(60, windows=(None, 64)), offloading, max_num_batched_tokens=100)
     (transfers,) = offloading.transfers
     engine.add("first", prompt(0, 40), 1)

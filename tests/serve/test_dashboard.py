@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ cargohold_tier_ready_bytes{engine="0",model_name="m",tier="disk"} 500
 cargohold_moved_bytes_total{direction="in",engine="0",model_name="m",tier="host"} 700
 cargohold_moved_bytes_total{direction="out",engine="0",model_name="m",tier="host"} 200
 cargohold_removed_chunks_total{engine="0",model_name="m",reason="evicted",tier="host"} 5
+cargohold_verified_chunks_total{engine="0",model_name="m",outcome="equal",tier="host"} 41000
+cargohold_verified_chunks_total{engine="0",model_name="m",outcome="close",tier="host"} 197
+cargohold_verified_chunks_total{engine="0",model_name="m",outcome="different",tier="host"} 3
 cargohold_outage_since_timestamp_seconds{engine="0",model_name="m",tier="disk",what="writes",reason="it is full"} 1000
 cargohold_outage_retry_timestamp_seconds{engine="0",model_name="m",tier="disk",what="writes",reason="it is full"} 1060
 """
@@ -46,9 +50,9 @@ def tiered(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield server
 
 
-def ask(server: Server, *starts: str) -> None:
+def ask(server: Server, *starts: str, **more: Any) -> None:
     for start in starts:
-        body = {"model": "chat", "prompt": start + TEXT, "max_tokens": 2, "temperature": 0}
+        body = {"model": "chat", "prompt": start + TEXT, "max_tokens": 2, "temperature": 0, **more}
         assert call(server, "/v1/completions", body).status == 200
 
 
@@ -57,10 +61,13 @@ def test_a_server_looks_as_on_its_own_page(tiered: Server) -> None:
     assert engine.state == "connecting"
     engine.look()
     ask(tiered, "Third. ", "First. ")
+    ask(tiered, "Second. ", kv_transfer_params={"max_load_tokens": 32})
     settle(tiered)
     own = call(tiered, "/cache").json
     engine.look()
     shown = engine.as_json()
+    assert re.fullmatch(r"(\d+) chunks, \1 equal or close", own["verified"]), own["verified"]
+    assert shown["verified"] == own["verified"], "what was computed although it was kept"
     assert (shown["state"], shown["requests"], shown["log"]) == ("serving", None, [])
     for here, there in zip(shown["tiers"], own["tiers"], strict=True):
         assert here["name"] == there["name"]
@@ -68,8 +75,8 @@ def test_a_server_looks_as_on_its_own_page(tiered: Server) -> None:
             assert here[what] == there[what], (here["name"], what)
     tokens = [request["prompt_tokens"] for request in own["requests"]]
     assert sum(shown["totals"]["tokens"].values()) == sum(tokens)
-    assert sum(sum(bucket["tokens"].values()) for bucket in shown["history"]) == sum(tokens[:2])  # since the first look
-    assert sum(bucket["requests"] for bucket in shown["history"]) == 2
+    assert sum(sum(bucket["tokens"].values()) for bucket in shown["history"]) == sum(tokens[:3])  # since the first look
+    assert sum(bucket["requests"] for bucket in shown["history"]) == 3
     for what in ("restored_tokens", "restore_s", "prefill_tokens", "prefill_s"):
         total = sum(bucket[what] for bucket in own["history"])
         assert shown["totals"][what] == pytest.approx(total) and total > 0, what
@@ -92,6 +99,7 @@ def test_vllm_with_the_connector_is_understood() -> None:
     )
     assert (disk["capacity_bytes"], disk["suspended"], disk["is_off"]) == (None, 1, False)
     assert [line["text"] for line in shown["log"]] == ["tier disk: writes: it is full"]
+    assert shown["verified"] == "41,200 chunks, 41,197 equal or close"
     (bucket,) = shown["history"]
     assert bucket["tokens"]["host"] == 200 and shown["totals"]["tokens"] == {"host": 300, "computed": 100}
     assert (bucket["up_bytes"], bucket["requests"]) == (0, 0)

@@ -143,7 +143,7 @@ def test_capacity_and_use_are_told_in_bytes_and_in_tokens(server: Server) -> Non
 
 def test_quotas_and_what_tenants_have_are_told_by_tenant(chat_model: str) -> None:
     quotas = (TenantQuota(tenant="a salt", reserved="25%", hard="50%", label="acme"),)
-    offload = OffloadConfig(host_bytes="1MiB", quotas=quotas)
+    offload = OffloadConfig(host_bytes="1MiB", quotas=quotas, verify="off")
     with running(chat_model, ServeConfig(port=0, metrics_key=KEY), offload=offload, num_device_blocks=60) as server:
         body = {"model": "chat", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "a salt"}
         assert call(server, "/v1/completions", body).status == 200

@@ -119,6 +119,9 @@ def test_it_tells_what_is_pinned_and_which_prefixes_are_kept(tiered: Server) -> 
         told = page.inner_text("#contents")
         assert "Pinned: <b>mine</b>: " in told and "10 min left" in told
         assert "Longest prefixes: " in told and "used 2 times" in told
+        verified = "41,200 chunks, 41,200 equal or close"
+        page.evaluate("text => showContents({ verified: text })", verified)
+        assert page.inner_text("#contents") == f"Verified since the start: {verified}"
         assert page.evaluate(FAINT) == [] and page.evaluate(UNNAMED) == []
 
 

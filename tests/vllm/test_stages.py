@@ -65,10 +65,10 @@ def test_each_stage_restores_its_layers(
         "device pool: 39 blocks of at most 32 KiB on each of 2 workers, 1.8 MiB in all",
         "group 0: 3 layers, full attention, 32 tokens per block, 1.5 KiB per token",
         (
-            "exclusive: 64 MiB of host memory, an equal share for every worker, for 1,024 chunks of 1 block, 48 KiB each; "
+            "exclusive: 64 MiB of host memory, an equal share for every worker, for 1,008 chunks of 1 block, 48 KiB each; "
             "prompts and answers that the device pool has no room for, evicted by lru"
         ),
-        "both together hold 27.3 times as much as the device pool",
+        "both together hold 26.8 times as much as the device pool",
         "a GiB of host memory holds 524,288 tokens of long prompts",
         (
             "if a load fails, vLLM's policy is to recompute its request (load_failure_policy; inside MultiConnector, the outer "

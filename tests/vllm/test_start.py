@@ -37,7 +37,7 @@ def test_a_report_says_what_is_kept(
     assert [line for line in said if not line.startswith("which weights the model holds")] == [
         "device pool: 39 blocks of 48 KiB, 1.8 MiB in all",
         "group 0: 3 layers, sliding window of 64 tokens, 32 tokens per block, 1.5 KiB per token",
-        "eager: 64 MiB of host memory for 682 chunks of 2 blocks, 96 KiB each; prompts and answers, evicted by lru",
+        "eager: 64 MiB of host memory for 672 chunks of 2 blocks, 96 KiB each; prompts and answers, evicted by lru",
         "a GiB of host memory holds 699,050 tokens of long prompts",
         (
             "if a load fails, vLLM's policy is to recompute its request (load_failure_policy; inside MultiConnector, the outer "

@@ -33,6 +33,7 @@ from cargohold.serve.scrape import (
     moved_bytes,
     scrape,
     tiers_of,
+    verified,
 )
 
 _MAX_AT_ONCE: Final = 32
@@ -174,11 +175,9 @@ def _troubles(now: Scrape) -> Iterator[Text]:
             again = f"tried again in {format_time(retry_at - clock)}"
         outage = f"{of.get('tier')}: {of.get('what')} out of use for {format_time(clock - since)}: {of.get('reason')}; {again}"
         yield Text(outage, style="bold red")
-    verified = now.by(metrics.VERIFIED, "outcome")
-    if total := sum(verified.values()):
-        lying = verified.get("different", 0)
-        text = f"verified since the start: {total:,.0f} chunks, {total - lying:,.0f} equal or close"
-        yield Text(text, style="bold red" if lying else "")
+    if text := verified(now):
+        is_lying = now.by(metrics.VERIFIED, "outcome").get("different", 0)
+        yield Text(f"verified since the start: {text}", style="bold red" if is_lying else "")
     failed = {kind: number for kind, number in now.by(metrics.FAILURES, "kind").items() if number}
     if failed:
         yield Text(

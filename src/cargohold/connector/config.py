@@ -253,8 +253,8 @@ class OffloadConfig(KernelConfig):
         quotas: how much of host memory single tenants may have.
         verify: whether chunks that are computed although they are kept are compared with what is kept: ``off``; ``free``, those
             that steps compute anyway; or also those of a part of the requests, such as ``0.001``, which compute what could be
-            restored. A 64th of host memory is spare for it.
-        verify_bytes_per_s: maximum number of bytes that are compared per second, over all workers.
+            restored. For it, a 64th of host memory is spare, if that is a chunk.
+        verify_bytes_per_s: maximum number of bytes that are compared per second, over all workers, and that are spare for it.
         lookahead_blocks: number of blocks ahead of eviction that are kept stored. By default none where a step can wait for
             copies of what is evicted for it, or else as many as steps evict; in mode ``lazy`` twice what a step can allocate.
         guests: your own features that are notified of what the connector does, as ``MODULE:CLASS``; see
@@ -268,7 +268,7 @@ class OffloadConfig(KernelConfig):
     restore: Annotated[str, one_of(RESTORE_IF_FASTER, RESTORE_ALWAYS)] = RESTORE_IF_FASTER
     hints: HintConfig = HintConfig()
     quotas: Sequence[TenantQuota] = ()
-    verify: Annotated[float | str, _VERIFY] = VERIFY_OFF
+    verify: Annotated[float | str, _VERIFY] = VERIFY_FREE
     verify_bytes_per_s: Annotated[int | str, SIZE] = "16MiB"
     lookahead_blocks: Annotated[int | None, INT_FROM_1] = None
     guests: Annotated[Sequence[str], _GUESTS] = ()

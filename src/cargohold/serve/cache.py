@@ -28,7 +28,7 @@ from cargohold.serve.errors import ApiError, json_response
 from cargohold.serve.interfaces import Items, Message, fitting, in_turn, offered_tools
 from cargohold.serve.meters import OfNobody
 from cargohold.serve.records import Record
-from cargohold.serve.scrape import tier_uses
+from cargohold.serve.scrape import tier_uses, verified
 
 router = APIRouter()
 page_router = APIRouter()
@@ -52,11 +52,13 @@ async def cache(request: Request) -> Response:
         "requests": records,
         "history": None,
         "log": None,
+        "verified": "",
         **_engine(context),
         **_contents(context, client),
     }
     if client.tenant is None:
         shown |= {"history": context.watch.history.as_json(), "log": context.watch.log.lines()}
+        shown["verified"] = verified(context.watch.now)
     elif context.config.metrics_key is not None:
         shown |= {"tiers": [], "engine": None}  # sums over all tenants, as those of ``/metrics``
     return json_response(shown)

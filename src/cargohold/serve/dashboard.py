@@ -18,7 +18,18 @@ from cargohold.protocol import metrics
 from cargohold.serve.cache import page_router
 from cargohold.serve.errors import ApiError, error_response, json_response
 from cargohold.serve.limits import Hosts, Limits, connections
-from cargohold.serve.scrape import IN_ENGINE, REFUSED, UP, History, Scrape, TimeSpan, scrape, tier_uses, tiers_of
+from cargohold.serve.scrape import (
+    IN_ENGINE,
+    REFUSED,
+    UP,
+    History,
+    Scrape,
+    TimeSpan,
+    scrape,
+    tier_uses,
+    tiers_of,
+    verified,
+)
 from cargohold.serve.server import listening
 from cargohold.serve.settings import ServeConfig
 
@@ -71,6 +82,7 @@ class Engine:
             "now": self._clock(),
             "model": self.name,
             "tiers": tier_uses(seen),
+            "verified": verified(seen),
             "requests": None,
             "history": self._history.as_json(),
             "log": list(_outages(seen)),

@@ -190,6 +190,13 @@ def tiers_of(now: Scrape) -> list[str]:
 # --- how full each tier is --------------------------------------------------------------------------------------------
 
 
+def verified(now: Scrape) -> str:
+    """Return how many kept chunks were compared with what was computed again, and how many were true; empty for none."""
+    by_outcome = now.by(metrics.VERIFIED, "outcome")
+    total, lying = sum(by_outcome.values()), by_outcome.get("different", 0)
+    return f"{total:,.0f} chunks, {total - lying:,.0f} equal or close" if total else ""
+
+
 def tier_uses(now: Scrape) -> list[dict[str, Any]]:
     """Return how full each tier is and how well, the device first.
 

@@ -153,7 +153,7 @@ class Verifier(Checker):
     def compare(self, offers: Sequence[Offer], num_allowed: int) -> list[CopyJob]:
         """Return the job that compares some of the chunks that a step completes; none while requests wait for loads."""
         limit = min(len(self._spare), num_allowed // 2, self._num_allowed())
-        may = limit > 0 and not self._shared.jobs.num_loads
+        may = limit > 0 and all(load.is_in_step for load in self._shared.jobs.loads())  # those end before stores begin
         chunks = list({chunk.key: chunk for chunk in self._kept(offers)}.values()) if may else []
         if not chunks:
             return []

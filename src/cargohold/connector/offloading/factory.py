@@ -343,11 +343,11 @@ class OffloadingFactory:
 
     def num_spare(self, layout: KVCacheLayout) -> int:
         """Return the number of slots in host memory that are spare for verification: as many as it may fill in a second."""
-        if self.config.verified_share is None:
-            return 0
+        share, spare_bytes = self.config.verified_share, self.config.num_host_bytes // _SPARE_PART
         chunk_bytes = self._slot_bytes(layout)
-        num_bytes = min(self.config.num_host_bytes // _SPARE_PART, self.config.num_verify_bytes_per_s)
-        return max(1, num_bytes // chunk_bytes)
+        if share is None or (not share and spare_bytes < chunk_bytes):
+            return 0
+        return max(1, min(spare_bytes, self.config.num_verify_bytes_per_s) // chunk_bytes)
 
     def _slot_bytes(self, layout: KVCacheLayout) -> int:
         return max(chunk_sizes(self.config, layout)) * layout.num_shards

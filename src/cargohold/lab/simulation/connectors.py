@@ -18,8 +18,6 @@ from cargohold.connector.config import (
     LAZY,
     RESTORE_ALWAYS,
     RESTORE_IF_FASTER,
-    VERIFY_FREE,
-    VERIFY_OFF,
 )
 from cargohold.connector.multi import MultiConnectorFactory, MultiConnectorScheduler
 from cargohold.connector.offloading import OffloadingScheduler, OffloadingWorker
@@ -216,7 +214,6 @@ class _Kind:
     applies_locks: bool = True
     has_lower: bool = False
     may_pool: Sequence[bool] = (False, True)
-    verify: str = VERIFY_OFF
 
 
 CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
@@ -235,12 +232,9 @@ CONNECTORS: Final[Mapping[str, _Kind]] = MappingProxyType(
         "tiered": _Kind((False,), has_lower=True),
         "tiered-requests": _Kind((False,), with_context=False, applies_locks=False, has_lower=True),
         "multi-tiered": _Kind((False, True), (2,), has_lower=True),
-        "verified": _Kind((False,), verify=VERIFY_FREE),
-        "verified-tiered": _Kind((False,), has_lower=True, verify=VERIFY_FREE),
     }
 )
-"""Connectors by their names on the command line. Those that verify are drawn by their names alone."""
-_NOT_VERIFYING: Final = [name for name, kind in CONNECTORS.items() if kind.verify == VERIFY_OFF]
+"""Connectors by their names on the command line."""
 
 
 def needs_prefix_cache(name: str) -> bool:
@@ -261,7 +255,7 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     if ":" in name:
         return ConnectorPlan(name, (), with_context=random.random() < 0.7, custom=(custom_factory(name),))
     if name not in CONNECTORS:
-        usable = [name for name in _NOT_VERIFYING if prefix_caching or not needs_prefix_cache(name)]
+        usable = [name for name in CONNECTORS if prefix_caching or not needs_prefix_cache(name)]
         name = random.choice(usable)
     kind = CONNECTORS[name]
     tiers = tuple(_draw_tier(random, is_lazy, options) for is_lazy in kind.is_lazy)
@@ -270,8 +264,6 @@ def draw_connector(random: Random, name: str, options: Mapping[str, Any], prefix
     tiers = tuple(tier if tier.lookahead is not None else _with_waits(tier) for tier in tiers)
     if name != "eager":
         tiers = tuple(tier if tier.lookahead is not None else _maybe_pooled(tier, kind.may_pool) for tier in tiers)
-    if kind.verify != VERIFY_OFF:
-        tiers = tuple(replace(tier, options={**tier.options, "verify": kind.verify}) for tier in tiers)
     if "keeps_all" in options:
         tiers = tuple(_keeping_all(tier, has_room=options["num_spare_blocks"] > MAX_TIGHT) for tier in tiers)
     return ConnectorPlan(name, tiers, kind.nesting, kind.with_context, kind.applies_locks)
