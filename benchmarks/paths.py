@@ -135,7 +135,7 @@ def count_look_ups(tier: Tier) -> list[Passed]:
         serve(tier, PROMPT)  # written down; the next engine's host memory is empty
     engine = serve(tier, IN_HOST_MEMORY)
     pool = engine.scheduler.kv.pool
-    pool.free_blocks(pool.allocate(pool.num_free_blocks))  # so that the device has nothing
+    pool.free_ids([block.block_id for block in pool.allocate(pool.num_free_blocks)])  # so that the device has nothing
     scheduler = engine.connector
     scheduler.__class__ = CountedScheduler
     assert isinstance(scheduler, CountedScheduler)

@@ -169,7 +169,7 @@ def roads() -> dict[str, set[str]]:
     made.serve(prompt)
     store = {"RequestState"} | made.since("build_connector_meta")
     pool = made.engine.scheduler.kv.pool
-    pool.free_blocks(pool.allocate(pool.num_free_blocks))  # so that the device has nothing
+    pool.free_ids([block.block_id for block in pool.allocate(pool.num_free_blocks)])  # so that the device has nothing
     made.serve(prompt)
     load = {"RequestState", "Lookup"} | made.since("update_state_after_alloc")
     made = _Made(both)

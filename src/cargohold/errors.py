@@ -12,8 +12,7 @@
     ├── BlockError               a block pool was asked for something that breaks its rules
     │   ├── NullBlockError         the null block was touched, freed or cached
     │   ├── BlockNotHeldError      a reference was given back that is not held
-    │   ├── OutOfBlocksError       more blocks were asked for than are free
-    │   └── StaleCursorError       the block a walk should resume after has left the free queue
+    │   └── OutOfBlocksError       more blocks were asked for than are free
     ├── ContractError            a connector broke a rule of the contract
     ├── LifecycleError           a chunk or job was asked for a move that its state does not allow
     ├── MissingChunkError        a load was planned for a chunk that is not there
@@ -172,14 +171,6 @@ class OutOfBlocksError(BlockError):
         super().__init__(f"blocks requested: {requested}, free: {free}")
         self.requested = requested
         self.free = free
-
-
-class StaleCursorError(BlockError):
-    """The block that a walk should resume after is no longer in the free queue; start again at the head."""
-
-    def __init__(self, block_id: int) -> None:
-        super().__init__(f"block {block_id} has left the free queue; restart the walk at its head")
-        self.block_id = block_id
 
 
 class ContractError(CargoholdError):

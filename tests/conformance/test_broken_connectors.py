@@ -105,7 +105,7 @@ def test_a_look_up_changes_no_other_request_s_answer() -> None:
 
 def test_a_look_up_takes_no_references() -> None:
     engine = SimulatedEngine(simulated_layout(24))
-    strict = StrictScheduler(Unsettling(lambda context: context.touch([context.get_block(1)])), plans_early=False)
+    strict = StrictScheduler(Unsettling(lambda context: context.touch_ids([1])), plans_early=False)
     strict.bind_scheduler_context(cast("SchedulerContext", engine.scheduler.kv.pool))
     with pytest.raises(AssertionError, match="get_num_new_matched_tokens called touch"):
         strict.get_num_new_matched_tokens(engine.add("a", list(range(9)), 1), 0)
@@ -132,7 +132,7 @@ class Clinging(ShelfScheduler):
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, None]:
         if block_ids and block_ids[0]:
-            self.context.touch([self.context.get_block(block_ids[0][-1])])
+            self.context.touch_ids([block_ids[0][-1]])
         return False, None
 
 

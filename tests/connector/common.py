@@ -35,7 +35,7 @@ def evict_everything(engine: SimulatedEngine) -> None:
     pool = engine.scheduler.kv.pool
     blocks = pool.allocate(pool.num_free_blocks)
     engine.runner.memory[1:] = 0
-    pool.free_blocks(blocks)
+    pool.free_ids([block.block_id for block in blocks])
 
 
 def finish(engine: SimulatedEngine, *tiers: SimulatedOffloading) -> None:

@@ -132,7 +132,7 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     engine.run()
     engine.add("other", prompt(1, 28), 4)
     engine.run()
-    assert pool.get_block(table[2]).block_hash is not None, "its block holds something else"
+    assert pool.get_block(table[2]).prefix is not None, "its block holds something else"
     (state, first) = (pending.state, pending.state.next_chunk[0])
     state.note_offered(0, 1)
     assert (first, pending.unstored(2, context, 9)[0].end) == (0, 1)

@@ -88,10 +88,8 @@ def salted_hashes(engine: SimulatedEngine) -> set[bytes]:
     return {h for request in engine.requests.values() if request.salt is not None for h in request.block_hashes}
 
 
-def on_device(engine: SimulatedEngine) -> set[tuple[bytes, int | None]]:
-    pool = engine.scheduler.kv.pool
-    blocks = [pool.get_block(block_id) for block_id in range(1, pool.num_blocks)]
-    return {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+def on_device(engine: SimulatedEngine) -> set[tuple[bytes, int]]:
+    return engine.cached_prefixes()
 
 
 def published(blocks: set[Any], engine: SimulatedEngine, *, salted: bool) -> set[Any]:

@@ -470,13 +470,13 @@ class Misbehaving(NullConnectorScheduler):
         if step.scheduled:
             match self.what:
                 case "touches null":
-                    self.context.touch([self.context.get_block(0)])
+                    self.context.touch_ids([0])
                 case "frees what it does not hold":
-                    self.context.free_blocks([self.context.get_block(step.scheduled[0].block_ids[0][0])])
+                    self.context.free_ids([step.scheduled[0].block_ids[0][0]])
                 case "raises in meta" | "raises in meta, sync":
                     raise OSError("the store is gone")
                 case "holds and raises":
-                    self.context.touch([self.context.get_block(step.scheduled[0].block_ids[0][0])])
+                    self.context.touch_ids([step.scheduled[0].block_ids[0][0]])
                     raise OSError("the store is gone")
         return EmptyMetadata()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 import pytest
 
 from cargohold.blocks import ABSENT, READY
 from cargohold.cache.manager import offload_key
 from cargohold.connector.kernel.jobs import OffloadingMetadata
-from cargohold.engine.core.block_pool import KVCacheBlock
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
+from cargohold.lab.simulation.connectors import offloading_sides
 from cargohold.protocol import (
     TransferOutcome,
 )
@@ -231,14 +233,16 @@ def test_chunks_that_cannot_be_stored_yet_are_not_looked_at_in_every_step(monkey
     while engine.scheduler.num_unfinished:
         engine.step()
     looked_at: list[int] = []
-    pool = engine.scheduler.kv.pool
-    get_block = pool.get_block
+    ((side, _),) = offloading_sides(engine.scheduler.connector)
+    context = side.shared.context
+    assert context is not None
+    contents = context.contents
 
-    def noted(block_id: int) -> KVCacheBlock:
-        looked_at.append(block_id)
-        return get_block(block_id)
+    def noted(block_ids: Sequence[int]) -> Sequence[Hashable]:
+        looked_at.extend(block_ids)
+        return contents(block_ids)
 
-    monkeypatch.setattr(pool, "get_block", noted)
+    monkeypatch.setattr(context, "contents", noted)
     engine.step()
     assert looked_at == [], "nothing more may be stored now"
     transfers.complete(transfers.pending[0])

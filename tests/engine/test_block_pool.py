@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cargohold.engine.core.block_pool import BlockPool, KVCacheBlock
-from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError, StaleCursorError
-from cargohold.protocol import BlockPoolView, KVCacheBlockView
+from cargohold.engine.core.block_pool import BlockPool
+from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError
+from cargohold.protocol import BlockPoolView
 from tests.effort import examples
 
 NUM_BLOCKS = 8
@@ -26,9 +26,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.references: Counter[int] = Counter()
         self.cached: dict[int, tuple[bytes, int]] = {}  # oldest first
         self.expected_removed: list[tuple[bytes, int]] = []
-
-    def blocks(self, ids: list[int]) -> list[KVCacheBlock]:
-        return [self.pool.get_block(block_id) for block_id in ids]
 
     def forget(self, block_id: int) -> None:
         prefix = self.cached.pop(block_id)
@@ -52,9 +49,9 @@ class PoolMachine(RuleBasedStateMachine):
     def touch(self, ids: list[int]) -> None:
         if 0 in ids:
             with pytest.raises(NullBlockError):
-                self.pool.touch(self.blocks(ids))
+                self.pool.touch_ids(ids)
             return
-        self.pool.touch(self.blocks(ids))
+        self.pool.touch_ids(ids)
         self.references.update(ids)
         self.free = [block_id for block_id in self.free if block_id not in ids]
 
@@ -62,13 +59,13 @@ class PoolMachine(RuleBasedStateMachine):
     def free_any(self, ids: list[int], evict_first: bool) -> None:
         if 0 in ids:
             with pytest.raises(NullBlockError):
-                self.pool.free_blocks(self.blocks(ids))
+                self.pool.free_ids(ids)
         elif any(count > self.references[block_id] for block_id, count in Counter(ids).items()):
             with pytest.raises(BlockNotHeldError) as raised:
-                self.pool.free_blocks(self.blocks(ids))
+                self.pool.free_ids(ids)
             assert raised.value.given_back > raised.value.held == self.references[raised.value.block_id]
         else:
-            self.pool.free_blocks(self.blocks(ids), evict_first=evict_first)
+            self.pool.free_ids(ids, evict_first=evict_first)
             for block_id in reversed(ids) if evict_first else ids:
                 self.references[block_id] -= 1
                 if not self.references[block_id]:
@@ -103,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agree(self) -> None:
         self.pool.check()
-        assert [block.block_id for block in self.pool.iter_free_blocks()] == self.free
+        assert self.pool.next_victims(NUM_BLOCKS) == self.free
         assert self.pool.num_free_blocks == len(self.free)
         for block_id in range(1, NUM_BLOCKS):
             assert self.pool.get_block(block_id).ref_cnt == self.references[block_id]
@@ -122,7 +119,6 @@ TestPoolAgainstModel.settings = examples(25, stateful_step_count=40)
 def test_satisfies_the_contract_as_it_is() -> None:
     pool = BlockPool(3)
     assert isinstance(pool, BlockPoolView)
-    assert isinstance(pool.null_block, KVCacheBlockView)
 
 
 def test_the_first_block_freed_is_the_first_evicted() -> None:
@@ -130,40 +126,18 @@ def test_the_first_block_freed_is_the_first_evicted() -> None:
     blocks = pool.allocate(4)
     for at, block in enumerate(blocks[:3]):
         pool.cache_block(block, bytes([at]) * 32, 0)
-    pool.free_blocks([blocks[2], blocks[0], blocks[3], blocks[1]])
+    pool.free_ids([blocks[at].block_id for at in (2, 0, 3, 1)])
     assert pool.allocate(4) == [blocks[3], blocks[2], blocks[0], blocks[1]], "before those that hold something"
 
 
-def test_a_walk_resumes_behind_a_block_and_says_so_when_it_cannot() -> None:
+def test_what_blocks_hold_is_read_by_their_ids() -> None:
     pool = BlockPool(5)
-    walk = pool.iter_free_blocks()
-    first, second = next(walk), next(walk)
-    assert [block.block_id for block in pool.iter_free_blocks(after_block=second)] == [3, 4]
-    pool.touch([first])
-    assert [block.block_id for block in pool.iter_free_blocks(after_block=second)] == [3, 4]
-    pool.touch([second])
-    with pytest.raises(StaleCursorError) as raised:
-        pool.iter_free_blocks(after_block=second)
-    assert raised.value.block_id == second.block_id
-
-
-def test_the_block_just_yielded_may_be_touched_during_a_walk() -> None:
-    pool = BlockPool(5)
-    seen = []
-    for block in pool.iter_free_blocks():
-        pool.touch([block])
-        seen.append(block.block_id)
-    assert seen == [1, 2, 3, 4]
-    assert pool.num_free_blocks == 0
-
-
-def test_a_walk_whose_next_block_was_taken_raises() -> None:
-    pool = BlockPool(5)
-    walk = pool.iter_free_blocks()
-    next(walk)
-    pool.allocate(3)
-    with pytest.raises(StaleCursorError):
-        next(walk)
+    first, second = pool.allocate(2)
+    pool.cache_block(first, bytes(32), 1)
+    assert [*map(pool.prefix_of, pool.contents([1, 2, 0]))] == [(bytes(32), 1), None, None]
+    assert pool.next_victims(1) == [3]
+    pool.free_ids([second.block_id, first.block_id])
+    assert pool.next_victims(9) == [2, 3, 4, 1]
 
 
 @pytest.mark.parametrize("block_id", [-1, 3])

@@ -264,7 +264,7 @@ def test_a_connector_that_keeps_a_running_request_waiting_is_turned_off() -> Non
     engine = SimulatedEngine(simulated_layout(6), scripted_connector(script), load_timeout_s=1.0)
     engine.add("r", prompt(0, 5), 12)
     engine.step()
-    script.locks += [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()]
+    script.locks += engine.scheduler.kv.pool.next_victims(10**6)
     began = engine.clock()
     while engine.scheduler.connector.broken is None:
         engine.step()
@@ -286,7 +286,7 @@ def test_a_connector_whose_stuck_copies_leave_no_room_for_any_request_is_turned_
         max_num_batched_tokens=4,
         prefix_caching=False,
     )
-    script.locks += [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:3]
+    script.locks += engine.scheduler.kv.pool.next_victims(3)
     script.num_stuck = 3
     engine.step()
     for at in range(num_requests):
@@ -309,7 +309,7 @@ def test_two_requests_that_take_the_blocks_of_each_others_loads_for_ever_are_no_
         simulated_layout(10), scripted_connector(script), load_timeout_s=1.0, max_num_seqs=2, prefix_caching=False
     )
     script.fill = lambda load: fill(engine, load)
-    script.locks += [block.block_id for block in engine.scheduler.kv.pool.iter_free_blocks()][:3]
+    script.locks += engine.scheduler.kv.pool.next_victims(3)
     script.num_stuck = 3
     engine.step()
     for name, seed in (("one", 0), ("other", 1)):
@@ -476,7 +476,7 @@ def test_blocks_of_who_is_aborted_while_it_loads_are_given_back_when_the_load_ha
     engine.run()
     engine.scheduler.check_settled()
     assert engine.scheduler.connector.broken is None
-    assert bool(pool.get_block(block_ids[0]).block_hash) == (not failed), "what has arrived can be found"
+    assert bool(pool.get_block(block_ids[0]).prefix) == (not failed), "what has arrived can be found"
 
 
 def test_who_computed_in_a_step_whose_loads_may_be_missing_starts_over() -> None:
@@ -629,8 +629,7 @@ def test_events_of_the_device_pool_follow_its_contents() -> None:
             prefixes = {(block_hash, event.group) for block_hash in event.block_hashes}  # type: ignore[union-attr]
             index = index - prefixes if type(event).__name__ == "BlockRemoved" else index | prefixes
     pool = engine.scheduler.kv.pool
-    blocks = [pool.get_block(block_id) for block_id in range(1, 20)]
-    assert index == {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+    assert index == set(pool.contents(range(1, 20))) - {None}
     assert index
 
 

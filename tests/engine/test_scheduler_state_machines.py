@@ -317,7 +317,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             self.script.locks += block_ids
         else:
             assert self.script.context is not None
-            self.script.context.touch([self.pool.get_block(block_id) for block_id in block_ids])
+            self.script.context.touch_ids(block_ids)
             self.touched.update(block_ids)
 
     @precondition(lambda self: +self.touched)
@@ -325,7 +325,7 @@ class OwnershipMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject, evict_first: bool) -> None:
         block_id = data.draw(st.sampled_from(sorted(+self.touched)))
         assert self.script.context is not None
-        self.script.context.free_blocks([self.pool.get_block(block_id)], evict_first=evict_first)
+        self.script.context.free_ids([block_id], evict_first=evict_first)
         self.touched[block_id] -= 1
 
     @precondition(lambda self: +(self.locked - Counter(self.script.unlocks)))
@@ -351,7 +351,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         could = self.engine.scheduler.reset_cache()
         assert could == (is_free and not is_told and not +self.locked and not +self.touched)
         if could:
-            assert not any(self.pool.get_block(at).block_hash for at in range(1, self.pool.num_blocks))
+            assert not any(self.pool.get_block(at).prefix for at in range(1, self.pool.num_blocks))
 
     @invariant()
     def agree(self) -> None:
@@ -370,7 +370,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.contents = {
             block_id: self.contents.get(block_id, self.engine.runner.memory[block_id].copy())
             for block_id in protected
-            if self.pool.get_block(block_id).block_hash is not None
+            if self.pool.get_block(block_id).prefix is not None
         }
 
     def teardown(self) -> None:
@@ -379,7 +379,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.script.hesitates = False
         self.script.unlocks += [*(self.locked - Counter(self.script.unlocks)).elements(), *self.script.locks]
         assert self.script.context is not None
-        self.script.context.free_blocks([self.pool.get_block(block_id) for block_id in self.touched.elements()])
+        self.script.context.free_ids([*self.touched.elements()])
         while self.engine.scheduler.has_work():
             for request_id in sorted(self.script.loading):
                 self.script.end_load(request_id, failed=False)

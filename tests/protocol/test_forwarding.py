@@ -82,7 +82,13 @@ def test_so_does_one_of_workers(name: str) -> None:
 def test_what_is_off_answers_what_keeps_nothing_answers(name: str) -> None:
     """The caller of a guard must be able to go on with every answer: nothing is found, nothing pends, nothing is owed."""
     request = MagicMock(num_tokens=8)
-    values = {"request": request, "num_computed_tokens": 0, "num_external_tokens": 0, "request_id": "r"}
+    values = {
+        "request": request,
+        "num_computed_tokens": 0,
+        "num_external_tokens": 0,
+        "request_id": "r",
+        "context": request,
+    }
     parameters = list(signature(getattr(KVConnectorScheduler, name)).parameters)[1:]
     args = [values.get(parameter, ()) for parameter in parameters]
     guard, healthy = (ConnectorGuard(NullConnectorScheduler(), num_blocks=4) for _ in range(2))

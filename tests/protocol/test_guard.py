@@ -49,12 +49,10 @@ class Context:
 
     def __init__(self) -> None:
         self.pool = BlockPool(NUM_BLOCKS)
-        self.get_block = self.pool.get_block
-        self.touch = self.pool.touch
-        self.free_blocks = self.pool.free_blocks
         self.touch_ids = self.pool.touch_ids
         self.free_ids = self.pool.free_ids
-        self.iter_free_blocks = self.pool.iter_free_blocks
+        self.next_victims, self.contents = self.pool.next_victims, self.pool.contents
+        self.prefix_of = self.pool.prefix_of
 
     def get_request_blocks(self, request_id: str) -> tuple[()]:
         return ()
@@ -279,23 +277,6 @@ def test_shutdown_is_contained_and_reaches_a_broken_connector(guard: ConnectorGu
 def test_a_connector_can_free_only_what_it_holds(guard: ConnectorGuard, inner: Scripted, context: Context) -> None:
     (mine, theirs) = context.pool.allocate(2)
     assert inner.context is not None
-    inner.context.touch([mine, mine])
-    assert (mine.ref_cnt, guard.num_held_references) == (3, 2)
-    with pytest.raises(BlockNotHeldError) as raised:
-        inner.context.free_blocks([mine, theirs])
-    assert (raised.value.block_id, raised.value.held) == (theirs.block_id, 0)
-    assert (mine.ref_cnt, theirs.ref_cnt, guard.num_held_references) == (3, 1, 2), "nothing was changed"
-    with pytest.raises(NullBlockError):
-        inner.context.touch([context.pool.null_block])
-    inner.context.free_blocks([mine, mine])
-    assert (mine.ref_cnt, guard.num_held_references) == (1, 0)
-
-
-def test_a_connector_can_free_only_the_ids_that_it_holds(
-    guard: ConnectorGuard, inner: Scripted, context: Context
-) -> None:
-    (mine, theirs) = context.pool.allocate(2)
-    assert inner.context is not None
     inner.context.touch_ids([mine.block_id, mine.block_id])
     assert (mine.ref_cnt, guard.num_held_references) == (3, 2)
     with pytest.raises(BlockNotHeldError) as raised:
@@ -315,12 +296,9 @@ def test_what_the_pool_does_not_take_back_is_still_held(
 ) -> None:
     (block,) = context.pool.allocate(1)
     assert inner.context is not None
-    inner.context.touch([block])
-    context.pool.free_blocks([block])
-    context.pool.free_blocks([block])  # somebody else's mistake
-    with pytest.raises(BlockNotHeldError):
-        inner.context.free_blocks([block])
-    assert guard.held_references() == {block.block_id: 1}
+    inner.context.touch_ids([block.block_id])
+    context.pool.free_ids([block.block_id])
+    context.pool.free_ids([block.block_id])  # another's mistake
     with pytest.raises(BlockNotHeldError):
         inner.context.free_ids([block.block_id])
     assert guard.held_references() == {block.block_id: 1}
@@ -369,7 +347,7 @@ def test_references_outlive_the_break_until_they_are_released(
     guard: ConnectorGuard, inner: Scripted, context: Context
 ) -> None:
     assert inner.context is not None
-    inner.context.touch([context.pool.get_block(1), context.pool.get_block(2)])
+    inner.context.touch_ids([1, 2])
     guard.break_off("a rule")
     assert context.pool.num_free_blocks == 3, "a copy may still read them"
     assert guard.release() == KVConnectorSchedulerOutput()

@@ -123,7 +123,7 @@ class Replica:
         hashes: list[bytes] = []
         extend_hashes(hashes, token_ids, BLOCK_TOKENS, root_hash(salt=salt))
         pool, per_chunk = self.engine.scheduler.kv.pool, self.blocks_per_chunk
-        on_device = {pool.get_block(block_id).block_hash for block_id in range(1, pool.num_blocks)}
+        on_device = {held[0] for held in pool.contents(range(1, pool.num_blocks)) if held is not None}
         num_device = len(list(takewhile(on_device.__contains__, hashes)))
         keys = [offload_key(hashes[end - 1], 0) for end in range(per_chunk, len(hashes) + 1, per_chunk)]
         in_host = [state == READY for state in self.tiering.manager.lookup(keys)]

@@ -745,25 +745,24 @@ def finds_evicted_blocks(patch: Patch) -> None:
     forget = BlockPool._forget
 
     def only_when_asked(self: BlockPool, block: KVCacheBlock) -> None:
-        key = (block.block_hash, block.group_id)
+        prefix = block.prefix
         forget(self, block)
-        assert key[0] is not None
-        assert key[1] is not None
-        self._index.setdefault((key[0], key[1]), {})[block.block_id] = block
+        assert prefix is not None
+        self._index.setdefault(prefix, {})[block.block_id] = block
 
     patch.setattr(BlockPool, "_forget", only_when_asked)
 
 
 @mutant()
 def frees_shared_blocks_at_once(patch: Patch) -> None:
-    def give_back(self: BlockPool, blocks: Sequence[KVCacheBlock], *, evict_first: bool) -> None:
+    def free_ids(self: BlockPool, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         del evict_first
-        for block in blocks:
+        for block in self._own(block_ids, "free"):
             if block.ref_cnt:
                 block.ref_cnt = 0
                 self._free.append(block)
 
-    patch.setattr(BlockPool, "_give_back", give_back)
+    patch.setattr(BlockPool, "free_ids", free_ids)
 
 
 @mutant()

@@ -23,7 +23,7 @@ class Clinging(ShelfScheduler):
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> tuple[bool, None]:
         if block_ids and block_ids[0]:
-            self.context.touch([self.context.get_block(block_ids[0][0])])
+            self.context.touch_ids([block_ids[0][0]])
         return False, None
 
 

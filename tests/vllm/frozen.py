@@ -93,8 +93,8 @@ class FrozenOracle(Oracle):
             kept |= {key for key, of in zip(keys.keys, states, strict=True) if of == READY}
             alone |= set(manager.listed(keys.keys))
             if state.due_tokens <= request.num_tokens + keys.chunk_tokens:  # else what it generates is not stored
-                unoffered = zip(keys.keys[first:], blocks[first:], strict=False)
-                alone |= {key for key, block in unoffered if block.block_hash is not None}
+                unoffered = zip(keys.keys[first:], context.contents(blocks[first:]), strict=False)
+                alone |= {key for key, content in unoffered if content is not None}
             num_leading = len(states) - len(states.lstrip(bytes([READY])))
             owed[request.request_id] = min(num_leading * keys.chunk_tokens, request.num_tokens - 1)
         if self._is_excused():

@@ -12,10 +12,10 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.loads import LoadRoom
-from cargohold.integrations.vllm.pool_view import BlockView, NotedTables
+from cargohold.integrations.vllm.pool_view import NotedTables, PoolContext
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.lab.simulation import simulated_layout
-from cargohold.protocol import BlockIds, KVCacheGroup, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd, metrics
+from cargohold.protocol import BlockIds, NullConnectorScheduler, RequestView, ToolTokens, TurnEnd, metrics
 
 LAYOUT = simulated_layout(20)
 GROUPS = Groups(LAYOUT.groups, LAYOUT.groups, bear_full_hits=True)
@@ -39,6 +39,7 @@ class Finds(NullConnectorScheduler):
 def side_over(num_tokens: int, **options: Any) -> SchedulerSide:
     pool = SimpleNamespace(
         blocks=[None] * LAYOUT.num_blocks,
+        hash_block_size=4,
         cached_block_hash_to_block=SimpleNamespace(_cache={}),
         reset_prefix_cache=lambda: True,
     )
@@ -155,8 +156,9 @@ def test_a_model_without_tokens_for_calls_leaves_it_open() -> None:
 def test_a_block_whose_prefix_ends_inside_it_holds_no_whole_block(
     num_hashed_tokens: int | None, is_whole: bool
 ) -> None:
-    groups: tuple[KVCacheGroup, ...] = LAYOUT.groups
-    block = SimpleNamespace(
-        block_id=1, block_hash=b"h" * 32 + (0).to_bytes(4, "big"), block_hash_num_tokens=num_hashed_tokens
-    )
-    assert (BlockView(block, groups).block_hash is not None) is is_whole
+    key = b"h" * 32 + (0).to_bytes(4, "big")
+    block = SimpleNamespace(block_id=1, block_hash=key, block_hash_num_tokens=num_hashed_tokens)
+    pool = SimpleNamespace(blocks=[None, block], hash_block_size=2)
+    context = PoolContext(pool, GROUPS, NotedTables(1), tuple)
+    (content,) = context.contents([1])
+    assert context.prefix_of(content) == ((b"h" * 32, 0) if is_whole else None)

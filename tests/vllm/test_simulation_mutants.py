@@ -84,16 +84,13 @@ def pins_what_was_found_for_requests_that_never_have_blocks(patch: Patch) -> Non
 
 @mutant()
 def does_not_protect_blocks_that_are_being_stored(patch: Patch) -> None:
-    patch.setattr(PoolContext, "touch", lambda self, blocks: None)
     patch.setattr(PoolContext, "touch_ids", lambda self, block_ids: None)
-    patch.setattr(PoolContext, "free_blocks", lambda self, blocks, *, evict_first=False: None)
-    patch.setattr(PoolContext, "free_ids", lambda self, block_ids: None)
+    patch.setattr(PoolContext, "free_ids", lambda self, block_ids, *, evict_first=False: None)
 
 
 @mutant()
 def never_gives_references_back(patch: Patch) -> None:
-    patch.setattr(PoolContext, "free_blocks", lambda self, blocks, *, evict_first=False: None)
-    patch.setattr(PoolContext, "free_ids", lambda self, block_ids: None)
+    patch.setattr(PoolContext, "free_ids", lambda self, block_ids, *, evict_first=False: None)
 
 
 @mutant()

@@ -284,14 +284,17 @@ class ChunkTable:
 
         Children that stay have no parent from now on.
         """
-        for slot in reversed(slots):  # the ends of prefixes first
+        for slot in slots:
             key, parent = self.keys[slot], self.parents[slot]
             assert key is not None
             del self._dict_of[key[0]][key]
             self.keys[slot] = None
-            self._abandon(slot)
             if parent != NO_SLOT:
                 self.children[parent] -= 1
+                self.parents[slot] = NO_SLOT
+        self._abandon([slot for slot in slots if self.children[slot] > (self.states[slot] == ON_DEVICE)])
+        for slot in reversed(slots):  # so that the first one is used again first
+            self.children[slot] = 0
             if self.owners is not None and self.states[slot] != ON_DEVICE:
                 self.used[self.owners[slot]] -= 1
             if self.states[slot] == WRITING:
@@ -371,11 +374,10 @@ class ChunkTable:
         self.states[slot] = FREE
         self._free.append(slot)
 
-    def _abandon(self, parent: int) -> None:
-        """Make the children of a chunk have no parent. Rare, so there is no list of them: all slots are looked through."""
-        if self.children[parent]:
-            parents = np.frombuffer(self.parents, dtype=np.intc)
-            for slot in (parents == parent).nonzero()[0].tolist():
-                if self.states[slot] in (WRITING, READY, ON_DEVICE):
-                    self.parents[slot] = NO_SLOT
-            self.children[parent] = 0
+    def _abandon(self, parents: Sequence[int]) -> None:
+        """Make the children of chunks have no parent. Rare, so there is no list of them: all slots are looked through."""
+        if parents:
+            is_abandoned = np.zeros(self.capacity + 1, dtype=np.bool_)  # the last one stands for ``NO_SLOT``
+            is_abandoned[list(parents)] = True
+            for slot in is_abandoned[np.frombuffer(self.parents, dtype=np.intc)].nonzero()[0].tolist():
+                self.parents[slot] = NO_SLOT

@@ -363,8 +363,8 @@ class TierManager(OffloadManager):
         kept: list[int] = []
         worths = [inf] * len(slots) if at_any_cost else self._worths_to_save(slots)
         order = sorted(range(len(slots)), key=worths.__getitem__, reverse=True)
-        owners = self.table.owners or bytes(self.table.capacity)
-        for (worth, owner), same in groupby(order, key=lambda at: (worths[at], owners[slots[at]])):
+        owners = [0] * len(slots) if self.table.owners is None else [self.table.owners[slot] for slot in slots]
+        for (worth, owner), same in groupby(order, key=lambda at: (worths[at], owners[at])):
             alike = [slots[at] for at in same]
             alike = alike[: self._make_room_to_save(alike, worth, owner)]
             table.save(alike)

@@ -6,19 +6,19 @@ An engine's own classes satisfy these protocols as they are, and a connector tha
 
 Rules for engines that implement them and connectors that use them:
 
-* A block with ``ref_cnt == 0`` is in the free queue and may be evicted and reused at any allocation. ``touch`` takes it out.
+* A block without references is in the free queue and may be evicted and reused at any allocation. ``touch_ids`` takes it out.
 * References add up: two touches need two frees. Freeing more than was touched raises and changes nothing.
-* ``free_blocks`` puts blocks whose count reaches zero at the tail of the free queue in the order given: the first given is
+* ``free_ids`` puts blocks whose count reaches zero at the tail of the free queue in the order given: the first given is
   evicted first. With ``evict_first`` it puts them at the head, in the same order, for KV whose eviction loses nothing.
-* The null block is never yielded, touched or freed.
+* The null block is never evicted, touched or freed.
 
-To protect a copy: ``touch`` the blocks before it starts, ``free_blocks`` when all workers report it done. The request's life
-and the copy's life are then independent.
+To protect a copy: ``touch_ids`` before it starts, ``free_ids`` when all workers report it done. The request's life and the
+copy's life are then independent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
@@ -347,66 +347,38 @@ class Tail:
 
 
 @runtime_checkable
-class KVCacheBlockView(Protocol):
-    """One block of the pool, read-only. Its attributes always give the current state, however old the view is."""
-
-    @property
-    def block_id(self) -> int:
-        """Index of the block in the KV tensors."""
-
-    @property
-    def ref_cnt(self) -> int:
-        """Number of references held on the block, by requests and connectors together."""
-
-    @property
-    def is_null(self) -> bool:
-        """True for the null block alone."""
-
-    @property
-    def block_hash(self) -> bytes | None:
-        """Digest of the prefix that the block holds, opaque; ``None`` unless the block is in the prefix cache."""
-
-    @property
-    def group_id(self) -> int | None:
-        """Index of the KV-cache group whose KV the block holds; ``None`` unless the block is in the prefix cache."""
-
-
-@runtime_checkable
 class BlockPoolView(Protocol):
-    """The operations on a pool of blocks that a connector may use."""
+    """The operations on a pool of blocks that a connector may use.
 
-    def get_block(self, block_id: int) -> KVCacheBlockView:
-        """Return the block with that id. Raises ``IndexError`` if there is none."""
+    A step looks at hundreds of blocks, so all take and return ids, indices in the KV tensors.
+    """
 
-    def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
-        """Take one reference on each block. Raises ``NullBlockError``, and changes nothing, if the null block is among them."""
+    def touch_ids(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each block.
 
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
+        Raises ``IndexError`` or ``NullBlockError``, and changes nothing, if one of them cannot be touched.
+        """
+
+    def free_ids(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """Give back one reference on each block; blocks without references left go to the tail of the free queue.
 
         Args:
-            blocks: in the order in which they should be evicted.
+            block_ids: in the order in which they should be evicted.
             evict_first: put them at the head instead, because their KV is kept elsewhere.
 
         Raises ``BlockNotHeldError`` or ``NullBlockError``, and changes nothing, if one of them cannot be given back.
         """
 
-    def touch_ids(self, block_ids: Sequence[int]) -> None:
-        """Do ``touch`` for the blocks with these ids. A step copies hundreds: views of them would cost more than the touch.
+    def next_victims(self, num_blocks: int) -> list[int]:
+        """Return the free blocks that are evicted next, the first one first; fewer if fewer are free."""
 
-        Raises ``IndexError`` or ``NullBlockError``, and changes nothing, if one of them cannot be touched.
-        """
+    def contents(self, block_ids: Sequence[int]) -> Sequence[Hashable]:
+        """Return what each block holds now, opaque: equal for two blocks, or two moments, if the prefix is the same."""
 
-    def free_ids(self, block_ids: Sequence[int]) -> None:
-        """Do ``free_blocks`` for the blocks with these ids, to the tail of the free queue."""
+    def prefix_of(self, content: Hashable) -> tuple[bytes, int] | None:
+        """Return the digest of the prefix that a block with this content holds, and the index of its KV-cache group.
 
-    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlockView]:
-        """Walk the free queue in eviction order, next victim first.
-
-        With ``after_block`` the walk resumes after a block that an earlier walk yielded. If that block has left the free
-        queue, the *call* raises ``StaleCursorError``, so that the caller restarts at the head knowingly. Touching the block
-        just yielded is allowed during the walk. If the walk's next block has left the queue meanwhile, the walk raises
-        ``StaleCursorError``.
+        ``None`` if such a block is not in the prefix cache.
         """
 
 
@@ -414,7 +386,7 @@ class BlockPoolView(Protocol):
 class SchedulerContext(BlockPoolView, Protocol):
     """The pool, and the requests that use it."""
 
-    def get_request_blocks(self, request_id: str) -> tuple[Sequence[KVCacheBlockView], ...]:
+    def get_request_blocks(self, request_id: str) -> BlockIds:
         """Return the request's block table per group, null blocks included; empty tables if it holds no blocks."""
 
     def waiting_requests(self) -> Iterable[RequestView]:

@@ -31,12 +31,11 @@ from cargohold.protocol.checks import (
 from cargohold.protocol.connector import KVConnectorScheduler
 from cargohold.protocol.engine_view import (
     NULL_BLOCK_ID,
-    KVCacheBlockView,
     RequestView,
     SchedulerContext,
 )
 from cargohold.protocol.hints import Hint, HintOutcome
-from cargohold.protocol.hooks import Hook, HookDispatcher, passed_on
+from cargohold.protocol.hooks import Hook, HookDispatcher
 from cargohold.protocol.messages import (
     EmptyMetadata,
     KVConnectorMetadata,
@@ -142,39 +141,20 @@ class GuardedContext:
     def __init__(self, context: SchedulerContext, ledger: BlockLedger) -> None:
         self.inner = context
         self._ledger = ledger
-
-    get_block = passed_on(SchedulerContext.get_block)
-    iter_free_blocks = passed_on(SchedulerContext.iter_free_blocks)
-    get_request_blocks = passed_on(SchedulerContext.get_request_blocks)
-    waiting_requests = passed_on(SchedulerContext.waiting_requests)
+        # What only reads is asked hundreds of times in a step.
+        self.next_victims, self.contents, self.prefix_of = context.next_victims, context.contents, context.prefix_of
+        self.get_request_blocks, self.waiting_requests = context.get_request_blocks, context.waiting_requests
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``."""
         self.inner.touch_ids(block_ids)
         self._ledger.take(block_ids)
 
-    def free_ids(self, block_ids: Sequence[int]) -> None:
+    def free_ids(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """See ``SchedulerContext``. Raises ``BlockNotHeldError`` for references that this connector does not hold."""
         self._ledger.give_back(block_ids)
         try:
-            self.inner.free_ids(block_ids)
-        except BaseException:
-            self._ledger.take(block_ids)  # nothing was freed
-            raise
-
-    def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
-        """See ``SchedulerContext``."""
-        blocks = list(blocks)
-        self.inner.touch(blocks)
-        self._ledger.take([block.block_id for block in blocks])
-
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
-        """See ``SchedulerContext``. Raises ``BlockNotHeldError`` for references that this connector does not hold."""
-        blocks = list(blocks)
-        block_ids = [block.block_id for block in blocks]
-        self._ledger.give_back(block_ids)
-        try:
-            self.inner.free_blocks(blocks, evict_first=evict_first)
+            self.inner.free_ids(block_ids, evict_first=evict_first)
         except BaseException:
             self._ledger.take(block_ids)  # nothing was freed
             raise

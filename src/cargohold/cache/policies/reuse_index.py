@@ -145,7 +145,8 @@ class ReuseIndexPolicy(RunsPolicy):
         return [self._index[run.kind & CLASS][age_bucket(self._now - run.time)] for run in runs]
 
     def lose(self, slots: Sequence[int]) -> None:
-        self._remember([(run, (slot,)) for slot in slots if (run := self.runs.run_of[slot]) is not None])
+        by_run = groupby(slots, key=self.runs.run_of.__getitem__)
+        self._remember([(run, list(same)) for run, same in by_run if run is not None])
         self.runs.drop(slots)
 
     def home(self, run: Run[int]) -> Order[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
 from typing import Final
 
 from cargohold.blocks import READY
@@ -170,8 +169,8 @@ class PooledStores(EagerStores):
             return
         end_store(self._shared, store, outcome)
         context = self._shared.context
-        if store.block_ids and context is not None:
-            context.free_blocks([context.get_block(block_id) for block_id in store.block_ids], evict_first=True)
+        if context is not None:
+            context.free_ids(store.block_ids, evict_first=True)
 
     @property
     def has_pending_work(self) -> bool:
@@ -189,9 +188,7 @@ class PooledStores(EagerStores):
         wanted: dict[OffloadKey, None] = {}
         for state in states:
             state.extend_keys()
-            tables = context.get_request_blocks(state.request.request_id)
-            block_ids = tuple([block.block_id for block in table] for table in tables)
-            if offers := self._unoffered(state, block_ids):
+            if offers := self._unoffered(state, context.get_request_blocks(state.request.request_id)):
                 self._offering.list_on_device(offers)  # stores were at their limit, or waited for others
             for keys in state.keys:  # windows and states: what is needed to go on from one of the last two chunks
                 num_kept = max(0, state.request.num_tokens - keys.chunk_tokens)
@@ -252,17 +249,17 @@ class PooledStores(EagerStores):
         num_ahead, context = self._num_ahead(), self._shared.context
         if not num_ahead or context is None or self._lookahead is not None:
             return False
-        return sum(1 for _ in islice(context.iter_free_blocks(), num_ahead)) < num_ahead
+        return len(context.next_victims(num_ahead)) < num_ahead
 
     def _save_ahead(self, device: DeviceChunks, num_ahead: int, num_kept_free: int) -> list[CopyJob]:
         """Return the store of what is evicted next. So many blocks stay free as the step's requests need in the next one."""
         shared, context = self._shared, self._shared.context
         limit = shared.num_storable_blocks()
-        next_lost = {key: at for key, at in device.next_lost(num_ahead) if key not in self._refused}
-        wanted = shared.manager.listed(list(next_lost))
+        next_lost = device.next_lost(num_ahead)
+        wanted = shared.manager.listed([key for key in next_lost if key not in self._refused])
         if not wanted or not limit or context is None:
             return []
-        num_free = sum(1 for _ in islice(context.iter_free_blocks(), len(wanted) + num_kept_free))
+        num_free = len(context.next_victims(len(wanted) + num_kept_free))
         keys = wanted[: max(0, min(limit, num_free - num_kept_free))]
         if not keys:
             return []

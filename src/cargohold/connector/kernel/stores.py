@@ -7,7 +7,7 @@ hold is chosen in ``offers``; ``PendingStores`` has what ended requests have lef
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
@@ -194,8 +194,6 @@ _FEW_PART: Final = 2
 MAX_PENDING_STORES: Final = 256
 """Maximum number of ended requests remembered; beyond it, those that ended first are forgotten."""
 
-_BlockContent: TypeAlias = tuple[bytes, int | None] | None
-
 
 @dataclass(slots=True)
 class PendingStore:
@@ -204,7 +202,7 @@ class PendingStore:
     Attributes:
         state: the request; its ``next_chunk`` says which chunks come next.
         tables: its block tables when it ended.
-        contents: per group, the block hash and group that each block held then, beginning with the first chunk not offered.
+        contents: per group, what each block held then, beginning with the first chunk not offered.
         starts: per group, the number of the block that the first entry of ``contents`` is about.
         held: blocks that are held because their KV must not be lost.
         held_until: until when they are held.
@@ -212,7 +210,7 @@ class PendingStore:
 
     state: RequestState
     tables: tuple[tuple[int, ...], ...]
-    contents: tuple[list[_BlockContent], ...]
+    contents: tuple[list[Hashable], ...]
     starts: tuple[int, ...]
     held: tuple[int, ...] = ()
     held_until: Deadline | None = None
@@ -250,10 +248,9 @@ class PendingStore:
             elif each.keeps_blocks:
                 each.end = self._num_kept(each, blocks_per_chunk, context, limit)
             else:
-                kept = [
-                    block_id if _content_of(block_id, context) == content else NULL_BLOCK_ID
-                    for block_id, content in zip(table[start:], contents, strict=False)
-                ]
+                blocks = table[start : start + len(contents)]
+                now = zip(blocks, context.contents(blocks), contents, strict=True)
+                kept = [block_id if content == before else NULL_BLOCK_ID for block_id, content, before in now]
                 each.table = (*table[:start], *kept)
             found.append(each)
         return found
@@ -269,9 +266,11 @@ class PendingStore:
                 del self.contents[offer.group][max(0, first_block - self.starts[offer.group]) :]
 
     def _num_kept(self, each: Offer, blocks_per_chunk: int, context: SchedulerContext, limit: int) -> int:
-        contents, start = self.contents[each.group], self.starts[each.group]
         number, end = each.first * blocks_per_chunk, min(each.end, each.first + limit) * blocks_per_chunk
-        while number < end and _content_of(each.table[number], context) == contents[number - start]:
+        before = self.contents[each.group][number - self.starts[each.group] :]
+        for content, content_before in zip(context.contents(each.table[number:end]), before, strict=False):
+            if content != content_before:
+                break
             number += 1
         return number // blocks_per_chunk
 
@@ -387,17 +386,10 @@ class PendingStores:
         return jobs
 
 
-def _contents(block_ids: Sequence[int], context: SchedulerContext) -> list[_BlockContent]:
-    """Return what blocks hold, up to the first that is not in the prefix cache; ``None`` for null blocks."""
-    contents: list[_BlockContent] = []
-    for block_id in block_ids:
-        held = _content_of(block_id, context)
-        if held is None and block_id != NULL_BLOCK_ID:
-            break
-        contents.append(held)
+def _contents(block_ids: Sequence[int], context: SchedulerContext) -> list[Hashable]:
+    """Return what blocks hold, up to the first that is neither in the prefix cache nor the null block."""
+    contents = list(context.contents(block_ids))
+    for at, (block_id, content) in enumerate(zip(block_ids, contents, strict=True)):
+        if block_id != NULL_BLOCK_ID and context.prefix_of(content) is None:
+            return contents[:at]
     return contents
-
-
-def _content_of(block_id: int, context: SchedulerContext) -> _BlockContent:
-    block = context.get_block(block_id)
-    return None if block.block_hash is None else (block.block_hash, block.group_id)

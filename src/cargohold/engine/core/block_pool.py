@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import cast
 
-from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError, StaleCursorError
-from cargohold.protocol import NULL_BLOCK_ID, KVCacheBlockView
+from cargohold.errors import BlockNotHeldError, NullBlockError, OutOfBlocksError
+from cargohold.protocol import NULL_BLOCK_ID
 
 
 class KVCacheBlock:
@@ -18,24 +19,22 @@ class KVCacheBlock:
         block_id: index in the pool and in the KV tensors.
         ref_cnt: number of references held. Zero means that the block is in the free queue, unless it is the null block.
         is_null: whether it is the null block, block 0 of its pool.
-        block_hash: digest of the prefix that it holds; ``None`` unless it is in the prefix cache.
-        group_id: KV-cache group whose KV it holds; ``None`` unless it is in the prefix cache.
+        prefix: digest of the prefix that it holds, and the KV-cache group; ``None`` unless it is in the prefix cache.
         prev_free, next_free: neighbours in the free queue, owned by ``FreeQueue``.
     """
 
-    __slots__ = ("block_hash", "block_id", "group_id", "is_null", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_id", "is_null", "next_free", "prefix", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int, *, is_null: bool = False) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.is_null = is_null
-        self.block_hash: bytes | None = None
-        self.group_id: int | None = None
+        self.prefix: tuple[bytes, int] | None = None
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
     def __repr__(self) -> str:
-        cached = "" if self.block_hash is None else f", {self.block_hash.hex()[:8]} of group {self.group_id}"
+        cached = "" if self.prefix is None else f", {self.prefix[0].hex()[:8]} of group {self.prefix[1]}"
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}{cached})"
 
 
@@ -88,27 +87,14 @@ class FreeQueue:
         self.remove(block)
         return block
 
-    def walk(self, after: KVCacheBlock | None = None) -> Iterator[KVCacheBlock]:
-        """Yield blocks in eviction order, after ``after`` if given.
-
-        Raises:
-            StaleCursorError: from this call if ``after`` is not in the queue; from the walk if the block to come next has
-                left the queue since the last one was yielded.
-        """
-        start = self._head if after is None else after
-        if start.next_free is None:
-            raise StaleCursorError(start.block_id)
-        return self._walk_from(start)
-
-    def _walk_from(self, start: KVCacheBlock) -> Iterator[KVCacheBlock]:
-        block = start.next_free
-        while block is not self._head:
-            if block is None or block.next_free is None:
-                raise StaleCursorError(-1 if block is None else block.block_id)
-            # The caller may take this block out of the queue before asking for the next one.
-            behind = block.next_free
-            yield block
-            block = behind
+    def first(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Return the next victims, the first one first; fewer than ``num_blocks`` if fewer are free."""
+        victims: list[KVCacheBlock] = []
+        block = self._head.next_free
+        while block is not None and block is not self._head and len(victims) < num_blocks:
+            victims.append(block)
+            block = block.next_free
+        return victims
 
 
 class BlockPool:
@@ -116,10 +102,10 @@ class BlockPool:
 
     ::
 
-                     allocate                     free_blocks (last reference)
+                     allocate                     free_ids (last reference)
         free, empty ----------> referenced  -------------------------------------> free, cached: tail of the queue
              ^                      |  ^                                             |      |
-             |                      |  +---------------------- touch ----------------+      |
+             |                      |  +-------------------- touch_ids --------------+      |
              |                      +-- cache_block: its prefix can be found by hash        |
              +------------------------------------ allocate evicts from the head -----------+
 
@@ -182,21 +168,25 @@ class BlockPool:
             raise OutOfBlocksError(num_blocks, len(self._free))
         taken = [self._free.popleft() for _ in range(num_blocks)]
         for block in taken:
-            if block.block_hash is not None:
+            if block.prefix is not None:
                 self._forget(block)
             block.ref_cnt = 1
         return taken
 
-    def touch(self, blocks: Iterable[KVCacheBlockView]) -> None:
-        """Take one reference on each block; free ones leave the free queue.
+    def touch_ids(self, block_ids: Sequence[int]) -> None:
+        """Take one reference on each of the blocks with these ids; free ones leave the free queue.
 
         Raises:
+            IndexError: there is none with one of them; nothing was changed.
             NullBlockError: the null block is among them; nothing was changed.
         """
-        self.touch_ids([block.block_id for block in blocks])
+        for block in self._own(block_ids, "touch"):
+            if block.ref_cnt == 0:
+                self._free.remove(block)
+            block.ref_cnt += 1
 
-    def free_blocks(self, blocks: Iterable[KVCacheBlockView], *, evict_first: bool = False) -> None:
-        """Give back one reference on each block, in order.
+    def free_ids(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
+        """Give back one reference on each of the blocks with these ids, in order.
 
         Blocks whose count reaches zero go to the tail of the free queue in the order given, so the first is evicted first;
         with ``evict_first`` to its head, in the same order. Those that are not in the prefix cache go to its head in any case:
@@ -204,20 +194,31 @@ class BlockPool:
 
         Raises:
             BlockNotHeldError: a block is given back more often than it is referenced; nothing was changed.
+            IndexError: there is none with one of the ids; nothing was changed.
             NullBlockError: the null block is among them; nothing was changed.
         """
-        self._give_back(self._own([block.block_id for block in blocks], "free"), evict_first=evict_first)
-
-    def touch_ids(self, block_ids: Sequence[int]) -> None:
-        """Do ``touch`` for the blocks with these ids. Raises ``IndexError`` if there is none with one of them."""
-        for block in self._own(block_ids, "touch"):
+        own = self._own(block_ids, "free")
+        self._check_held(own)
+        for block in reversed(own) if evict_first else own:
+            block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self._free.remove(block)
-            block.ref_cnt += 1
+                if evict_first or block.prefix is None:
+                    self._free.prepend(block)
+                else:
+                    self._free.append(block)
 
-    def free_ids(self, block_ids: Sequence[int]) -> None:
-        """Do ``free_blocks`` for the blocks with these ids. Raises ``IndexError`` if there is none with one of them."""
-        self._give_back(self._own(block_ids, "free"), evict_first=False)
+    def next_victims(self, num_blocks: int) -> list[int]:
+        """Return the ids of the free blocks that are evicted next, the first one first."""
+        return [block.block_id for block in self._free.first(num_blocks)]
+
+    def contents(self, block_ids: Sequence[int]) -> list[tuple[bytes, int] | None]:
+        """Return what blocks hold in the prefix cache: the digest of a prefix, and its KV-cache group."""
+        return [self._blocks[block_id].prefix for block_id in block_ids]
+
+    @staticmethod
+    def prefix_of(content: Hashable) -> tuple[bytes, int] | None:
+        """Return what a block holds; see ``contents``."""
+        return cast("tuple[bytes, int] | None", content)
 
     def lookup(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
         """Return a block that holds the prefix ``block_hash`` for a group, or ``None``. Takes no reference."""
@@ -236,27 +237,23 @@ class BlockPool:
         """
         if block.is_null:
             raise NullBlockError("cache")
-        assert block.ref_cnt > 0 and block.block_hash is None, f"{block} cannot enter the cache"
-        block.block_hash, block.group_id = block_hash, group_id
-        holders = self._index.setdefault((block_hash, group_id), {})
+        assert block.ref_cnt > 0 and block.prefix is None, f"{block} cannot enter the cache"
+        block.prefix = (block_hash, group_id)
+        holders = self._index.setdefault(block.prefix, {})
         holders[block.block_id] = block
         return len(holders) == 1
 
     def uncache_block(self, block: KVCacheBlock) -> None:
         """Take ``block`` out of the prefix cache, for instance because its KV is not what its hash says. No-op if not in it."""
-        if block.block_hash is not None:
+        if block.prefix is not None:
             self._forget(block)
-
-    def iter_free_blocks(self, after_block: KVCacheBlockView | None = None) -> Iterator[KVCacheBlock]:
-        """Walk the free queue in eviction order; see ``SchedulerContext.iter_free_blocks``."""
-        return self._free.walk(None if after_block is None else self._blocks[after_block.block_id])
 
     def reset_cache(self) -> bool:
         """Forget every cached prefix. Return ``False``, and forget none, while a block is referenced."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         for block in self._blocks:
-            if block.block_hash is not None:
+            if block.prefix is not None:
                 self._forget(block)
         return True
 
@@ -265,18 +262,17 @@ class BlockPool:
 
         Walks the whole pool: for tests, simulations and idle moments.
         """
-        free = {block.block_id for block in self._free.walk()}
+        free = {block.block_id for block in self._free.first(len(self._blocks))}
         assert len(free) == len(self._free), "the free queue's length is wrong"
         for block in self._blocks:
             expected = block.ref_cnt == 0 and not block.is_null
             assert (block.block_id in free) == expected, f"{block} is {'' if expected else 'not '}meant to be free"
             assert block.ref_cnt >= 0, f"{block} has a negative count"
-            if block.block_hash is not None:
-                assert block.group_id is not None, f"{block} is cached without a group"
-                holders = self._index.get((block.block_hash, block.group_id), {})
+            if block.prefix is not None:
+                holders = self._index.get(block.prefix, {})
                 assert holders.get(block.block_id) is block, f"{block} is cached but cannot be found"
         indexed = sum(len(holders) for holders in self._index.values())
-        cached = sum(block.block_hash is not None for block in self._blocks)
+        cached = sum(block.prefix is not None for block in self._blocks)
         assert indexed == cached, f"{indexed} blocks indexed, {cached} cached"
 
     def _own(self, block_ids: Sequence[int], operation: str) -> Sequence[KVCacheBlock]:
@@ -286,16 +282,6 @@ class BlockPool:
             raise NullBlockError(operation)
         return [self._blocks[block_id] for block_id in block_ids]
 
-    def _give_back(self, own: Sequence[KVCacheBlock], *, evict_first: bool) -> None:
-        self._check_held(own)
-        for block in reversed(own) if evict_first else own:
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                if evict_first or block.block_hash is None:
-                    self._free.prepend(block)
-                else:
-                    self._free.append(block)
-
     def _check_held(self, blocks: Sequence[KVCacheBlock]) -> None:
         if min([block.ref_cnt for block in blocks], default=1) > 0 and len(set(blocks)) == len(blocks):
             return
@@ -304,12 +290,11 @@ class BlockPool:
                 raise BlockNotHeldError(block.block_id, block.ref_cnt, given_back)
 
     def _forget(self, block: KVCacheBlock) -> None:
-        assert block.block_hash is not None and block.group_id is not None
-        key = (block.block_hash, block.group_id)
-        holders = self._index[key]
+        prefix, block.prefix = block.prefix, None
+        assert prefix is not None
+        holders = self._index[prefix]
         del holders[block.block_id]
-        block.block_hash = block.group_id = None
         if not holders:
-            del self._index[key]
+            del self._index[prefix]
             if self._on_removed is not None:
-                self._on_removed(*key)
+                self._on_removed(*prefix)

@@ -118,9 +118,8 @@ class ConnectorReports:
     def _apply(self, report: KVConnectorSchedulerOutput | None) -> None:
         """Take the references of the connector's locks, then give back those of its unlocks, which hold from the step's end."""
         if report is not None:
-            pool = self._kv.pool
-            pool.touch([pool.get_block(block_id) for block_id in report.block_ids_to_lock])
-            pool.free_blocks([pool.get_block(block_id) for block_id in report.block_ids_to_unlock])
+            self._kv.pool.touch_ids(report.block_ids_to_lock)
+            self._kv.pool.free_ids(report.block_ids_to_unlock)
 
     def _end_transfers(self, finished: KVConnectorTransferResults) -> None:
         transfers = self._queues.transfers

@@ -79,7 +79,7 @@ class BlockTable:
         for at in range(self.num_cached, num_full):
             block = self.blocks[at]
             # Null blocks hold nothing; loaded or shared blocks may be in the cache already.
-            if not block.is_null and block.block_hash is None and pool.cache_block(block, hashes[at], self.group.index):
+            if not block.is_null and block.prefix is None and pool.cache_block(block, hashes[at], self.group.index):
                 new.append(at)
         self.num_cached = max(self.num_cached, num_full)
         return new
@@ -209,7 +209,7 @@ class KVCacheManager:
         if num_taken + num_spare_blocks > self.pool.num_free_blocks:
             return False
         # Touch before allocating, or the allocation might evict the hit.
-        self.pool.touch(hit_blocks)
+        self.pool.touch_ids([block.block_id for block in hit_blocks])
         for table, count in zip(tables, num_new, strict=True):
             table.append(self.pool.allocate(count))
         self._tables[request.request_id] = tables
@@ -225,7 +225,7 @@ class KVCacheManager:
         for table in tables:
             passed = table.skip(request.num_computed_tokens, self._null_block)
             if passed:
-                self.pool.free_blocks(passed)
+                self.pool.free_ids([block.block_id for block in passed])
         num_new = [table.num_missing_blocks(num_tokens) for table in tables]
         if sum(num_new) + num_spare_blocks > self.pool.num_free_blocks:
             return False
@@ -249,7 +249,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back all blocks of the request, last first, so that the ends of prefixes are evicted before their starts."""
         for table in self._tables.pop(request.request_id, ()):
-            self.pool.free_blocks(table.held_blocks())
+            self.pool.free_ids([block.block_id for block in table.held_blocks()])
 
     def requests_using(self, block_ids: frozenset[int]) -> list[str]:
         return [

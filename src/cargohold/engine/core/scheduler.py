@@ -7,13 +7,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from cargohold.engine.core.block_pool import KVCacheBlock
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, SchedulerStep, StepOutput, StepPlan
 from cargohold.engine.core.request_queues import QueueAdmission, RequestQueues, SchedulerConfig, Verdict, WaitingQueue
 from cargohold.errors import RequestError
 from cargohold.protocol import (
+    BlockIds,
     CacheReport,
     Clock,
     ConnectorGuard,
@@ -36,13 +36,12 @@ class EngineContext:
         self._kv = kv
         self._waiting = waiting
         pool = kv.pool
-        self.get_block, self.iter_free_blocks = pool.get_block, pool.iter_free_blocks
-        self.touch, self.free_blocks = pool.touch, pool.free_blocks
-        self.touch_ids, self.free_ids = pool.touch_ids, pool.free_ids
+        self.touch_ids, self.free_ids, self.next_victims = pool.touch_ids, pool.free_ids, pool.next_victims
+        self.contents, self.prefix_of = pool.contents, pool.prefix_of
 
-    def get_request_blocks(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
+    def get_request_blocks(self, request_id: str) -> BlockIds:
         """The request's block table per group."""
-        return tuple(table.blocks for table in self._kv.tables(request_id))
+        return tuple([table.ids for table in self._kv.tables(request_id)])
 
     def waiting_requests(self) -> Iterable[Request]:
         """Requests not running yet, in the order in which they will be tried."""

@@ -71,7 +71,7 @@ class EarlyView:
 
 # --- wrappers around a connector under test ---------------------------------------------------------------------------
 
-_CHANGING: Final = frozenset({"touch", "touch_ids", "free_blocks", "free_ids"})
+_CHANGING: Final = frozenset({"touch_ids", "free_ids"})
 """Methods of a scheduler context that change references."""
 
 

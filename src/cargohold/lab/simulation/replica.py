@@ -183,7 +183,7 @@ class Replica(ABC):
         """See ``step``; sets ``last_step`` as it goes on."""
 
     @abstractmethod
-    def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
+    def cached_prefixes(self) -> set[tuple[bytes, int]]:
         """Hash and group of every prefix that the device pool can find."""
 
     @abstractmethod
@@ -379,10 +379,9 @@ class SimulatedEngine(Replica):
             self.on_update(update)
         return step, output
 
-    def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
+    def cached_prefixes(self) -> set[tuple[bytes, int]]:
         pool = self.scheduler.kv.pool
-        blocks = [pool.get_block(block_id) for block_id in range(1, pool.num_blocks)]
-        return {(block.block_hash, block.group_id) for block in blocks if block.block_hash is not None}
+        return {prefix for prefix in pool.contents(range(1, pool.num_blocks)) if prefix is not None}
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing is pending. Raises ``AssertionError`` if that takes more than ``max_steps``."""

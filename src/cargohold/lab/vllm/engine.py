@@ -181,7 +181,7 @@ class VllmEngine(Replica):
         self.last_step = self._account(self._in_flight.popleft())
         return self.last_step
 
-    def cached_prefixes(self) -> set[tuple[bytes, int | None]]:
+    def cached_prefixes(self) -> set[tuple[bytes, int]]:
         """Hash and group of every prefix that vLLM can find on the device.
 
         A block may be found under several prefixes: where groups have blocks of different sizes, also under those that end

@@ -19,7 +19,6 @@ from vllm.v1.request import RequestStatus as VllmStatus
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus
 from cargohold.engine.core.scheduler import RequestUpdate
 from cargohold.integrations.vllm import compat
-from cargohold.integrations.vllm.pool_view import BlockView
 from cargohold.lab.simulation.fingerprints import tokens_alone
 from cargohold.lab.simulation.replica import VOCAB_SIZE, root_of_salt
 from cargohold.protocol import (
@@ -204,12 +203,10 @@ class PoolView:
 
     Args:
         pool: vLLM's own.
-        groups: the KV-cache groups.
     """
 
-    def __init__(self, pool: Any, groups: tuple[KVCacheGroup, ...]) -> None:
+    def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._groups = groups
         self._get_new_blocks = pool.get_new_blocks
         # ``_allocate`` looks up ``allocate`` at each call: oracles replace that by functions of their own.
         pool.get_new_blocks = self._allocate
@@ -232,8 +229,8 @@ class PoolView:
     def num_cached_prefixes(self) -> int:
         return len(self._pool.cached_block_hash_to_block)
 
-    def get_block(self, block_id: int) -> BlockView:
-        return BlockView(self._pool.blocks[block_id], self._groups)
+    def get_block(self, block_id: int) -> Any:
+        return self._pool.blocks[block_id]
 
     def allocate(self, num_blocks: int) -> Any:
         """Allocate blocks; returns vLLM's block objects."""
@@ -338,7 +335,7 @@ class SchedulerView:
         self._scheduler = scheduler
         self._is_busy = is_busy
         self._is_ours = guard is not None
-        pool = PoolView(scheduler.kv_cache_manager.block_pool, groups)
+        pool = PoolView(scheduler.kv_cache_manager.block_pool)
         self.connector = guard or ConnectorGuard(NullConnectorScheduler(), pool.num_blocks)
         self.kv = CacheView(scheduler, pool, tells_holds=self._is_ours)
         self._events: list[KVEvent] = []

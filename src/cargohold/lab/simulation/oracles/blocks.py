@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from cargohold.blocks import READY, extend_hashes, root_hash
 from cargohold.cache.manager import namespace_of_key, offload_key, split_key
@@ -21,7 +22,6 @@ from cargohold.protocol import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    KVCacheBlockView,
     KVEvent,
 )
 from cargohold.tiers.chunk_format import Note
@@ -130,7 +130,7 @@ class CopyOracle(Oracle):
         for copies in self._copies:
             copies.give_up_reads(job_ids)
 
-    def _allocate_watched(self, num_blocks: int) -> Sequence[KVCacheBlockView]:
+    def _allocate_watched(self, num_blocks: int) -> Sequence[Any]:
         blocks = self._allocate(num_blocks)
         for copies in self._copies:
             if copies.num_jobs and not self._is_stopping:

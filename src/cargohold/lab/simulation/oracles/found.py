@@ -233,4 +233,4 @@ def _held_and_room(shared: Shared) -> tuple[set[OffloadKey], bool]:
     free = shared.device.next_lost(shared.layout.num_blocks)
     # What a policy thinks no request asks for again takes free slots alone.
     copies = manager.table.slots_in(chunk_table.READY) if manager.policy.name in ("lru", "fifo") else []
-    return set(manager.listed([key for key, _ in free])), manager.num_free > 0 or any(manager.may_be_taken(copies))
+    return set(manager.listed(tuple(free))), manager.num_free > 0 or any(manager.may_be_taken(copies))
