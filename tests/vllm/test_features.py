@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.liars import kept_memories
 from tests.vllm.faults import Faults
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -48,7 +49,10 @@ def test_device_pool_and_host_memory_are_one_cache(llama: str, start: Callable[.
     assert found["exclusive"] == 2 * 5 * 320
 
 
-def test_adapters_keep_their_prompts_apart(llama: str, start: Callable[..., Any]) -> None:
+def test_adapters_keep_their_prompts_apart_and_a_bit_that_flips_in_host_memory_is_found(
+    llama: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memories = kept_memories(monkeypatch)
     adapters = [None, *(LoRARequest(name, at, save_adapter(llama, name)) for at, name in enumerate(("a", "b"), 1))]
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     prompt = {"prompt_token_ids": make_prompts(1, 330)[0]}
@@ -62,6 +66,12 @@ def test_adapters_keep_their_prompts_apart(llama: str, start: Callable[..., Any]
                 (found,) = engine.ask_for([prompt], adapter=adapter)
                 assert (found.tokens, found.restored) == (answer, 320 * again)
                 forget(engine)
+        for is_lying in (False, True):
+            memories[-1].rows[:, 3] ^= 0x40 * is_lying
+            (found,) = engine.ask_for([prompt], adapter=adapters[-1], wishes={"max_load_tokens": 0})
+            assert found.tokens == expected[-1]
+            assert any("is not what was computed" in note for note in found.notes) is is_lying
+            forget(engine)
 
 
 def test_embeddings_in_place_of_tokens_are_told_apart(llama: str, start: Callable[..., Any], tmp_path: Path) -> None:
