@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from cargohold import LLM, RequestOutput, SamplingParams
 from cargohold.base_llm import BaseLLM, Prompt
 from cargohold.engine.core.scheduler import Scheduler
-from cargohold.engine.engine_thread import EngineThread, Reply
+from cargohold.engine.engine_thread import EngineThread
 from cargohold.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
@@ -41,9 +40,7 @@ class SettledLLM(LLM):
 
 def in_engine(llm: BaseLLM, question: Callable[[LLMEngine], T]) -> T:
     """Ask the engine something between two of its steps."""
-    answers = SimpleQueue[Reply[T]]()
-    thread_of(llm).ask(question, answers.put)
-    return answers.get().get()
+    return thread_of(llm).ask(question).result()
 
 
 def scheduler_of(llm: BaseLLM) -> Scheduler:

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import aclosing, closing, suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from cargohold.base_llm import BaseLLM, HintOptions, Hints, Prompt, RequestOptions, all_asked, check_names
 from cargohold.engine.core.request import SamplingParams
-from cargohold.engine.engine_thread import Asked, Mailbox, Reply
+from cargohold.engine.engine_thread import Asked, Mailbox
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.engine.outputs import RequestOutput
 from cargohold.protocol import HintEvent, HintOutcome, KVEvent, Tally, TierContents
@@ -224,15 +224,11 @@ class LLM(BaseLLM):
 
     def _ask(self, question: Callable[[LLMEngine], T]) -> T:
         """Ask the engine between two steps."""
-        answers = SimpleQueue[Reply[T]]()
-        self._engine.ask(question, answers.put)
-        return answers.get().get()
+        return self._engine.ask(question).result()
 
     def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
         """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
-        answers = SimpleQueue[Reply[T]]()
-        self._engine.ask_settled(question, answers.put, timeout_s)
-        return answers.get().get()
+        return self._engine.ask_settled(question, timeout_s).result()
 
 
 class AsyncLLM(BaseLLM):
@@ -377,15 +373,11 @@ class AsyncLLM(BaseLLM):
 
     async def _ask(self, question: Callable[[LLMEngine], T]) -> T:
         """Ask the engine between two steps."""
-        answers = asyncio.Queue[Reply[T]]()
-        self._engine.ask(question, _in_loop(answers.put_nowait))
-        return (await answers.get()).get()
+        return await asyncio.wrap_future(self._engine.ask(question))
 
     async def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
         """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
-        answers = asyncio.Queue[Reply[T]]()
-        self._engine.ask_settled(question, _in_loop(answers.put_nowait), timeout_s)
-        return (await answers.get()).get()
+        return await asyncio.wrap_future(self._engine.ask_settled(question, timeout_s))
 
 
 class _Bell:
@@ -417,14 +409,3 @@ def _waking(event: asyncio.Event) -> Callable[[], None]:
     loop = asyncio.get_running_loop()
     bell = _bells.setdefault(loop, _Bell())
     return lambda: bell.ring(loop, event)
-
-
-def _in_loop(call: Callable[..., object]) -> Callable[..., None]:
-    """A function for other threads, which has the running event loop make the call."""
-    loop = asyncio.get_running_loop()
-
-    def call_in_loop(*args: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: no caller waits for this any longer
-            loop.call_soon_threadsafe(call, *args)
-
-    return call_in_loop

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import pytest
 
 from cargohold import LLM, AsyncLLM, ConfigError, EngineDeadError, OffloadConfig, RequestError, SamplingParams
-from cargohold.engine.engine_thread import Reply
 from cargohold.engine.llm_engine import LLMEngine
 from cargohold.protocol import metrics
 from tests.llms import scheduler_of, thread_of
@@ -141,19 +140,19 @@ def test_a_request_is_aborted_by_its_id(serve: Serve) -> None:
 
 def test_the_event_loop_goes_on_while_the_engine_computes(serve: Serve) -> None:
     async def use(llm: AsyncLLM) -> None:
-        gate, answers = threading.Event(), list[Reply[bool]]()
+        gate = threading.Event()
 
         def compute(_: LLMEngine) -> bool:
             return gate.wait(60)
 
-        thread_of(llm).ask(compute, answers.append)
+        computed = thread_of(llm).ask(compute)
         answer = asyncio.create_task(llm.generate(PROMPT, SHORT))
         for _ in range(5):
             await asyncio.sleep(0)  # would not return if a task waited for the engine's thread
         assert not answer.done()
         gate.set()
         assert (await answer)[0].finished
-        assert [computed.get() for computed in answers] == [True]
+        assert computed.result()
 
     serve(use)
 

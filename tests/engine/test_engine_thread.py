@@ -74,7 +74,7 @@ def held(llm: LLM) -> Iterator[None]:
         reached.set()
         gate.wait(PATIENCE_S)
 
-    thread_of(llm).ask(wait, lambda _: None)
+    thread_of(llm).ask(wait)
     assert reached.wait(PATIENCE_S)
     try:
         yield

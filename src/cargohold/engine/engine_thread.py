@@ -7,8 +7,8 @@ and an event loop may post at any moment, also in the middle of another call of 
     ------                       ---------------
     submit(requests, mailbox) -> adds the requests     \\
     mailbox.take()            <- puts outputs           |  between two steps
-    ask(question, reply)      -> asks the engine        |
-    reply(answer)             <-                       /
+    ask(question)             -> asks the engine        |
+    the answer's result       <-                       /
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 from cargohold.engine.core.request import SamplingParams
 from cargohold.engine.llm_engine import LLMEngine
@@ -113,30 +114,11 @@ class Mailbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply(Generic[T]):
-    """What came of a question: a value, or an error.
-
-    Attributes:
-        value: what the engine has answered.
-        error: what it has raised instead.
-    """
-
-    value: T | None = None
-    error: BaseException | None = None
-
-    def get(self) -> T:
-        """Return the value, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value  # type: ignore[return-value]  # there is one if there is no error
-
-
-@dataclass(frozen=True, slots=True)
 class _Question:
-    """Something to ask the engine; the answer goes to ``reply``. ``deadline`` is for questions that wait for transfers."""
+    """Something to ask the engine, and its answer. ``deadline`` is for questions that wait for transfers."""
 
     ask: Callable[[LLMEngine], Any]
-    reply: Callable[[Reply[Any]], object]
+    answer: Future[Any]
     deadline: float = float("-inf")
 
 
@@ -172,11 +154,11 @@ class EngineThread:
         self._end: EngineDeadError | None = None
         self._close_error: BaseException | None = None
         self.status = EngineStatus()
-        started: queue.SimpleQueue[Reply[None]] = queue.SimpleQueue()
+        started = Future[None]()
         self._thread = threading.Thread(target=self._run, args=(build, started), name="cargohold-engine", daemon=True)
         try:
             self._thread.start()
-            started.get().get()
+            started.result()
         except Exception:
             raise
         except BaseException:  # Ctrl-C, which only the main thread gets
@@ -207,15 +189,17 @@ class EngineThread:
         """End a request early, if it is being served. Does not wait."""
         self._commands.put(lambda: self._abort(request_id))
 
-    def ask(self, question: Callable[[LLMEngine], T], reply: Callable[[Reply[T]], object]) -> None:
-        """Ask the engine something between two steps. ``reply`` gets the answer, in the engine's thread."""
-        self._post(lambda: self._answer(_Question(question, reply)))
+    def ask(self, question: Callable[[LLMEngine], T]) -> Future[T]:
+        """Ask the engine something between two steps, unless the answer is cancelled before."""
+        answer = Future[T]()
+        self._post(lambda: self._answer(_Question(question, answer)))
+        return answer
 
-    def ask_settled(
-        self, question: Callable[[LLMEngine], T], reply: Callable[[Reply[T]], object], timeout_s: float
-    ) -> None:
+    def ask_settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> Future[T]:
         """Ask when no transfer is in flight any more, or when requests are being served, or after ``timeout_s`` seconds."""
-        self._post(lambda: self._settling.append(_Question(question, reply, self._clock() + timeout_s)))
+        answer = Future[T]()
+        self._post(lambda: self._settling.append(_Question(question, answer, self._clock() + timeout_s)))
+        return answer
 
     def start_closing(self) -> None:
         """End the engine, without waiting. Calls that wait for it get an ``EngineDeadError``."""
@@ -265,19 +249,19 @@ class EngineThread:
 
     # --- in the engine's thread ---------------------------------------------------------------------------------------
 
-    def _run(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Reply[None]]) -> None:
+    def _run(self, build: Callable[[], LLMEngine], started: Future[None]) -> None:
         with suppress(KeyboardInterrupt):  # a start that was interrupted may have ended before the interrupt came
             self._live(build, started)
 
-    def _live(self, build: Callable[[], LLMEngine], started: queue.SimpleQueue[Reply[None]]) -> None:
+    def _live(self, build: Callable[[], LLMEngine], started: Future[None]) -> None:
         try:
             self._begin()
             self._engine = build()
         except BaseException as error:  # noqa: BLE001  # goes to the caller that waits for the start
             self._end = EngineDeadError("the engine has not started")
-            started.put(Reply(error=error))
+            started.set_exception(error)
             return
-        started.put(Reply())
+        started.set_result(None)
         end = EngineDeadError("the engine has stopped: it was shut down")
         try:
             self._serve()
@@ -366,14 +350,15 @@ class EngineThread:
             mailbox.notify()
 
     def _answer(self, question: _Question) -> None:
+        if not question.answer.set_running_or_notify_cancel():
+            return
         if self._end is not None:
-            question.reply(Reply(error=self._death()))
+            question.answer.set_exception(self._death())
             return
         try:
-            answer = Reply(question.ask(self._engine))
+            question.answer.set_result(question.ask(self._engine))
         except Exception as error:  # noqa: BLE001  # goes to the caller
-            answer = Reply(error=error)
-        question.reply(answer)
+            question.answer.set_exception(error)
 
     def _answer_settled(self) -> None:
         if not self._settling:
