@@ -8,7 +8,7 @@ from cargohold.blocks import ABSENT, READY
 from cargohold.cache.manager import chunk_keys
 from cargohold.connector.kernel.requests import RequestState
 from cargohold.connector.kernel.stores import PendingStore
-from cargohold.engine.core.request_queues import QueuePolicy, WaitingQueue
+from cargohold.engine.core.request_queues import SortedRequests
 from cargohold.engine.core.scheduler import EngineContext
 from cargohold.lab.simulation import SimulatedEngine, SimulatedOffloading, simulated_layout
 from cargohold.protocol import TurnEnd
@@ -91,7 +91,7 @@ def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up()
     engine = SimulatedEngine(simulated_layout(60))
     engine.add("r", prompt(0, 17), 8)
     engine.step()
-    context = EngineContext(engine.scheduler.kv, WaitingQueue(QueuePolicy.FCFS))
+    context = EngineContext(engine.scheduler.kv, SortedRequests(lambda _: (0, 0)))
     request = engine.requests["r"]
     state = RequestState.create(request, chunk_keys(engine.scheduler.kv.layout, 2))
     state.extend_keys()  # as the kernel does when a request ends
@@ -105,7 +105,7 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     engine.add("r", prompt(0, 25), 8)
     engine.step()
     kv, request = engine.scheduler.kv, engine.requests["r"]
-    context = EngineContext(kv, WaitingQueue(QueuePolicy.FCFS))
+    context = EngineContext(kv, SortedRequests(lambda _: (0, 0)))
     table = tuple(kv.block_ids(request)[0])
     pool = kv.pool
 

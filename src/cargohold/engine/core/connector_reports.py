@@ -8,7 +8,7 @@ from dataclasses import replace
 from cargohold.deadlines import Patience
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, StepOutput, StepPlan
-from cargohold.engine.core.request_queues import EndedLoad, LoadFailurePolicy, RequestQueues, SchedulerConfig
+from cargohold.engine.core.request_queues import AsyncLoad, LoadFailurePolicy, RequestQueues, SchedulerConfig
 from cargohold.protocol import Clock, ConnectorGuard, KVConnectorSchedulerOutput, KVConnectorTransferResults
 
 EndRequest = Callable[[Request, FinishReason, str], None]
@@ -173,7 +173,7 @@ class ConnectorReports:
             else:
                 self._queues.preempt(request)
 
-    def _end_load(self, load: EndedLoad) -> None:
+    def _end_load(self, load: AsyncLoad) -> None:
         request = load.request
         num_valid = self._num_valid_tokens(load)
         self.note_reached(request, min(num_valid, request.num_tokens - 1))
@@ -189,7 +189,7 @@ class ConnectorReports:
         request.num_computed_tokens = min(num_valid, request.num_tokens - 1)
         self._queues.wait(request)
 
-    def _num_valid_tokens(self, load: EndedLoad) -> int:
+    def _num_valid_tokens(self, load: AsyncLoad) -> int:
         """Leading tokens of the request whose KV can be trusted after the load."""
         if load.failed:
             return load.request.num_device_tokens

@@ -24,43 +24,14 @@ class QueuePolicy(Enum):
     """Lowest ``priority`` first; first come, first served among equals."""
 
 
-class WaitingQueue:
-    """A queue sorted by urgency.
+class SortedRequests:
+    """Requests sorted by urgency, the most urgent first.
 
     A request that comes back (preempted, or deferred by a connector) regains its place among the others, because its
     urgency has not changed. So returning requests need no special case, and several of them keep their order.
-    """
-
-    def __init__(self, policy: QueuePolicy) -> None:
-        weight = int(policy is QueuePolicy.PRIORITY)
-        self.urgency: Callable[[Request], SortKey] = lambda request: (weight * request.priority, request.arrival)
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def add(self, request: Request) -> None:
-        """Put ``request`` where its urgency says."""
-        insort(self._requests, request, key=self.urgency)
-
-    def remove(self, request: Request) -> None:
-        """Take ``request`` out; it must be in."""
-        at = bisect_left(self._requests, self.urgency(request), key=self.urgency)
-        assert self._requests[at] is request, f"request {request.request_id} is not waiting"
-        del self._requests[at]
-
-
-# --- requests that hold blocks and compute tokens in every step -------------------------------------------------------
-
-
-class RunningRequests:
-    """The running requests, most urgent first.
 
     Args:
-        urgency: sort key; the same as the waiting queue's, so that no request runs at the cost of a more urgent one.
+        urgency: sort key.
     """
 
     def __init__(self, urgency: Callable[[Request], SortKey]) -> None:
@@ -70,45 +41,40 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __getitem__(self, at: int) -> Request:
+        return self._requests[at]
+
     def add(self, request: Request) -> None:
-        request.status = RequestStatus.RUNNING
+        """Put ``request`` where its urgency says."""
         insort(self._requests, request, key=self._urgency)
 
     def remove(self, request: Request) -> None:
-        """Take ``request`` out. The caller must change its status."""
-        self._requests.remove(request)
-
-    def least_urgent(self) -> Request:
-        """The request that must give way first."""
-        return self._requests[-1]
-
-    def snapshot(self) -> list[Request]:
-        """The requests now, most urgent first; a copy."""
-        return list(self._requests)
+        """Take ``request`` out; it must be in."""
+        at = bisect_left(self._requests, self._urgency(request), key=self._urgency)
+        assert self._requests[at] is request, f"request {request.request_id} is not here"
+        del self._requests[at]
 
 
 # --- requests whose blocks a connector's workers still write or read --------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EndedLoad:
-    """An asynchronous load that is over.
+@dataclass(slots=True)
+class AsyncLoad:
+    """An asynchronous load.
 
     Attributes:
-        request: the request that it was for.
+        request: the request that it is for.
+        started: when it began.
         failed: whether nothing that was loaded may be used.
         invalid_block_ids: ids of its blocks that hold garbage.
     """
 
     request: Request
-    failed: bool
-    invalid_block_ids: frozenset[int]
-
-
-@dataclass(slots=True)
-class _StartedLoad:
-    request: Request
     started: float
+    failed: bool = False
     invalid_block_ids: set[int] = field(default_factory=set)
 
 
@@ -120,7 +86,7 @@ class TransferTable:
     """
 
     def __init__(self) -> None:
-        self._loads: dict[str, _StartedLoad] = {}
+        self._loads: dict[str, AsyncLoad] = {}
         self._sending: dict[str, Request] = {}
 
     @property
@@ -145,7 +111,7 @@ class TransferTable:
 
     def start_load(self, request: Request, now: float) -> None:
         """Note that a load begins: the request's destination blocks have been allocated."""
-        self._loads[request.request_id] = _StartedLoad(request, now)
+        self._loads[request.request_id] = AsyncLoad(request, now)
 
     def start_send(self, request: Request) -> None:
         """Note that the request ended and the connector keeps its blocks."""
@@ -170,11 +136,12 @@ class TransferTable:
             (finished.finished_recving - self._loads.keys()) | (finished.finished_sending - self._sending.keys())
         )
 
-    def end_loads(self, finished: KVConnectorTransferResults) -> Iterator[EndedLoad]:
+    def end_loads(self, finished: KVConnectorTransferResults) -> Iterator[AsyncLoad]:
         """Take out the loads that ended; there must be no strays."""
         for request_id in sorted(finished.finished_recving):
             load = self._loads.pop(request_id)
-            yield EndedLoad(load.request, request_id in finished.failed_recving, frozenset(load.invalid_block_ids))
+            load.failed = request_id in finished.failed_recving
+            yield load
 
     def end_sends(self, finished: KVConnectorTransferResults) -> Iterator[Request]:
         """Take out the requests whose blocks are no longer read; there must be no strays."""
@@ -202,13 +169,14 @@ class RequestQueues:
 
     Attributes:
         waiting: requests that may be admitted.
-        running: requests that compute.
+        running: requests that compute. Their urgency is the same, so that none runs at the cost of a more urgent one.
         transfers: requests whose blocks a connector's workers still use, ended ones among them.
     """
 
     def __init__(self, policy: QueuePolicy, kv: KVCacheManager) -> None:
-        self.waiting = WaitingQueue(policy)
-        self.running = RunningRequests(self.waiting.urgency)
+        weight = int(policy is QueuePolicy.PRIORITY)
+        self._urgency: Callable[[Request], SortKey] = lambda request: (weight * request.priority, request.arrival)
+        self.waiting, self.running = SortedRequests(self._urgency), SortedRequests(self._urgency)
         self.transfers = TransferTable()
         self._finished_ids: set[str] = set()
         self._preempted_ids: set[str] = set()
@@ -236,6 +204,7 @@ class RequestQueues:
     def run(self, request: Request) -> None:
         """Move a waiting request to the running ones."""
         self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
         self.running.add(request)
 
     def load(self, request: Request) -> None:
@@ -263,7 +232,7 @@ class RequestQueues:
         If only running requests gave way, two requests could load and lose their blocks in turns for ever.
         """
         loaded = [request for request in self.waiting if self._kv.holds_blocks(request)]
-        return max([self.running.least_urgent(), *loaded], key=self.waiting.urgency)
+        return max([self.running[-1], *loaded], key=self._urgency)
 
     def end(self, request: Request) -> None:
         """Take out a request that ends. The caller must free its blocks."""

@@ -10,7 +10,7 @@ from msgspec import Struct
 from cargohold.engine.core.connector_reports import ConnectorReports
 from cargohold.engine.core.kv_cache_manager import KVCacheManager
 from cargohold.engine.core.request import FinishReason, Request, RequestStatus, SchedulerStep, StepOutput, StepPlan
-from cargohold.engine.core.request_queues import QueueAdmission, RequestQueues, SchedulerConfig, Verdict, WaitingQueue
+from cargohold.engine.core.request_queues import QueueAdmission, RequestQueues, SchedulerConfig, SortedRequests, Verdict
 from cargohold.errors import RequestError
 from cargohold.protocol import (
     BlockIds,
@@ -32,7 +32,7 @@ from cargohold.protocol import (
 class EngineContext:
     """The device pool and the requests that use it; see ``cargohold.protocol.SchedulerContext``."""
 
-    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
+    def __init__(self, kv: KVCacheManager, waiting: SortedRequests) -> None:
         self._kv = kv
         self._waiting = waiting
         pool = kv.pool
@@ -274,7 +274,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Plan the running requests' next tokens; whether there was room for all of them."""
         there_was_room = True
-        for request in self._queues.running.snapshot():
+        for request in list(self._queues.running):
             if plan.num_tokens_left == 0 or request.status is not RequestStatus.RUNNING:
                 break
             num_new = min(request.num_tokens - request.num_computed_tokens, plan.num_tokens_left)
