@@ -258,7 +258,10 @@ def loaded_by_vllm() -> set[Path]:
         parts = name.split(".")
         left += [".".join(parts[:end]) for end in range(1, len(parts))]
         path = SOURCES.joinpath(*parts[1:])
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        module = path.with_suffix(".py")
+        file = (
+            module if module.is_file() else path / "__init__.py"
+        )  # a folder may be left of a package that is a module now
         if parts[0] != "cargohold" or file in found or not file.is_file():
             continue
         found.add(file)
