@@ -163,7 +163,7 @@ class LLM(BaseLLM):
             Whether that is so; ``False`` at once if requests are being served.
         """
         timeout_s = self.plan.scheduler.load_timeout_s if timeout_s is None else timeout_s
-        return self._settled(lambda engine: not engine.has_work(), timeout_s)
+        return self._ask(lambda engine: not engine.has_work(), timeout_s)
 
     def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; waits until transfers have ended.
@@ -172,9 +172,7 @@ class LLM(BaseLLM):
             ``False`` if requests are being served, or if transfers do not end in time. Then part of it may be
             forgotten already.
         """
-        return self._ask(LLMEngine.reset_cache) or self._settled(
-            LLMEngine.reset_cache, self.plan.scheduler.load_timeout_s
-        )
+        return self._ask(LLMEngine.reset_cache) or self._ask(LLMEngine.reset_cache, self.plan.scheduler.load_timeout_s)
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call, if ``kv_events`` is on."""
@@ -222,13 +220,9 @@ class LLM(BaseLLM):
             if not mailbox.is_done:
                 self._engine.abandon(mailbox)
 
-    def _ask(self, question: Callable[[LLMEngine], T]) -> T:
-        """Ask the engine between two steps."""
-        return self._engine.ask(question).result()
-
-    def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
-        """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
-        return self._engine.ask_settled(question, timeout_s).result()
+    def _ask(self, question: Callable[[LLMEngine], T], settled_within_s: float | None = None) -> T:
+        """See ``EngineThread.ask``."""
+        return self._engine.ask(question, settled_within_s).result()
 
 
 class AsyncLLM(BaseLLM):
@@ -317,11 +311,11 @@ class AsyncLLM(BaseLLM):
     async def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until no copy and no write to a lower tier is in flight; see ``LLM.settle``."""
         timeout_s = self.plan.scheduler.load_timeout_s if timeout_s is None else timeout_s
-        return await self._settled(lambda engine: not engine.has_work(), timeout_s)
+        return await self._ask(lambda engine: not engine.has_work(), timeout_s)
 
     async def reset_cache(self) -> bool:
         """Forget all cached KV, on the device and below; see ``LLM.reset_cache``."""
-        return await self._ask(LLMEngine.reset_cache) or await self._settled(
+        return await self._ask(LLMEngine.reset_cache) or await self._ask(
             LLMEngine.reset_cache, self.plan.scheduler.load_timeout_s
         )
 
@@ -371,13 +365,9 @@ class AsyncLLM(BaseLLM):
             if not mailbox.is_done:
                 self._engine.abandon(mailbox)
 
-    async def _ask(self, question: Callable[[LLMEngine], T]) -> T:
-        """Ask the engine between two steps."""
-        return await asyncio.wrap_future(self._engine.ask(question))
-
-    async def _settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> T:
-        """Ask the engine when no transfer is in flight; see ``EngineThread.ask_settled``."""
-        return await asyncio.wrap_future(self._engine.ask_settled(question, timeout_s))
+    async def _ask(self, question: Callable[[LLMEngine], T], settled_within_s: float | None = None) -> T:
+        """See ``EngineThread.ask``."""
+        return await asyncio.wrap_future(self._engine.ask(question, settled_within_s))
 
 
 class _Bell:

@@ -119,7 +119,7 @@ class _Question:
 
     ask: Callable[[LLMEngine], Any]
     answer: Future[Any]
-    deadline: float = float("-inf")
+    deadline: float
 
 
 class EngineThread:
@@ -189,17 +189,15 @@ class EngineThread:
         """End a request early, if it is being served. Does not wait."""
         self._commands.put(lambda: self._abort(request_id))
 
-    def ask(self, question: Callable[[LLMEngine], T]) -> Future[T]:
-        """Ask the engine something between two steps, unless the answer is cancelled before."""
-        answer = Future[T]()
-        self._post(lambda: self._answer(_Question(question, answer)))
-        return answer
+    def ask(self, question: Callable[[LLMEngine], T], settled_within_s: float | None = None) -> Future[T]:
+        """Ask the engine something between two steps, unless the answer is cancelled before.
 
-    def ask_settled(self, question: Callable[[LLMEngine], T], timeout_s: float) -> Future[T]:
-        """Ask when no transfer is in flight any more, or when requests are being served, or after ``timeout_s`` seconds."""
-        answer = Future[T]()
-        self._post(lambda: self._settling.append(_Question(question, answer, self._clock() + timeout_s)))
-        return answer
+        With ``settled_within_s``, when no transfer is in flight any more, or requests are being served, or after so many
+        seconds.
+        """
+        asked = _Question(question, Future[T](), self._clock() + (settled_within_s or 0.0))
+        self._post(lambda: self._answer(asked) if settled_within_s is None else self._settling.append(asked))
+        return asked.answer
 
     def start_closing(self) -> None:
         """End the engine, without waiting. Calls that wait for it get an ``EngineDeadError``."""
