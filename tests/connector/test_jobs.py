@@ -24,7 +24,7 @@ class Jobs:
     """A table, and a tier that has every chunk."""
 
     def __init__(self, clock: Clock) -> None:
-        self.table = JobTable(clock)
+        self.table = JobTable(clock, 10**6)
         self.manager: OffloadManager = make_manager("lru", len(KEYS))
         self.manager.prepare_store(KEYS, None).commit()
         self.loads: dict[int, Load] = {}

@@ -40,7 +40,6 @@ from cargohold.connector.kernel.loads import Loads, TierLookup, blocks_to_load
 from cargohold.connector.kernel.offers import blocks_to_store
 from cargohold.connector.kernel.pooled_stores import PooledStores
 from cargohold.connector.kernel.requests import RequestState, TransferParams
-from cargohold.connector.kernel.shared import Shared
 from cargohold.connector.kernel.stores import EagerStores
 from cargohold.connector.multi import MultiConnectorScheduler
 from cargohold.connector.multi_worker import MultiConnectorWorker
@@ -246,7 +245,7 @@ def loads_the_state_of_one_block_too_early(patch: Patch) -> None:
 
 @mutant()
 def ignores_the_limit_on_stores_in_flight(patch: Patch) -> None:
-    patch.setattr(Shared, "num_storable_blocks", lambda self: 10**6)
+    patch.setattr(JobTable, "num_storable_blocks", 10**6)
 
 
 @mutant(connector="eager-requests", workload="aborts")

@@ -144,16 +144,21 @@ class JobTable:
 
     Args:
         clock: monotonic time in seconds.
+        max_store_blocks: maximum number of device blocks that stores in flight may hold.
+        blocks_per_chunk: device blocks that make a chunk.
 
     Attributes:
+        max_store_blocks: as given.
         num_store_blocks: number of device blocks that stores in flight hold.
         num_stuck_blocks: number of device blocks that stuck jobs hold.
         loading: how many loads that requests wait for read each chunk.
         version: changes whenever the answer of ``load_of_any`` or ``load_up_to`` may have changed.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, max_store_blocks: int, blocks_per_chunk: int = 1) -> None:
         self._clock = clock
+        self.max_store_blocks = max_store_blocks
+        self._blocks_per_chunk = blocks_per_chunk
         self._patience = Patience(clock)
         self._next_id = 0
         # The time at which each job began, stuck ones left out; oldest first.
@@ -187,6 +192,16 @@ class JobTable:
     def num_awaited(self) -> int:
         """Number of jobs in flight that are not stuck."""
         return len(self._since)
+
+    @property
+    def num_storable_blocks(self) -> int:
+        """Number of further device blocks that stores may hold now."""
+        return max(0, self.max_store_blocks - self.num_store_blocks)
+
+    @property
+    def num_storable_chunks(self) -> int:
+        """Number of further chunks that stores may hold now, by their device blocks."""
+        return self.num_storable_blocks // self._blocks_per_chunk
 
     def new_id(self) -> int:
         """Return an id for a new job."""

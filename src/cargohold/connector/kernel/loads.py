@@ -358,7 +358,7 @@ class Loads:
         bad_keys = _keys_of(load, bad_blocks)
         load.handle.release(bad_keys)
         self._shared.holder.release(load.block_ids)
-        if not bad_blocks and outcome is TransferOutcome.DONE:
+        if not bad_blocks and outcome is TransferOutcome.DONE and self._shared.device is not None:
             self._shared.note_on_device(load.block_keys, load.block_ids)
         num_restored = len(load.origins)
         if outcome is not TransferOutcome.DONE or bad_blocks or load.request_id in output.failed_recving:

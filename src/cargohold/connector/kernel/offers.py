@@ -88,7 +88,8 @@ class Offering:
         shared = self._shared
         self._choose(offers, num_allowed)
         for offer in offers:
-            shared.note_on_device(offer.keys, offer.block_ids)
+            if shared.device is not None:
+                shared.note_on_device(offer.keys, offer.block_ids)
             offer.level = shared.guests.worth(offer.state).level
         if awaited := [offer for offer in offers if offer.state.is_awaited]:
             shared.consumer.chunks_offered(awaited)

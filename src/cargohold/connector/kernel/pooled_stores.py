@@ -118,7 +118,7 @@ class PooledStores(EagerStores):
             return super()._store(offers)
         listed, jobs = [offer for offer in offers if self._cached[offer.group] and not offer.is_urgent], list[CopyJob]()
         if listed and self._offering.list_on_device(listed):
-            jobs = self._shared.checker.compare(listed, self._shared.num_storable_chunks())
+            jobs = self._shared.checker.compare(listed, self._shared.jobs.num_storable_chunks)
         rest = [offer for offer in offers if offer not in listed]
         return jobs + super()._store(rest) if rest else jobs
 
@@ -254,7 +254,7 @@ class PooledStores(EagerStores):
     def _save_ahead(self, device: DeviceChunks, num_ahead: int, num_kept_free: int) -> list[CopyJob]:
         """Return the store of what is evicted next. So many blocks stay free as the step's requests need in the next one."""
         shared, context = self._shared, self._shared.context
-        limit = shared.num_storable_blocks()
+        limit = shared.jobs.num_storable_blocks
         next_lost = device.next_lost(num_ahead)
         wanted = shared.manager.listed([key for key in next_lost if key not in self._refused])
         if not wanted or not limit or context is None:
@@ -275,9 +275,9 @@ class PooledStores(EagerStores):
         assert device is not None
         if step.num_scheduled_tokens:
             self._paused, self._num_paused_tokens = None, 0  # the pause is over
-        if not self._paused or (not shared.num_storable_blocks() and shared.jobs.num_awaited):
+        if not self._paused or (not shared.jobs.num_storable_blocks and shared.jobs.num_awaited):
             return []
-        limit = min(self._num_to_save, shared.num_storable_blocks())
+        limit = min(self._num_to_save, shared.jobs.num_storable_blocks)
         block_of = device.blocks_of(manager.listed(self._paused)[:limit])
         states = manager.lookup(self._paused)
         pins = manager.prepare_load([key for key, state in zip(self._paused, states, strict=True) if state == READY])

@@ -73,13 +73,14 @@ class KernelScheduler(KVConnectorScheduler):
     ) -> None:
         self._pace = StepPace(environment.clock, environment.max_step_tokens)
         holder = LockHolder() if environment.applies_locks else RequestHolder()
+        max_store_blocks = int(environment.layout.num_blocks * config.max_inflight_fraction)
         self.shared = Shared(
             config,
             environment.layout,
             manager,
             HOST_TIER,
             holder,
-            JobTable(environment.clock),
+            JobTable(environment.clock, max(config.blocks_per_chunk, max_store_blocks), config.blocks_per_chunk),
             environment.clock,
             self._pace,
             environment.finds_partial_loads,
@@ -155,7 +156,7 @@ class KernelScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones the tier can give back; long loads are asynchronous."""
         state = self.requests[request.request_id]
-        if self.shared.jobs.num_stuck_blocks > self.shared.max_store_blocks:
+        if self.shared.jobs.num_stuck_blocks > self.shared.jobs.max_store_blocks:
             # A load might get stuck, too, and take more blocks out of service.
             state.note_once("nothing was looked up: stuck copies hold too many blocks")
             return 0, False

@@ -46,7 +46,6 @@ class Shared:
         device: which chunks the device pool holds, where it is part of the cache.
         pace: how fast the engine computes.
         block_s: seconds that a worker has lately taken to ``load`` a block, and to ``store`` one.
-        max_store_blocks: maximum number of device blocks that stores in flight may hold; at least those of one chunk.
         start_s: seconds after which a copy is given up that has not started.
     """
 
@@ -68,7 +67,6 @@ class Shared:
     stats: Tally = field(default_factory=Tally)
     failures: SparingLog = field(default_factory=lambda: SparingLog(logger))
     keeps_ended: bool = False
-    max_store_blocks: int = field(init=False)
     start_s: float = field(init=False)
     guests: Guests = field(default_factory=Guests)
     below: Below = field(default_factory=Below)
@@ -77,8 +75,6 @@ class Shared:
 
     def __post_init__(self) -> None:
         self.start_s = START.seconds(self.config.transfer_timeout_s)
-        fraction = self.config.max_inflight_fraction
-        self.max_store_blocks = max(self.config.blocks_per_chunk, int(self.layout.num_blocks * fraction))
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -92,13 +88,13 @@ class Shared:
         self.keeps_ended = keeps_blocks and self.prefix_caching
 
     def note_on_device(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> None:
-        """Note which blocks of the device pool hold chunks, or will when the step is over, if it is part of the cache.
+        """Note which blocks of the device pool hold chunks, or will when the step is over: it must be part of the cache.
 
         The tier may have some of them, too: what was loaded, or came from below when it was being computed.
         """
-        if self.device is not None:
-            self.manager.note_lost(self.device.note(keys, block_ids))
-            self.manager.note_copies(keys)
+        assert self.device is not None
+        self.manager.note_lost(self.device.note(keys, block_ids))
+        self.manager.note_copies(keys)
 
     def new_keys(self) -> tuple[ChunkKeys, ...]:
         """Return keys per group, of no chunks yet."""
@@ -107,11 +103,3 @@ class Shared:
     def count(self, series: Series, amount: float) -> None:
         """Add to a time series."""
         self.stats[series] += amount
-
-    def num_storable_blocks(self) -> int:
-        """Return how many more device blocks stores may hold now."""
-        return max(0, self.max_store_blocks - self.jobs.num_store_blocks)
-
-    def num_storable_chunks(self) -> int:
-        """Return how many more chunks stores may hold now, by their device blocks."""
-        return self.num_storable_blocks() // self.config.blocks_per_chunk

@@ -144,7 +144,7 @@ class EagerStores:
 
     def _store(self, offers: Sequence[Offer]) -> list[CopyJob]:
         """Return the store of complete chunks that were not offered before."""
-        return self._offering.store(offers, self._shared.num_storable_chunks())
+        return self._offering.store(offers, self._shared.jobs.num_storable_chunks)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """Release the store's blocks; let its chunks be found if they were copied."""
@@ -340,11 +340,11 @@ class PendingStores:
         shared, state, blocks = self._shared, pending.state, pending.known_blocks()
         num_blocks = len(blocks) + sum([len(other.held) for other in self.pending])
         if (
-            num_blocks <= shared.max_store_blocks // _FEW_PART
+            num_blocks <= shared.jobs.max_store_blocks // _FEW_PART
             or state.is_awaited
             or shared.guests.worth(state).must_keep
         ):
-            if num_blocks > shared.max_store_blocks:
+            if num_blocks > shared.jobs.max_store_blocks:
                 state.notes.append(
                     "its last chunks may be lost: max_inflight_fraction lets stores hold no more device blocks"
                 )
@@ -374,7 +374,7 @@ class PendingStores:
                 self._let_go(pending)
         for pending in tuple(self.pending):
             # Look no further than what can be stored now: all of them together may be as long as the device pool.
-            limit = self._shared.num_storable_chunks()
+            limit = self._shared.jobs.num_storable_chunks
             if not limit:
                 break
             unstored = pending.unstored(self._shared.config.blocks_per_chunk, self._shared.context, limit)

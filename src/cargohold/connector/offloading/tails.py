@@ -129,7 +129,7 @@ class TailedScheduler(OffloadingScheduler):
         shared, state = self.shared, self.requests[tail.request_id]
         state.extend_keys()
         is_known = tail.num_tokens <= min(state.store_limit, state.request.num_prompt_tokens)
-        if not is_known or shared.num_storable_chunks() < len(tail.block_ids):
+        if not is_known or shared.jobs.num_storable_chunks < len(tail.block_ids):
             return
         offers = [TailOffer(state, group, tail) for group in range(len(state.keys))]
         handle = shared.manager.prepare_stores(offers)

@@ -142,12 +142,15 @@ class FetchPlanner:
         host: the manager of host memory.
         lower: the tiers below it.
         pace: predicts how long computing takes; ``None`` to fetch whatever there is, even if computing may be faster.
+
+    Attributes:
+        pace: as given.
     """
 
     def __init__(self, host: OffloadManager, lower: LowerTiers, pace: StepPace | None) -> None:
         self._host = host
         self._lower = lower
-        self._pace = pace
+        self.pace = pace
 
     def host_hit(self, wanted: Wanted, limit_tokens: int) -> int:
         """Return how many leading tokens host memory can give back without a lower tier, computed tokens included."""
@@ -191,15 +194,6 @@ class FetchPlanner:
         states = zip(self._host.lookup(keys), self._lower.lookup(keys), strict=True)
         return bytes([READY if here == READY or below in (READY, NOT_YET) else ABSENT for here, below in states])
 
-    @property
-    def knows_pace(self) -> bool:
-        """Whether something is known of how long computing takes, and it is to be asked."""
-        return self._pace is not None and self._pace.num_sizes > 0
-
-    def compute_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that computing so many tokens takes; ``None`` if that is not known, or is not to be asked."""
-        return None if self._pace is None else self._pace.predict(num_tokens)
-
     def worth_while(
         self, wanted: Wanted, num_hit_tokens: int, limit_s: float, skipped: Container[int], notes: MutableSequence[str]
     ) -> FetchPlan:
@@ -226,7 +220,7 @@ class FetchPlanner:
         self, wanted: Wanted, plan: FetchPlan, skipped: Container[int], notes: MutableSequence[str]
     ) -> FetchPlan:
         """Return ``plan``, the part of it before the chunks of a tier, or nothing: whatever is expected to take least time."""
-        if self._pace is None or not plan.load_s:
+        if self.pace is None or not plan.load_s:
             return plan
         num_here = self.host_hit(wanted, plan.num_tokens)
         plans = [plan, FetchPlan(wanted.num_computed_tokens, (), {}, 0.0)]
@@ -234,7 +228,7 @@ class FetchPlanner:
             firsts = sorted(first for first in plan.first_tokens.values() if first > wanted.num_computed_tokens)
             plans += [self._cut(wanted, first, skipped) for first in firsts]
         # What is not fetched is computed.
-        rests = [self._pace.predict(plan.num_tokens - max(num_here, part.num_tokens)) for part in plans[1:]]
+        rests = [self.pace.predict(plan.num_tokens - max(num_here, part.num_tokens)) for part in plans[1:]]
         ways = [(plan.load_s, 0.0), *zip((part.load_s for part in plans[1:]), rests, strict=True)]
         best = plans[soonest(ways)]
         if left_out := sorted(plan.first_tokens.keys() - best.first_tokens.keys()):

@@ -320,13 +320,13 @@ class Prefetcher:
         ``None`` if that is not known, or if it is not to be asked. What host memory has is looked up again only when that may
         have changed: many requests may wait for as long as the pace is not known.
         """
-        planner, wanted = waiting.planner, waiting.wanted
-        if not planner.knows_pace:
+        pace, wanted = waiting.planner.pace, waiting.wanted
+        if pace is None or not pace.num_sizes:
             return None
         basis = self._host.generation, wanted.num_computed_tokens, num_tokens
         if waiting.in_host is None or waiting.in_host[0] != basis:
-            waiting.in_host = basis, planner.host_hit(wanted, num_tokens)
-        return planner.compute_s(num_tokens - waiting.in_host[1])
+            waiting.in_host = basis, waiting.planner.host_hit(wanted, num_tokens)
+        return pace.predict(num_tokens - waiting.in_host[1])
 
     def _limit_trial(self, waiting: Waiting, tiers: Iterable[int], access: Access) -> None:
         """Let a request wait for one step only if its jobs try whether one of these tiers works again: it would pay."""

@@ -146,7 +146,9 @@ class TierOracle(Oracle):
         num_more, has_one_size = used + num_free - manager.capacity, manager.fill[1] == manager.capacity
         if used < 0 or num_free < 0 or num_more < 0 or (has_one_size and num_more):
             self.fail(f"{used} slots used and {num_free} free of {manager.capacity}")
-        if jobs.num_store_blocks > (allowed := watched.side.shared.max_store_blocks + self._num_exempt_blocks(jobs)):
+        if jobs.num_store_blocks > (
+            allowed := watched.side.shared.jobs.max_store_blocks + self._num_exempt_blocks(jobs)
+        ):
             self.fail(f"stores in flight hold {jobs.num_store_blocks} blocks; {allowed} are allowed")
 
     def _num_exempt_blocks(self, jobs: JobTable) -> int:
