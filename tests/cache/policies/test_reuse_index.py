@@ -175,6 +175,18 @@ def test_until_it_has_learned_something_it_evicts_the_oldest_leaf() -> None:
     assert manager.lookup([key((1, 1)), key((2,)), key((2, 2)), key((3,))]) == bytes([READY, READY, 0, READY])
 
 
+def test_it_finds_nearly_what_lru_does_where_prompts_longer_than_the_tier_come_back_at_once_or_never() -> None:
+    random, managers = Random(1), (make_manager("lru", 145), make_manager("reuse-index", 145))
+    found, agent = [0, 0], 0
+    for _ in range(400):
+        prompt = numbered(*range(200 * agent, 200 * agent + 200))
+        for at, manager in enumerate(managers):
+            found[at] += len(manager.lookup_run(prompt))
+            request(manager, prompt)
+        agent += random.random() < 0.5
+    assert found[1] > 0.9 * found[0] > 0
+
+
 def test_learning_survives_a_reset() -> None:
     manager = make_manager("reuse-index", 16)
     for number in range(300):
@@ -205,11 +217,11 @@ def test_the_same_requests_end_in_the_same_choice() -> None:
 # --- the parts ------------------------------------------------------------------------------------------------------------
 
 
-@given(risks=st.lists(st.floats(0, 0.5), min_size=NUM_AGES, max_size=NUM_AGES))
-def test_the_index_is_the_best_ratio_of_reuse_to_time_over_all_horizons(risks: list[float]) -> None:
+@given(risks=st.lists(st.floats(0, 0.5), min_size=NUM_AGES, max_size=NUM_AGES), length=st.sampled_from([0.0, 3.0, 1e4]))
+def test_the_index_is_the_best_ratio_of_reuse_to_time_over_all_horizons(risks: list[float], length: float) -> None:
     edges = [0.0, *(2.0**age for age in range(1, NUM_AGES + 1))]
     hazards = [risk / (end - start) for risk, start, end in zip(risks, edges, edges[1:], strict=False)]
-    index = _reuse_index(np.array([hazards]))[0]
+    index = _reuse_index(np.array([hazards]), length)[0]
     for age in (0, 1, 5, 20, NUM_AGES - 1):
         alive, spent, best = 1.0, 0.0, 0.0
         for bucket in range(age, NUM_AGES):
@@ -217,7 +229,7 @@ def test_the_index_is_the_best_ratio_of_reuse_to_time_over_all_horizons(risks: l
             survive = np.exp(-rate * width)
             spent += alive * (width if rate * width < 1e-9 else (1 - survive) / rate)
             alive *= survive
-            best = max(best, (1 - alive) / spent)
+            best = max(best, (1 - alive) / (spent + length))
         assert index[age] == pytest.approx(best, rel=1e-4, abs=1e-13)
 
 
@@ -226,8 +238,9 @@ def test_what_comes_back_soon_is_worth_more_than_what_comes_back_late_or_never()
     now = 0
     for turn in range(2_000):
         for chunk_class, tag in enumerate([turn % 4, 1_000 + turn % 100, 2_000 + turn]):
-            model.observe_each([tag], [chunk_class], now)
+            model.observe_each([tag], [chunk_class], now, now)
         now += 3
+        model.num_requests += 1
     while not model.fit(now, set):
         pass
     soon, late, never, unknown = (model.index[chunk_class][0] for chunk_class in range(4))
@@ -243,7 +256,7 @@ def test_a_sample_that_is_full_gets_thinner_and_then_forgets_the_oldest() -> Non
     for now in range(0, 1 << 20, 8):
         for tag in generator.integers(0, 1 << 32, 8).tolist():
             if tag < model.sample_end:
-                model.observe_each([tag], [0], now)
+                model.observe_each([tag], [0], now, now)
         ends.append(model.sample_end)
     assert ends[0] > ends[-1] and ends == sorted(ends, reverse=True)
     assert len(model._open) <= 16_384
@@ -335,7 +348,7 @@ def serve_agents(*, told: bool, last: TurnEnd = TurnEnd.ANSWER) -> int:
     manager.admit_all()
     num_found = 0
     for number in range(400):
-        turns = [(number, number % 2 == 0), *([(number - 8, False)] if number % 2 == 0 and number >= 8 else [])]
+        turns = [(number, number % 2 == 0), *([(number - 16, False)] if number % 2 == 0 and number >= 16 else [])]
         for agent, goes_on in turns:
             prompt = numbered(*range(4 * agent, 4 * agent + 4))
             found = manager.touch(prompt)
@@ -359,12 +372,12 @@ def test_each_call_learns_a_bounded_part_and_meanwhile_there_may_be_other_record
         tags = [
             random.randrange(1 << 32) if at % 2 else at << 12 for at in range(now // 100 % 50, now // 100 % 50 + 20)
         ]
-        model.observe_each(tags, [random.randrange(NUM_CLASSES) for _ in tags], now)
+        model.observe_each(tags, [random.randrange(NUM_CLASSES) for _ in tags], now, now)
         model.note_end(tags, now // 100 % 3)
     work: list[int] = []
     for name in ("_ages", "_hazards", "_factors"):
         monkeypatch.setattr(model, name, counted(getattr(model, name), work, lambda *_: 16))
-    monkeypatch.setattr(reuse_model, "_reuse_index", counted(_reuse_index, work, len))
+    monkeypatch.setattr(reuse_model, "_reuse_index", counted(_reuse_index, work, lambda hazards, _: len(hazards)))
     expected = list(model._fit(600_000, lambda: in_use))[-1]
     assert expected is not None and sum(work) == 3 * 16 + len(in_use)
     model.next_fit = 0
@@ -375,7 +388,7 @@ def test_each_call_learns_a_bounded_part_and_meanwhile_there_may_be_other_record
         is_done = model.fit(600_000 + len(calls), lambda: in_use)
         calls.append(sum(work))
         if len(calls) == 1:
-            model.observe_each(list(range(9000)), [0] * 9000, 600_000)
+            model.observe_each(list(range(9000)), [0] * 9000, 600_000, 600_000)
     assert max(calls) == 16, "one walk over the records, or so many rows"
     assert calls[-1] == 0, "the call that replaces the index does nothing else"
     assert model.index == expected

@@ -96,16 +96,18 @@ class ReuseIndexPolicy(RunsPolicy):
         self._admits_all = True
 
     def touch(self, slots: Sequence[int], *, is_whole: bool) -> None:
+        self._model.num_requests += 1
         if not slots:
             return
-        for kind, part in self._kinds_of_used(slots, is_whole=is_whole):
-            self.runs.move(part, self._cell(kind, 0), self._now, kind)
+        parts, began = self._kinds_of_used(slots, is_whole=is_whole), self._now
+        now = self._now = began + len(slots)
+        for kind, part in parts:
+            self.runs.move(part, self._cell(kind, 0), now, kind)
         tags, end, run_of = self._tags, self._model.sample_end, self.runs.run_of
         sampled = [slot for slot in slots if tags[slot] < end]
         if sampled:
             classes = [run.kind & CLASS for run in map(run_of.__getitem__, sampled) if run is not None]
-            self._model.observe_each([tags[slot] for slot in sampled], classes, self._now)
-        self._now += len(slots)
+            self._model.observe_each([tags[slot] for slot in sampled], classes, began, now)
 
     def end_turn(self, keys: Sequence[bytes], slot: int, end: TurnEnd) -> None:
         added = ADDED_BY_END[end]
@@ -160,7 +162,8 @@ class ReuseIndexPolicy(RunsPolicy):
         del self._met[keys[0]]
         if parent != NO_SLOT:
             self._go_on(parent)
-        at, now = 0, self._now
+        at, began = 0, self._now
+        now = self._now = began + len(tags)
         for kind, num_chunks in stretches(kinds[: len(slots)]):
             part = slots[at : at + num_chunks]
             stem = self._stem(parent, kind)
@@ -175,8 +178,7 @@ class ReuseIndexPolicy(RunsPolicy):
         if len(slots) < len(tags):
             uses = [kind >> CLASS_BITS for kind in kinds[len(slots) :]]
             self._absent.remember_each(tags[len(slots) :], uses, [now] * len(uses))
-        self._model.observe_each(tags, [kind & CLASS for kind in kinds], now)
-        self._now += len(tags)
+        self._model.observe_each(tags, [kind & CLASS for kind in kinds], began, now)
         self._age_if_due()
 
     def drop(self, slots: Sequence[int]) -> None:
@@ -353,7 +355,7 @@ class ReuseIndexPolicy(RunsPolicy):
     def _use_index(self) -> None:
         """Use a new table of worth. Mutates the cells and their queue."""
         index = self._index = self._model.index
-        self._cells = {number: cell for number, cell in self._cells.items() if cell.oldest is not None}
+        self._cells = {number: cell for number, cell in self._cells.items() if cell.end.newer is not cell.end}
         self._queue = [(index[number // NUM_AGES][number % NUM_AGES], number) for number in self._cells]
         heapify(self._queue)
         for cell in self._cells.values():

@@ -4,14 +4,15 @@ Every chunk has a *class*, which sums up what is known about it when it is used.
 chunk is to be used again at each age, and from that its *reuse index* at age ``a``: the highest rate of reuse per time in the
 tier that keeping it can bring::
 
-    index(a) = max over h of  P(used again by age a + h | not by a) / E[time until then, at most h | not by a]
+    index(a) = max over h of  P(used again by age a + h | not by a) / (E[time until then, at most h | not by a] + request)
 
 It is the Gittins index of keeping a chunk (J. Gittins, "Bandit Processes and Dynamic Allocation Indices", J. R. Statist. Soc.
-B 41, 1979). If classes were all there is to know, evicting the chunk with the lowest index would be optimal. Age matters in
-both directions: a chunk whose reuse is overdue is worth less, and one whose reuse is due soon is worth more than just after
-its last use.
+B 41, 1979), where a slot that was given is taken for a request at least. If classes were all there is to know, evicting the
+chunk with the lowest index would be optimal. Age matters in both directions: a chunk whose reuse is overdue is worth less, and
+one whose reuse is due soon is worth more than just after its last use.
 
-Time is counted in uses of chunks.
+Time is counted in uses of chunks, and a request is a mean one's. Ages are counted from the end of the call that used a chunk:
+what the next request uses again has age 0, however long its prompt is.
 
 What is known of a chunk is its *kind*, one number::
 
@@ -53,7 +54,6 @@ CLASS: Final = (1 << CLASS_BITS) - 1
 """The bits of a kind that are its class."""
 NEW: Final = 1 << CLASS_BITS
 """The kind of a chunk that was used once, after nothing that is in the tier."""
-_MAX_USES: Final = 255
 _CONTINUES_OFTEN: Final = 3
 
 _MIN_ENTRIES: Final = 1 << 14
@@ -94,8 +94,7 @@ _NUM_GROUPS: Final = 3
 _TURN_WEIGHT: Final = 1.0
 """If the chunks of fewer turns than this were at risk, the class alone counts more than how the turn ended."""
 
-_EDGES = np.concatenate(([0.0], 2.0 ** np.arange(1, NUM_AGES + 1)))
-_WIDTHS = np.diff(_EDGES)
+_WIDTHS = np.diff(2.0 ** np.arange(1, NUM_AGES + 1), prepend=0.0)
 
 
 def age_bucket(age: int) -> int:
@@ -113,7 +112,7 @@ def kind_behind(kind: int) -> int:
 
 def kind_used_again(uses_before: int, age: int) -> int:
     """Return the kind of a chunk used now and ``age`` ago, that is not the last of its request."""
-    uses = min(uses_before + 1, _MAX_USES)
+    uses = uses_before + 1
     level = min(uses.bit_length(), _NUM_LEVELS) - 1
     detail = min((max(age, 1).bit_length() + 1) // 2, DETAILS - 1)
     return (uses << CLASS_BITS) + level * PER_LEVEL + detail
@@ -147,6 +146,7 @@ class ReuseModel:
         sample_end: chunks with a smaller tag are in the sample.
         index: the reuse index. Replaced by ``fit``.
         next_fit: when ``fit`` has something to do.
+        num_requests: number of requests until now.
     """
 
     def __init__(self, num_classes: int, family_size: int, capacity: int, num_ends: int = 1) -> None:
@@ -167,7 +167,7 @@ class ReuseModel:
         self._ends = np.zeros(_NUM_RECORDS, dtype=np.int64)
         self._turn_ends = np.zeros(_NUM_RECORDS, dtype=np.uint8)
         self._num_ends = num_ends
-        self._num_turns = self._num_noted = 0
+        self.num_requests = self._num_turns = self._num_noted = 0
         middle = max(0, capacity.bit_length() - 4), capacity.bit_length() - 1
         self._groups = np.searchsorted(middle, np.arange(NUM_AGES), side="right")
         # The same memory: single elements are written three times faster this way.
@@ -175,10 +175,16 @@ class ReuseModel:
         # By tag: the record of the chunk's last use.
         self._open: dict[int, int] = {}
 
-    def observe_each(self, tags: Sequence[int], classes: Sequence[int], now: int) -> None:
-        """Record that those of these chunks that are in the sample are used now, which ends the records of their uses before.
+    def observe_each(self, tags: Sequence[int], classes: Sequence[int], began: int, now: int) -> None:
+        """Record that those of these chunks that are in the sample are used, which ends the records of their uses before.
 
         Mutates the records.
+
+        Args:
+            tags: the chunks.
+            classes: what their classes are from now on.
+            began: the time before this use was counted.
+            now: the time after it.
         """
         if max(tags) >= self.sample_end:
             sample_end = self.sample_end
@@ -188,10 +194,10 @@ class ReuseModel:
             tags, classes = zip(*sampled, strict=True)
         first, end = self._num_records, self._num_records + len(tags)
         if len(tags) < _MANY or end > _NUM_RECORDS:  # later, few chunks are in the sample
-            self._observe_one_by_one(tags, classes, now)
+            self._observe_one_by_one(tags, classes, began, now)
             return
         befores = [before for before in map(self._open.get, tags) if before is not None]
-        self._ends[befores] = now
+        self._ends[befores] = began
         self._open.update(zip(tags, range(first, end), strict=True))
         self._tags[first:end], self._classes[first:end] = tags, classes
         self._starts[first:end], self._ends[first:end] = now, _OPEN
@@ -206,7 +212,7 @@ class ReuseModel:
             self._num_turns += 1
             self._num_noted += len(records)
 
-    def _observe_one_by_one(self, few: Sequence[int], of_classes: Sequence[int], now: int) -> None:
+    def _observe_one_by_one(self, few: Sequence[int], of_classes: Sequence[int], began: int, now: int) -> None:
         tags, classes, starts, ends, turn_ends = self._views
         records, num_records = self._open, self._num_records
         for tag, chunk_class in zip(few, of_classes, strict=True):
@@ -216,7 +222,7 @@ class ReuseModel:
             if tag < self.sample_end:
                 before = records.get(tag)
                 if before is not None:
-                    ends[before] = now
+                    ends[before] = began
                 records[tag] = at
                 tags[at], classes[at], starts[at], ends[at], turn_ends[at] = tag, chunk_class, now, _OPEN, 0
                 self._num_records = num_records = num_records + 1
@@ -263,7 +269,7 @@ class ReuseModel:
         yield None
         factors = self._factors(is_open, ages, hazards, classes, turn_ends)
         num_known = int(ages.max(initial=0)) + 2  # beyond, nothing is known, and an index is 0
-        index = ReuseIndex(hazards[:, :num_known], factors[:, :num_known])
+        index = ReuseIndex(hazards[:, :num_known], factors[:, :num_known], now / max(1, self.num_requests))
         yield None
         while missing := list(in_use() - index.keys()):
             index.compute(missing[:_ROWS_AT_ONCE])
@@ -325,11 +331,12 @@ class ReuseIndex(dict[int, list[float]]):
     Args:
         hazards: reuses per chunk and time, by class and age bucket. Beyond its last bucket, nothing is known, and worth is 0.
         factors: what they are multiplied by, by how turns end and age bucket.
+        request: the time that a request takes, on average.
     """
 
-    def __init__(self, hazards: Reals, factors: Reals) -> None:
+    def __init__(self, hazards: Reals, factors: Reals, request: float) -> None:
         super().__init__()
-        self._hazards, self._factors = hazards, factors
+        self._hazards, self._factors, self._request = hazards, factors, request
 
     def __missing__(self, number: int) -> list[float]:
         self.compute([number])
@@ -339,12 +346,12 @@ class ReuseIndex(dict[int, list[float]]):
         """Compute the rows of some classes, those of each end of turns after each other. Mutates the index."""
         turn_ends, alone = np.divmod(classes, len(self._hazards))
         rows = np.zeros((len(classes), NUM_AGES))
-        rows[:, : self._hazards.shape[1]] = _reuse_index(self._hazards[alone] * self._factors[turn_ends])
+        rows[:, : self._hazards.shape[1]] = _reuse_index(self._hazards[alone] * self._factors[turn_ends], self._request)
         self.update(zip(classes, rows.tolist(), strict=True))
 
 
-def _reuse_index(hazards: Reals) -> Reals:
-    """Return the index at the start of each age bucket, for hazards that are constant within buckets."""
+def _reuse_index(hazards: Reals, request: float) -> Reals:
+    """Return the index at the start of each age bucket, for hazards that are constant within buckets. See the module."""
     widths = _WIDTHS[: hazards.shape[1]]
     risks = hazards * widths
     start = np.zeros((len(hazards), 1))
@@ -354,7 +361,7 @@ def _reuse_index(hazards: Reals) -> Reals:
     time = np.concatenate((start, spent.cumsum(axis=1)), axis=1)
     # The survival up to here cancels out, so the index is the steepest line from here to any point ahead.
     gain = survival[:, :-1, None] - survival[:, None, 1:]
-    cost = time[:, None, 1:] - time[:, :-1, None]
+    cost = time[:, None, 1:] - time[:, :-1, None] + request * survival[:, :-1, None]
     index: Reals = (gain / np.where(cost > 0, cost, np.inf)).max(axis=2)
     return index
 
