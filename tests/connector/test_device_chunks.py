@@ -24,14 +24,14 @@ class Pool:
     def contents(self, block_ids: Sequence[int]) -> list[Any]:
         return [self.held[at] for at in block_ids]
 
-    def prefix_of(self, content: Any) -> Any:
-        return content
+    def prefixes_of(self, contents: Any) -> Any:
+        return contents
 
 
 def test_blocks_that_become_free_where_few_were_are_seen_before_they_are_evicted() -> None:
     """Found by a seed: once no block was free, none that was given back was looked at until a request ended."""
     pool: Any = Pool(4)
-    device = DeviceChunks(pool)
+    device = DeviceChunks(pool, 1)
     keys = [offload_key(*prefix) for prefix in pool.held]
     device.note(keys, range(4))
     device.watch(2)
@@ -45,7 +45,7 @@ def test_blocks_that_become_free_where_few_were_are_seen_before_they_are_evicted
 def test_a_chunk_is_lost_unless_the_other_block_noted_to_hold_it_still_does(holds: str) -> None:
     """Found by seed 71001674: only the block that was noted last counted, and what it held now was not looked at."""
     pool: Any = Pool(4)
-    device = DeviceChunks(pool)
+    device = DeviceChunks(pool, 1)
     key = offload_key(*pool.held[2])
     pool.held[3] = pool.held[2]
     device.note([key, key], [2, 3])

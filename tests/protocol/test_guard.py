@@ -52,7 +52,7 @@ class Context:
         self.touch_ids = self.pool.touch_ids
         self.free_ids = self.pool.free_ids
         self.next_victims, self.contents = self.pool.next_victims, self.pool.contents
-        self.prefix_of = self.pool.prefix_of
+        self.prefixes_of = self.pool.prefixes_of
 
     def get_request_blocks(self, request_id: str) -> tuple[()]:
         return ()

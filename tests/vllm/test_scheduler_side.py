@@ -160,5 +160,4 @@ def test_a_block_whose_prefix_ends_inside_it_holds_no_whole_block(
     block = SimpleNamespace(block_id=1, block_hash=key, block_hash_num_tokens=num_hashed_tokens)
     pool = SimpleNamespace(blocks=[None, block], hash_block_size=2)
     context = PoolContext(pool, GROUPS, NotedTables(1), tuple)
-    (content,) = context.contents([1])
-    assert context.prefix_of(content) == ((b"h" * 32, 0) if is_whole else None)
+    assert context.prefixes_of(context.contents([1])) == [(b"h" * 32, 0) if is_whole else None]

@@ -380,12 +380,12 @@ class TierManager(OffloadManager):
         """Return what listed chunks are worth: no less than those after them."""
         table = self._pooled
         assert table is not None
-        level_of = (lambda _: NORMAL) if self.shares is None else self.shares.level_of
-        worths: dict[int, float] = {}
-        for slot, own in zip(slots, self.policy.worth_of(slots), strict=True):
-            level = level_of(slot)
-            worths[slot] = own if level == NORMAL else inf if level > NORMAL else -inf
-        behind = Counter(table.parents[slot] for slot in slots)
+        worths = dict(zip(slots, self.policy.worth_of(slots), strict=True))
+        if self.shares is not None:
+            for slot, level in zip(slots, map(self.shares.level_of, slots), strict=True):
+                if level != NORMAL:
+                    worths[slot] = inf if level > NORMAL else -inf
+        behind = Counter(map(table.parents.__getitem__, slots))
         for slot in reversed(slots):  # ends of prefixes first
             if table.children[slot] > 1 + behind[slot]:
                 worths[slot] = inf  # something after it has a slot, or stays on the device

@@ -375,8 +375,8 @@ class BlockPoolView(Protocol):
     def contents(self, block_ids: Sequence[int]) -> Sequence[Hashable]:
         """Return what each block holds now, opaque: equal for two blocks, or two moments, if the prefix is the same."""
 
-    def prefix_of(self, content: Hashable) -> tuple[bytes, int] | None:
-        """Return the digest of the prefix that a block with this content holds, and the index of its KV-cache group.
+    def prefixes_of(self, contents: Sequence[Hashable]) -> Sequence[tuple[bytes, int] | None]:
+        """Return the digest of the prefix that a block with each content holds, and the index of its KV-cache group.
 
         ``None`` if such a block is not in the prefix cache.
         """

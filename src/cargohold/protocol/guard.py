@@ -142,7 +142,7 @@ class GuardedContext:
         self.inner = context
         self._ledger = ledger
         # What only reads is asked hundreds of times in a step.
-        self.next_victims, self.contents, self.prefix_of = context.next_victims, context.contents, context.prefix_of
+        self.next_victims, self.contents, self.prefixes_of = context.next_victims, context.contents, context.prefixes_of
         self.get_request_blocks, self.waiting_requests = context.get_request_blocks, context.waiting_requests
 
     def touch_ids(self, block_ids: Sequence[int]) -> None:

@@ -143,8 +143,11 @@ class ReuseIndexPolicy(RunsPolicy):
     def worth_of(self, slots: Sequence[int]) -> Sequence[float]:
         if self._admits_all:
             return super().worth_of(slots)
-        runs = [run for run in map(self.runs.run_of.__getitem__, slots) if run is not None]
-        return [self._index[run.kind & CLASS][age_bucket(self._now - run.time)] for run in runs]
+        worths: list[float] = []
+        for run, same in groupby(slots, key=self.runs.run_of.__getitem__):
+            assert run is not None
+            worths += [self._index[run.kind & CLASS][age_bucket(self._now - run.time)]] * len(list(same))
+        return worths
 
     def lose(self, slots: Sequence[int]) -> None:
         by_run = groupby(slots, key=self.runs.run_of.__getitem__)

@@ -232,9 +232,10 @@ class ReuseModel:
 
         Mutates everything.
         """
-        if self._open.get(tag := int(self._tags[at])) == at:
+        tags, _, starts, _, _ = self._views
+        if self._open.get(tag := tags[at]) == at:
             del self._open[tag]
-        if now - int(self._starts[at]) < self._span and self._num_records - self._thinned_at >= _NUM_RECORDS:
+        if now - starts[at] < self._span and self._num_records - self._thinned_at >= _NUM_RECORDS:
             self.sample_end //= 2
             self._thinned_at = self._num_records
 

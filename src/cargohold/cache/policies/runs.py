@@ -264,16 +264,18 @@ class Runs:
 
     def drop(self, slots: Sequence[int]) -> None:
         """Forget chunks that leave the table by no choice of the policy. They are still in the table."""
-        for slot in reversed(slots):
-            run = self.run_of[slot]
+        run_of, parents = self.run_of, self._table.parents
+        for run, same in groupby(reversed(slots), key=run_of.__getitem__):
             assert run is not None
-            self.run_of[slot] = None
-            self.aside.pop(slot, None)
-            lose(run, 1, self._is_in)
-            parent = self._table.parents[slot]
-            for other in (run, None if parent == NO_SLOT else self.run_of[parent]):
-                if other is not None:
-                    self._put_back(other)
+            part = list(same)
+            for slot in part:
+                run_of[slot] = None
+                self.aside.pop(slot, None)
+            lose(run, len(part), self._is_in)
+            self._put_back(run)
+            for parent in {parents[slot] for slot in part} - {NO_SLOT}:
+                if (before := run_of[parent]) is not None:
+                    self._put_back(before)
 
     def put_back(self, slot: int) -> None:
         """Put the run of a chunk back into its order if it is parked, because the chunk may be evicted now."""

@@ -13,8 +13,9 @@ Only what was seen unchanged at the last look is known for sure to be there stil
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from operator import eq
 
-from cargohold.cache.manager import OffloadKey, offload_key, split_key
+from cargohold.cache.manager import OffloadKey, offload_key
 from cargohold.protocol import NULL_BLOCK_ID, SchedulerContext
 
 
@@ -23,15 +24,18 @@ class DeviceChunks:
 
     Args:
         context: the engine's block pool.
+        num_groups: number of KV-cache groups.
     """
 
-    def __init__(self, context: SchedulerContext) -> None:
+    def __init__(self, context: SchedulerContext, num_groups: int) -> None:
         self._context = context
         self._block_of: dict[OffloadKey, int] = {}
         self._key_in: dict[int, OffloadKey] = {}
         # What each of the blocks that may be evicted before the next look held at the last one.
         self._watched: dict[int, Hashable] = {}
-        self.namespace = 0
+        self._num_groups = num_groups
+        self._suffixes: Sequence[bytes] = ()
+        self.clear(0)
 
     def __contains__(self, key: object) -> bool:
         return key in self._block_of
@@ -48,9 +52,8 @@ class DeviceChunks:
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return which of the chunks the device holds now."""
-        contents = self._context.contents([self._block_of.get(key, NULL_BLOCK_ID) for key in keys])
-        prefixes = map(self._context.prefix_of, contents)
-        return [prefix == split_key(key) for prefix, key in zip(prefixes, keys, strict=True)]
+        held = self._keys_in([self._block_of.get(key, NULL_BLOCK_ID) for key in keys])
+        return list(map(eq, held, keys))
 
     def blocks_of(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
         """Return which blocks hold those of the chunks that the device holds now."""
@@ -63,9 +66,9 @@ class DeviceChunks:
 
     def num_held(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> int:
         """Return how many leading chunks these blocks hold now, one each; null blocks count as if they did."""
-        at, prefixes = 0, map(self._context.prefix_of, self._context.contents(block_ids))
-        for at, (key, block_id, prefix) in enumerate(zip(keys, block_ids, prefixes, strict=False), 1):
-            if block_id != NULL_BLOCK_ID and prefix != split_key(key):
+        at = 0
+        for at, (key, block_id, held) in enumerate(zip(keys, block_ids, self._keys_in(block_ids), strict=False), 1):
+            if block_id != NULL_BLOCK_ID and held != key:
                 return at - 1
         return at
 
@@ -93,10 +96,9 @@ class DeviceChunks:
         if now == [*watched.values()]:
             return {}
         self._watched = {}
-        changed = [
-            (at, before) for (at, before), content in zip(watched.items(), now, strict=True) if content != before
-        ]
-        gone = {key: at for at, before in changed if (key := self._key(before)) is not None}
+        changed = [at for at, content in zip(watched, now, strict=True) if content != watched[at]]
+        before = self._keys([watched[at] for at in changed])
+        gone = {key: at for key, at in zip(before, changed, strict=True) if key is not None}
         elsewhere = self.blocks_of([key for key, at in gone.items() if self._block_of.get(key, at) != at])
         lost = {key: at for key, at in gone.items() if key not in elsewhere}
         for key in lost:
@@ -106,16 +108,20 @@ class DeviceChunks:
     def next_lost(self, num_blocks: int) -> dict[OffloadKey, int]:
         """Return what so many blocks hold that are evicted next, the first one first, and in which block."""
         victims = self._context.next_victims(num_blocks)
-        keys = map(self._key, self._context.contents(victims))
-        return {key: block_id for key, block_id in zip(keys, victims, strict=True) if key is not None}
+        return {key: block_id for key, block_id in zip(self._keys_in(victims), victims, strict=True) if key is not None}
 
     def clear(self, namespace: int) -> list[OffloadKey]:
         """Forget all chunks, and return them. Chunks have keys of this namespace from now on."""
         keys, self._block_of, self._key_in = list(self._block_of), {}, {}
         self._watched.clear()
-        self.namespace = namespace
+        self._suffixes = [offload_key(b"", group, namespace) for group in range(self._num_groups)]
         return keys
 
-    def _key(self, content: Hashable) -> OffloadKey | None:
-        prefix = self._context.prefix_of(content)
-        return None if prefix is None else offload_key(*prefix, self.namespace)
+    def _keys_in(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
+        """Return which chunks these blocks hold now."""
+        return self._keys(self._context.contents(block_ids))
+
+    def _keys(self, contents: Sequence[Hashable]) -> list[OffloadKey | None]:
+        """Return which chunks are held by blocks with these contents."""
+        prefixes, suffixes = self._context.prefixes_of(contents), self._suffixes
+        return [None if prefix is None else prefix[0] + suffixes[prefix[1]] for prefix in prefixes]

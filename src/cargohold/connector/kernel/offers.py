@@ -88,14 +88,15 @@ class Offering:
         shared = self._shared
         self._choose(offers, num_allowed)
         for offer in offers:
-            if shared.device is not None:
-                shared.note_on_device(offer.keys, offer.block_ids)
             offer.level = shared.guests.worth(offer.state).level
+        keys, jobs = list(chain.from_iterable([offer.keys for offer in offers])), list[CopyJob]()
+        block_ids = list(chain.from_iterable([offer.block_ids for offer in offers]))
+        if shared.device is not None:
+            shared.note_on_device(keys, block_ids)
         if awaited := [offer for offer in offers if offer.state.is_awaited]:
             shared.consumer.chunks_offered(awaited)
         handle = shared.manager.prepare_stores(offers)
         self._note_offered(offers, handle)
-        keys, jobs = list(chain.from_iterable([offer.keys for offer in offers])), list[CopyJob]()
         if on_offered is not None:
             on_offered(offers, frozenset(handle.deferred))
         elif len(keys) > len(handle.keys) and not handle.deferred:  # seldom: nearly always the manager takes all
@@ -103,9 +104,9 @@ class Offering:
         if not handle.keys:
             handle.commit()
             return jobs
-        block_ids, rows, groups = self._places(offers, keys, handle)
-        shared.holder.hold(block_ids)
-        store = Store(shared.jobs.new_id(), frozenset(), handle, block_ids)
+        sources, rows, groups = self._places(block_ids, keys, handle)
+        shared.holder.hold(sources)
+        store = Store(shared.jobs.new_id(), frozenset(), handle, sources)
         taken = self._note_taken(offers, store.keys, len(keys))
         store.request_ids = frozenset([offer.state.request.request_id for offer in taken])
         shared.guests.store_begins(store, taken)
@@ -117,8 +118,9 @@ class Offering:
         for offer in offers:
             self._offer(offer, offer.first, offer.end)
             offer.level = shared.guests.worth(offer.state).level
-            shared.note_on_device(offer.keys, offer.block_ids)
             offer.state.note_offered(offer.group, offer.end)
+        keys = list(chain.from_iterable([offer.keys for offer in offers]))
+        shared.note_on_device(keys, list(chain.from_iterable([offer.block_ids for offer in offers])))
         are_there = shared.manager.list_on_device(offers)
         shared.guests.chunks_listed(offers)
         return are_there
@@ -205,10 +207,9 @@ class Offering:
         without = [key for key, state in zip(rest, shared.manager.lookup(rest), strict=True) if state != READY]
         return shared.consumer.offer_again(offer.state, without) if without else frozenset()
 
-    def _places(self, offers: Sequence[Offer], keys: Sequence[OffloadKey], handle: SlotReservation) -> Places:
+    def _places(self, block_ids: Sequence[int], keys: Sequence[OffloadKey], handle: SlotReservation) -> Places:
         """Return the device blocks of those of the keys that the manager takes, and the tier's rows for them."""
         per_chunk = self._shared.config.blocks_per_chunk
-        block_ids = list(chain.from_iterable([offer.block_ids for offer in offers]))
         starts: Sequence[int] = range(0, len(block_ids), per_chunk)
         if keys != handle.keys:
             start_of = dict(zip(keys, starts, strict=True))

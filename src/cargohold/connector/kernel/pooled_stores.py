@@ -76,7 +76,7 @@ class PooledStores(EagerStores):
         may_pool = shared.config.blocks_per_chunk == 1 and shared.prefix_caching and shared.context is not None
         if may_pool and shared.manager.pool_with_device(shared.layout.num_blocks, self._may_take):
             assert shared.context is not None
-            shared.device = DeviceChunks(shared.context)
+            shared.device = DeviceChunks(shared.context, len(shared.layout.groups))
             shared.device.clear(shared.namespace)
 
     # --- requests -----------------------------------------------------------------------------------------------------

@@ -389,7 +389,7 @@ class PendingStores:
 def _contents(block_ids: Sequence[int], context: SchedulerContext) -> list[Hashable]:
     """Return what blocks hold, up to the first that is neither in the prefix cache nor the null block."""
     contents = list(context.contents(block_ids))
-    for at, (block_id, content) in enumerate(zip(block_ids, contents, strict=True)):
-        if block_id != NULL_BLOCK_ID and context.prefix_of(content) is None:
+    for at, (block_id, prefix) in enumerate(zip(block_ids, context.prefixes_of(contents), strict=True)):
+        if block_id != NULL_BLOCK_ID and prefix is None:
             return contents[:at]
     return contents

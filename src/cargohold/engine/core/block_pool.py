@@ -216,9 +216,9 @@ class BlockPool:
         return [self._blocks[block_id].prefix for block_id in block_ids]
 
     @staticmethod
-    def prefix_of(content: Hashable) -> tuple[bytes, int] | None:
-        """Return what a block holds; see ``contents``."""
-        return cast("tuple[bytes, int] | None", content)
+    def prefixes_of(contents: Sequence[Hashable]) -> Sequence[tuple[bytes, int] | None]:
+        """Return what blocks hold; see ``contents``."""
+        return cast("Sequence[tuple[bytes, int] | None]", contents)
 
     def lookup(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
         """Return a block that holds the prefix ``block_hash`` for a group, or ``None``. Takes no reference."""

@@ -37,7 +37,7 @@ class EngineContext:
         self._waiting = waiting
         pool = kv.pool
         self.touch_ids, self.free_ids, self.next_victims = pool.touch_ids, pool.free_ids, pool.next_victims
-        self.contents, self.prefix_of = pool.contents, pool.prefix_of
+        self.contents, self.prefixes_of = pool.contents, pool.prefixes_of
 
     def get_request_blocks(self, request_id: str) -> BlockIds:
         """The request's block table per group."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast, overload
 
 from cargohold.errors import NullBlockError
 from cargohold.integrations.vllm.groups import Groups
-from cargohold.protocol import NULL_BLOCK_ID, BlockIds, KVCacheGroup, RequestView
+from cargohold.protocol import NULL_BLOCK_ID, BlockIds, RequestView
 
 GROUP_BYTES = 4
 """vLLM's block hashes end with their group's index, big-endian."""
@@ -112,6 +112,8 @@ class PoolContext:
         self._tables = tables
         self._waiting = waiting
         self.shows_free_blocks = True
+        # By the last bytes of vLLM's keys.
+        self._group_of = {at.to_bytes(GROUP_BYTES, "big"): group for at, group in enumerate(groups.by_number)}
         # Of such models, the hash of a block may be that of a prefix that ends inside it, if it holds no more.
         self._has_fine_hashes = any(pool.hash_block_size < group.block_tokens for group in groups.in_pool)
 
@@ -159,12 +161,9 @@ class PoolContext:
             return [key if self._is_whole(key, blocks[at]) else None for at, key in zip(block_ids, keys, strict=True)]
         return keys
 
-    def prefix_of(self, content: Hashable) -> tuple[bytes, int] | None:
-        """Return the hash under which what vLLM's key is for is stored, and our group's index."""
-        key = cast("bytes | None", content)
-        group = None if key is None else self._group_of(key)
-        block_hash = None if key is None or group is None else self._key_of(key[:-GROUP_BYTES])
-        return None if block_hash is None or group is None else (block_hash, group.index)
+    def prefixes_of(self, contents: Sequence[Hashable]) -> list[tuple[bytes, int] | None]:
+        """Return the hash under which what each of vLLM's keys is for is stored, and our group's index."""
+        return [None if key is None else self._prefix_of(key) for key in cast("Sequence[bytes | None]", contents)]
 
     def get_request_blocks(self, request_id: str) -> BlockIds:
         """The request's block table per group."""
@@ -186,12 +185,13 @@ class PoolContext:
             raise IndexError(f"block {min(block_ids)} does not exist")
         return [self._blocks[block_id] for block_id in block_ids]
 
-    def _is_whole(self, key: bytes | None, block: Any) -> bool:
-        group, num_tokens = None if key is None else self._group_of(key), block.block_hash_num_tokens
-        return group is not None and (num_tokens is None or num_tokens % group.block_tokens == 0)
+    def _prefix_of(self, key: bytes) -> tuple[bytes, int] | None:
+        group, block_hash = self._group_of[key[-GROUP_BYTES:]], self._key_of(key[:-GROUP_BYTES])
+        return None if group is None or block_hash is None else (block_hash, group.index)
 
-    def _group_of(self, key: bytes) -> KVCacheGroup | None:
-        return self._groups.by_number[int.from_bytes(key[-GROUP_BYTES:], "big")]
+    def _is_whole(self, key: bytes | None, block: Any) -> bool:
+        group, num_tokens = None if key is None else self._group_of[key[-GROUP_BYTES:]], block.block_hash_num_tokens
+        return group is not None and (num_tokens is None or num_tokens % group.block_tokens == 0)
 
 
 def block_ids(tables: Iterable[Sequence[Any]]) -> BlockIds:
