@@ -193,7 +193,8 @@ class Engine:
         ended = self._in_flight
         if self._name in (OURS, OURS_WITH_DISK, OURS_PROMPTS, OURS_TRACED):
             told = self._told
-            self._in_flight = [job.job_id for job in getattr(metadata.inner, "stores", ())]
+            jobs = (*getattr(metadata.inner, "stores", ()), *getattr(metadata.inner, "saves", ()))
+            self._in_flight = [job.job_id for job in jobs]
             self._told = dict(map(_answer_of_disk, getattr(metadata.inner, "worker_message", ())))
             return _our_message(ended, told, metadata.look)
         if self._name in (THEIRS, THEIRS_PROMPTS):

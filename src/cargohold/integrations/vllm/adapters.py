@@ -179,8 +179,11 @@ class AdapterBlocks:
         """Forget all of them."""
         self._weights.clear()
 
-    def key_of(self, block_hash: bytes) -> bytes | None:
-        """Return the hash by which a block is stored; ``None`` if it must not be."""
+    def keys_of(self, block_hashes: list[bytes]) -> Sequence[bytes | None]:
+        """Return the hashes by which blocks are stored; ``None`` for those that must not be."""
+        return [self._key_of(one) for one in block_hashes] if self._weights else block_hashes
+
+    def _key_of(self, block_hash: bytes) -> bytes | None:
         weights, is_local = self._weights.get(block_hash, (None, False))
         if weights is None:
             return block_hash

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast, overload
+from typing import Any, Final, Protocol, cast, overload
 
 from cargohold.errors import NullBlockError
 from cargohold.integrations.vllm.groups import Groups
@@ -11,6 +11,8 @@ from cargohold.protocol import NULL_BLOCK_ID, BlockIds, RequestView
 
 GROUP_BYTES = 4
 """vLLM's block hashes end with their group's index, big-endian."""
+_NO_KEY: Final = b"\xff" * GROUP_BYTES
+"""Stands for the key of a block that has none."""
 
 
 class BlockIdTable(Sequence[int]):
@@ -91,7 +93,7 @@ class PoolContext:
         groups: the KV-cache groups.
         tables: the requests' block tables, of all groups of vLLM's.
         waiting: the requests that wait, in the order in which they will be tried.
-        key_of: the hash by which a block is stored, by vLLM's hash; ``None`` if it must not be.
+        keys_of: returns the hashes by which blocks are stored, by vLLM's hashes; ``None`` for those that must not be.
 
     Attributes:
         shows_free_blocks: whether ``next_victims`` returns the free blocks; while this is ``False``, it returns none.
@@ -103,17 +105,18 @@ class PoolContext:
         groups: Groups,
         tables: BlockTables,
         waiting: Callable[[], Iterable[RequestView]],
-        key_of: Callable[[bytes], bytes | None] = bytes,
+        keys_of: Callable[[list[bytes]], Sequence[bytes | None]] = list,
     ) -> None:
         self._pool = pool
         self._blocks = pool.blocks  # vLLM never replaces its block objects
         self._groups = groups
-        self._key_of = key_of
+        self._keys_of = keys_of
         self._tables = tables
         self._waiting = waiting
         self.shows_free_blocks = True
         # By the last bytes of vLLM's keys.
         self._group_of = {at.to_bytes(GROUP_BYTES, "big"): group for at, group in enumerate(groups.by_number)}
+        self._group_of[_NO_KEY] = None
         # Of such models, the hash of a block may be that of a prefix that ends inside it, if it holds no more.
         self._has_fine_hashes = any(pool.hash_block_size < group.block_tokens for group in groups.in_pool)
 
@@ -163,7 +166,12 @@ class PoolContext:
 
     def prefixes_of(self, contents: Sequence[Hashable]) -> list[tuple[bytes, int] | None]:
         """Return the hash under which what each of vLLM's keys is for is stored, and our group's index."""
-        return [None if key is None else self._prefix_of(key) for key in cast("Sequence[bytes | None]", contents)]
+        keys = [key or _NO_KEY for key in cast("Sequence[bytes | None]", contents)]
+        hashes, group_of = self._keys_of([key[:-GROUP_BYTES] for key in keys]), self._group_of
+        return [
+            None if block_hash is None or (group := group_of[key[-GROUP_BYTES:]]) is None else (block_hash, group.index)
+            for block_hash, key in zip(hashes, keys, strict=True)
+        ]
 
     def get_request_blocks(self, request_id: str) -> BlockIds:
         """The request's block table per group."""
@@ -184,10 +192,6 @@ class PoolContext:
                 raise NullBlockError(operation)
             raise IndexError(f"block {min(block_ids)} does not exist")
         return [self._blocks[block_id] for block_id in block_ids]
-
-    def _prefix_of(self, key: bytes) -> tuple[bytes, int] | None:
-        group, block_hash = self._group_of[key[-GROUP_BYTES:]], self._key_of(key[:-GROUP_BYTES])
-        return None if group is None or block_hash is None else (block_hash, group.index)
 
     def _is_whole(self, key: bytes | None, block: Any) -> bool:
         group, num_tokens = None if key is None else self._group_of[key[-GROUP_BYTES:]], block.block_hash_num_tokens

@@ -138,7 +138,7 @@ class SchedulerSide:
         self._loads = LoadsInFlight(layout.groups, clock)
         self._groups = options.groups
         self._adapters = Adapters(pool, layout.world_size, options.max_adapters)
-        self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.key_of)
+        self._context = PoolContext(pool, self._groups, tables, self._waiting_requests, self._adapters.blocks.keys_of)
         self._aggregator = OutputAggregator(layout.world_size, self.guard.get_finished_count(), self.guard.name)
         # Requests that the connector knows, by id, and all others.
         self._requests: dict[str, RequestRecord] = {}
