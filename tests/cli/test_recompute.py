@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from cargohold import LLM, DiskTierConfig, OffloadConfig, SamplingParams
 from cargohold.cli import cache
 from cargohold.cli.app import app
+from cargohold.tiers.disk.files import DirectoryLock
 from tests.cli.test_cache import damage
 from tests.connector.test_tiers_with_models import prompts
 from tests.liars import Attack, exchange, flip, lie_on_disk
@@ -62,7 +64,10 @@ def test_prompts_may_be_given_where_no_tokens_are_kept(
     model, place, file = tiny_model("llama"), tmp_path / "kv", tmp_path / "prompts.jsonl"
     first, second = fill(place, model, make_llm)
     command = ("--recompute", "--model", model, place)
+    (lock,) = place.glob(f"*/{DirectoryLock.FILE}")
+    os.utime(lock, (1000, 1000))
     assert counts(verify(*command)) == (0, 0, 12)
+    assert lock.stat().st_mtime == 1000, "an audit does not count as a use"
     file.write_text(f"{json.dumps([1, 2, *second])}\n{json.dumps({'prompt': first[:70], 'token_ids': first[70:]})}\n")
     assert counts(verify(*command, "--prompts", file)) == (6, 0, 6), "a wrong prompt is not found"
 

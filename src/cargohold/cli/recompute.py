@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from cargohold.errors import TierError
 from cargohold.protocol import KVCacheLayout
 from cargohold.tiers import LoadOutcome, Opening, StoreOutcome, Tier, TierConfig, TierUsage
 from cargohold.tiers.chunk_format import NO_NOTE, Note
+from cargohold.tiers.disk.files import DirectoryLock
 from cargohold.tiers.inventory import Holding
 from cargohold.tiers.kinds import options_of
 from cargohold.tiers.places import is_url
@@ -145,6 +147,10 @@ def recompute(place: str, holding: Holding, model: str, prompts: str | None) -> 
             for tokens in bar.track(asked, description=f"computing {holding.short_id} again"):
                 llm.generate([tokens[: llm.plan.limits.max_model_len - 1]], SamplingParams(max_tokens=1))
                 llm.settle()
+    if holding.last_used_s is not None and not is_url(place):
+        os.utime(
+            at / DirectoryLock.FILE, (holding.last_used_s, holding.last_used_s)
+        )  # an audit does not count as a use
     counts = Counter(tier.outcomes.values())
     unknown = (holding.num_chunks or 0) - counts.total()
     return {**{outcome: counts[outcome] for outcome in ("equal", "close", "different")}, "unknown": unknown}

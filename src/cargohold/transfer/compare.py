@@ -12,6 +12,7 @@ distance counts: the largest difference of a layer's numbers, divided by the lar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from types import MappingProxyType
@@ -38,25 +39,25 @@ CLOSE: Final[Mapping[str, float]] = MappingProxyType({"float32": 1e-4, "float16"
 more; see ``docs/operating.md``. Chunks of other tokens are about 1 apart."""
 
 
+@dataclass(frozen=True, slots=True)
 class Comparer:
     """Compares what a worker has stored into spare rows with what is kept.
 
-    Args:
+    Attributes:
         rows: the worker's shard of host memory.
         layout: the engine's paged KV.
         rows_per_block: rows of a block, by group.
     """
 
-    def __init__(self, rows: ByteRows, layout: KVCacheLayout, rows_per_block: Sequence[int]) -> None:
-        self._rows = rows
-        self._layout = layout
-        self._rows_per_block = rows_per_block
+    rows: ByteRows
+    layout: KVCacheLayout
+    rows_per_block: Sequence[int]
 
     def compare(self, job: CopyJob) -> tuple[Gap, ...]:
         """Return how the blocks differ that this job, which has ended, has copied. A second's allowance takes milliseconds."""
         rows, gaps = iter(job.rows), []
         for block_id, group in zip(job.block_ids, job.groups, strict=True):
-            new = list(islice(rows, self._rows_per_block[group]))
+            new = list(islice(rows, self.rows_per_block[group]))
             kept = [job.compared[row] for row in new]
             if (gap := self._gap(block_id, group, self._bytes(kept, group), self._bytes(new, group))) is not None:
                 gaps.append(gap)
@@ -65,18 +66,18 @@ class Comparer:
     def _gap(self, block_id: int, group: int, kept: ByteRows, computed: ByteRows) -> Gap | None:
         if np.array_equal(kept, computed):
             return None
-        of = self._layout.groups[group]
+        of = self.layout.groups[group]
         return Gap(block_id, *distance_of(kept, computed, of.number_type, len(of.layer_names)))
 
     def _bytes(self, rows: Sequence[int], group: int) -> ByteRows:
         """Return what the group's layers fill of a block. Its last row ends with it, so it may overlap the one before."""
-        width, num_bytes = self._rows.shape[1], self._layout.group_bytes[group]
+        width, num_bytes = self.rows.shape[1], self.layout.group_bytes[group]
         if len(rows) == 1:
-            return self._rows[rows[0], :num_bytes]
+            return self.rows[rows[0], :num_bytes]
         block = np.empty(num_bytes, dtype=np.uint8)
         for at, row in enumerate(rows):
             start = min(at * width, num_bytes - width)
-            block[start : start + width] = self._rows[row]
+            block[start : start + width] = self.rows[row]
         return block
 
 

@@ -79,19 +79,19 @@ class Comparison(Store):
         chunks: what is compared.
         pins: pins on what is kept of them.
         spare: numbers of the spare slots.
-        key_of: by block of the job, its chunk.
+        chunk_of: the chunk of each block of the job.
         gaps: how blocks differ, as far as workers have reported it.
     """
 
     chunks: Sequence[Chunk] = ()
     pins: ChunkPins = field(kw_only=True)
     spare: Sequence[int] = ()
-    key_of: Mapping[int, OffloadKey] = field(kw_only=True)
+    chunk_of: Mapping[int, Chunk] = field(kw_only=True)
     gaps: list[Gap] = field(default_factory=list)
 
     def largest_gaps(self) -> dict[OffloadKey, Gap]:
         """Return the largest gap of each chunk that differs."""
-        return {self.key_of[gap.block_id]: gap for gap in sorted(self.gaps, key=lambda gap: gap.distance)}
+        return {self.chunk_of[gap.block_id].key: gap for gap in sorted(self.gaps, key=lambda gap: gap.distance)}
 
 
 class Verifier(Checker):
@@ -117,11 +117,10 @@ class Verifier(Checker):
         layout, plan = shared.layout, shared.config.plan_rows(shared.layout)
         self._slot_rows = plan.most * shared.config.blocks_per_chunk
         self._chunk_bytes = plan.row_bytes * self._slot_rows * layout.num_shards
-        sizes = zip(layout.groups, plan.per_block, layout.group_bytes, strict=True)
         # Where blocks are padded, what else lies in a row is not known.
         self._limit_of = [
             CLOSE.get(group.number_type) if count > 1 or size == plan.row_bytes else None
-            for group, count, size in sizes
+            for group, count, size in zip(layout.groups, plan.per_block, layout.group_bytes, strict=True)
         ]
         self._bytes_per_s = config.num_verify_bytes_per_s
         self._bytes, self._at = float(self._bytes_per_s), shared.clock()
@@ -152,16 +151,17 @@ class Verifier(Checker):
 
     def compare(self, offers: Sequence[Offer], num_allowed: int) -> list[CopyJob]:
         """Return the job that compares some of the chunks that a step completes; none while requests wait for loads."""
+        # Loads of this very step have ended before its stores begin.
+        are_waiting = any(not load.is_in_step for load in self._shared.jobs.loads())
         limit = min(len(self._spare), num_allowed // 2, self._num_allowed())
-        may = limit > 0 and all(load.is_in_step for load in self._shared.jobs.loads())  # those end before stores begin
-        chunks = list({chunk.key: chunk for chunk in self._kept(offers)}.values()) if may else []
-        if not chunks:
+        if are_waiting or limit <= 0:
             return []
-        start = self._num_compared % len(chunks)  # over time, all places of a step are compared
+        chunks = list({chunk.key: chunk for chunk in self._kept(offers)}.values())
+        start = self._num_compared % max(1, len(chunks))  # over time, all places of a step are compared
         chosen = (chunks[start:] + chunks[:start])[:limit]
         self._num_compared += len(chosen)
         self._bytes -= len(chosen) * self._chunk_bytes
-        return [self._begin(chosen)]
+        return [self._begin(chosen)] if chosen else []
 
     def _num_allowed(self) -> int:
         """Return how many chunks may be compared now. What was not used adds up for a second."""
@@ -202,13 +202,12 @@ class Verifier(Checker):
         block_ids, rows, _ = rows_to_store(ids, starts, keys, slots, per_chunk)
         _, kept, _ = rows_to_store(ids, starts, keys, pins.slots, per_chunk)
         chunk_of = {block_id: chunks[at // per_chunk] for at, block_id in enumerate(ids) if block_id != NULL_BLOCK_ID}
-        key_of = {block_id: chunk.key for block_id, chunk in chunk_of.items()}
         shared.holder.hold(block_ids)
         names = frozenset([chunk.state.request.request_id for chunk in chunks])
         nothing = SlotReservation([], [], lambda *_: pins.release())  # if it ends with its engine
         job_id, compared = shared.jobs.new_id(), dict(zip(rows, kept, strict=True))
         self.comparing[job_id] = Comparison(
-            job_id, names, nothing, block_ids, chunks=chunks, pins=pins, spare=spare, key_of=key_of
+            job_id, names, nothing, block_ids, chunks=chunks, pins=pins, spare=spare, chunk_of=chunk_of
         )
         shared.jobs.add_store(self.comparing[job_id])
         groups = tuple([chunk_of[block_id].group for block_id in block_ids])
@@ -217,8 +216,7 @@ class Verifier(Checker):
     def _spare_slot(self, number: int, like: Slot) -> Slot:
         """Return a spare slot in the form of another one."""
         slot = self._shared.manager.capacity + number
-        first = slot * self._slot_rows
-        return slot if isinstance(like, int) else tuple(range(first, first + len(like)))
+        return slot if isinstance(like, int) else tuple([slot * self._slot_rows + at for at in range(len(like))])
 
     # --- what was found -----------------------------------------------------------------------------------------------
 

@@ -113,12 +113,11 @@ class OffloadingScheduler(KernelScheduler):
         self.below = None
         if lower is not None:
             self.below = self.shared.below = self._make_below(lower, config, environment)
-        verifier = None
         if num_spare:
-            verifier = self.shared.checker = Verifier(self.shared, config, lower, num_spare)
+            self.shared.checker = Verifier(self.shared, config, lower, num_spare)
         view = GuestView(environment.layout, environment.clock, manager.lookup, counted_by_guests(self.shared.count))
         own = [ContainedGuest(made_by("guests", guest, Guest, view)) for guest in config.guests]
-        chooses = verifier if config.verified_share else None
+        chooses = self.shared.checker if config.verified_share else None
         guests = (self._events, self._meters, self._handoff, self.hints, self.below, chooses, *own)
         self._weights = NamedWeights()
         self._keeps_weights = environment.keeps_weights

@@ -51,6 +51,5 @@ class OffloadingWorker(KernelWorker):
 
     def _count(self, result: CopyResult) -> None:
         super()._count(result)
-        is_compared = result.job.compared and result.outcome is TransferOutcome.DONE
-        if is_compared and (gaps := self._compare(result.job)):
+        if result.job.compared and result.outcome is TransferOutcome.DONE and (gaps := self._compare(result.job)):
             self._gaps[result.job.job_id] = gaps

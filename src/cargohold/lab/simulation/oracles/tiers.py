@@ -105,7 +105,7 @@ class TierOracle(Oracle):
             manager, jobs = side.shared.manager, side.shared.jobs
             self.require(not jobs.num_awaited, f"connector {side.name} has {jobs.num_awaited} jobs left")
             self.require(not side.requests, f"connector {side.name} still knows requests {list(side.requests)}")
-            num_pins = manager.num_pins - sum(len(load.handle.keys) for load in jobs.loads())
+            num_pins = manager.num_pins - _num_pinned(jobs)
             num_writing = manager.num_writing - sum(len(store.handle.keys) for store in jobs.stores())
             num_leaving = 0 if jobs else manager.num_leaving
             counts = (num_pins, num_writing, num_leaving)
@@ -133,9 +133,7 @@ class TierOracle(Oracle):
     def _check_counts(self, watched: _SideCounts) -> None:
         manager, jobs, is_alone = watched.manager, watched.jobs, watched.is_alone
         num_pins, num_writing = manager.num_pins, manager.num_writing
-        num_loading = sum([len(load.handle.keys) for load in jobs.loads()]) if jobs.num_loads else 0
-        num_loading += watched.side.answers.num_pins
-        num_loading += sum([len(store.pins.keys) for store in jobs.stores() if isinstance(store, Comparison)])
+        num_loading = _num_pinned(jobs) + watched.side.answers.num_pins
         num_storing = sum([len(store.handle.keys) for store in jobs.stores()])
         if num_pins < num_loading or (is_alone and num_pins > num_loading):
             self.fail(f"{num_pins} chunks pinned, {num_loading} being loaded")
@@ -305,3 +303,9 @@ class _Writer(pickle.Pickler):
         if isinstance(obj, _APART) or id(obj) in self._apart:
             return int, (id(obj),)
         return (FaultyManager, (obj.inner,)) if isinstance(obj, FaultyManager) else NotImplemented
+
+
+def _num_pinned(jobs: JobTable) -> int:
+    """How many chunks loads and comparisons in flight pin."""
+    compared = (store.pins for store in jobs.stores() if isinstance(store, Comparison))
+    return sum([len(pins.keys) for pins in (*compared, *[load.handle for load in jobs.loads()])])
