@@ -1,7 +1,8 @@
 """What hints of an orchestrator are worth on agent traces: prefix hits, and the time that sessions wait, with and without.
 
 Hits in per cent, and the part of the distance from LRU to the optimum that is closed; LMCache's trace does not say how turns
-ended.
+ended. Measured before the default policy counted ages from the end of a use: on LMCache's agents, hits are 23.7, 39.7, 54.5
+and 76.3 since, and 24.6, 40.7, 54.5 and 76.6 with hints.
 
 ================  =====  ====  =======  ==========  =======  =========  ===========
 trace             size   lru   default  with hints  optimum  default's  with hints'
