@@ -55,3 +55,13 @@ def test_a_chunk_is_lost_unless_the_other_block_noted_to_hold_it_still_does(hold
     device.watch(1)
     pool.held[2], pool.free = None, []
     assert device.take_lost() == ({} if holds == "the same" else {key: 2})
+
+
+def test_a_block_that_two_requests_share_loses_what_it_held_once() -> None:
+    """Found by seed 78000085: what all requests of a step offer is noted at once, and both offered the block."""
+    pool: Any = Pool(3)
+    device = DeviceChunks(pool, 1)
+    old, new = (offload_key(bytes([at] * 32), 0) for at in (1, 2))
+    device.note([old], [1])
+    assert device.note([new, new], [1, 1]) == [old]
+    assert old not in device and new in device

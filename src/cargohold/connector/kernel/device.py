@@ -44,6 +44,7 @@ class DeviceChunks:
         """Note which blocks hold chunks, or will when the step is over; return what they are known to have held before."""
         before = zip(map(self._key_in.get, block_ids), keys, block_ids, strict=True)
         gone = [old for old, key, at in before if old is not None and old != key and self._block_of.get(old) == at]
+        gone = list(dict.fromkeys(gone))  # requests may share a block
         for key in gone:
             del self._block_of[key]
         self._block_of.update(zip(keys, block_ids, strict=True))
