@@ -353,7 +353,8 @@ class TierManager(OffloadManager):
 
     def note_copies(self, keys: Sequence[OffloadKey]) -> None:
         if self._pooled is not None:
-            self._pooled.note_copies([slot for slot in self._pooled.find_each(keys) if slot is not None])
+            found = dict.fromkeys(self._pooled.find_each(keys))  # two requests of a step may offer the same chunk
+            self._pooled.note_copies([slot for slot in found if slot is not None])
 
     def prepare_saves(self, keys: Sequence[OffloadKey], *, at_any_cost: bool = False) -> SlotReservation:
         table = self._pooled

@@ -248,3 +248,16 @@ def test_only_to_lose_a_beginning_alone_takes_a_look_at_all_slots(order: int, mo
     manager.check()
     assert looks.call_count == 1 and manager.parents(keys[2:4]) == {keys[2]: None, keys[3]: keys[2]}
     assert manager.listed(keys) == keys[2:4]
+
+
+def test_a_chunk_that_two_requests_offer_in_one_step_is_one_copy() -> None:
+    """Found by seed 79100065: what a step offers is noted at once, and the slot of such a chunk was taken twice."""
+    manager = make_manager("lru", 3)
+    keys = [offload_key(bytes([number]) * 32, 0) for number in range(5)]
+    assert manager.pool_with_device(POOL, lambda asked: [True] * len(asked))
+    manager.prepare_stores([StoreOffer(keys[:3], None)]).commit()
+    manager.note_copies([*keys[:3], *keys[:3]])
+    manager.list_on_device([StoreOffer(keys[3:], None)])
+    manager.prepare_saves(keys[3:]).commit()
+    assert manager.num_ready == 3
+    manager.check()
