@@ -93,7 +93,7 @@ def test_hints() -> None:
 def test_holes() -> None:
     rows = holes.run(quick=True)["rows"]
     assert {row["trace"] for row in rows} == {"hot", "made"}
-    assert all(row["restored_again"] >= row["restored_once"] for row in rows)
+    assert all(row["restored_again"] >= row["restored_once"] for row in rows), "by LRU; what learns may lose a little"
 
 
 def test_a_look_up_with_a_disk_below_passes_little_code() -> None:
