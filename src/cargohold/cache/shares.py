@@ -184,7 +184,12 @@ class Shares(ReplacementPolicy):
                 payer.give_up(num_to_pay)
             if len(evicted) == num_before:
                 spent.add(payer.number)
-        return num_chunks if hard is None else max(0, hard - self._used(own))
+        return self.num_left(owner, num_chunks)
+
+    def num_left(self, owner: int, num_chunks: int) -> int:
+        """Return how many of so many chunks a share may have beside those that it has."""
+        hard = self._shares[owner].limits.hard
+        return num_chunks if hard is None else max(0, min(num_chunks, hard - self._used(self._shares[owner])))
 
     def rank(self, slots: Sequence[int], level: int) -> None:
         """Give chunks a level: a priority from 0 to 100, or ``HELD``. Mutates the runs."""

@@ -399,8 +399,9 @@ class TierManager(OffloadManager):
 
         Mutates everything.
         """
-        table, num_allowed = self._pooled, len(slots)
+        table = self._pooled
         assert table is not None
+        num_allowed = len(slots) if self.shares is None else self.shares.num_left(owner, len(slots))
         ends = list(accumulate(table.sizes_of(slots)))
         is_asked_again = worth > 0  # for what is not, nothing must go
         if is_asked_again:

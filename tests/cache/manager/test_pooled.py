@@ -261,3 +261,14 @@ def test_a_chunk_that_two_requests_offer_in_one_step_is_one_copy() -> None:
     manager.list_on_device([StoreOffer(keys[3:], None)])
     manager.prepare_saves(keys[3:]).commit()
     manager.check()
+
+
+def test_what_nothing_is_evicted_for_is_saved_within_its_tenants_limit_too() -> None:
+    """Found by a seed: of chunks that a hint had lowered, a tenant had more in free slots than it may have."""
+    manager = make_manager("lru", POOL, quotas={"a": Limits(hard=4)})
+    assert manager.pool_with_device(POOL, lambda keys: [False] * len(keys))
+    (keys,) = documents(1, 8)
+    manager.list_on_device([StoreOffer(keys, None, "a")])
+    assert manager.rank(keys, 0, "a") == 8
+    assert len(manager.prepare_saves(keys).keys) == 4
+    manager.check()
