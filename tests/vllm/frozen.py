@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from cargohold.blocks import READY
-from cargohold.cache import TierManager, chunk_table
-from cargohold.cache.manager import ForwardingManager
 from cargohold.connector.kernel.answers import KEPT_SHARE
 from cargohold.connector.offloading import OffloadingScheduler
 from cargohold.engine.core.request import SchedulerStep, StepOutput
@@ -25,10 +23,8 @@ class FrozenOracle(Oracle):
     """Checks pauses before sleep, where device and host memory are one cache and the model has full attention alone.
 
     When the pause has settled, nothing that is stored at all of the running requests is on the device alone, or half of host
-    memory is full of theirs, and no block is held. If none runs, nothing else is on the device alone, either, unless half of
-    host memory is full of what was saved, or nothing there may go; with policies that do not weigh it. When requests go on,
-    those that are admitted first are given what host memory had of them: later, others may have taken its place. Only while no
-    fault has struck.
+    memory is full of theirs, and no block is held. When they go on, those that are admitted first are given what host memory
+    had of them: later, others may have taken its place. Only while no fault has struck.
 
     Args:
         engine: the replica.
@@ -59,7 +55,7 @@ class FrozenOracle(Oracle):
         reset_prefix_cache = vllm.reset_prefix_cache
 
         def reset(*args: Any) -> bool:
-            is_pause = self._engine.view.reset.mode is not None and self._engine.view.reset.waits
+            is_pause = self._engine.view.reset.mode == "keep" and self._engine.view.reset.waits
             owed = self._look(side) if is_pause else {}
             # Raises where a request that has loaded, and does not run yet, holds blocks.
             is_reset = bool(reset_prefix_cache(*args))
@@ -71,7 +67,7 @@ class FrozenOracle(Oracle):
             num_found = 0 if state.lookup is None else state.lookup.num_computed_tokens + num_external_tokens
             admit(request, blocks, num_external_tokens)
             owed = self._owed.get(request.request_id, 0)
-            self._has_begun |= bool(self._owed)
+            self._has_begun |= owed > 0
             if num_found < owed:
                 self._missed = (
                     f"{request.request_id} was frozen and gets {num_found} of the {owed} tokens that were kept"
@@ -108,32 +104,9 @@ class FrozenOracle(Oracle):
             not alone or len(kept) >= int(KEPT_SHARE * manager.capacity),
             f"of frozen requests, {len(alone)} chunks are on the device alone, and {len(kept)} in {manager.capacity} slots",
         )
-        self._look_at_others(side, len(kept))
         held = self._engine.scheduler.connector.held_references()
         self.require(not held, f"blocks {sorted(held)} are held as long as the pause lasts")
         return owed
-
-    def _look_at_others(self, side: OffloadingScheduler, num_kept: int) -> None:
-        manager, device = side.shared.manager, side.shared.device
-        while isinstance(manager, ForwardingManager):
-            manager = manager.inner
-        assert isinstance(manager, TierManager) and device is not None
-        table, alone = (
-            manager.table,
-            manager.listed(list(device.next_lost(side.shared.layout.num_blocks))),
-        )
-        ready = table.slots_in(chunk_table.READY)
-        is_on_device = device.holds(table.keys_at(ready))
-        can_go = [
-            slot for slot, there in zip(ready, is_on_device, strict=True) if not there and not table.children[slot]
-        ]
-        if manager.policy.name in ("lru", "fifo") and not num_kept:
-            self.require(
-                not alone
-                or not (can_go or manager.num_free)
-                or sum(is_on_device) >= int(KEPT_SHARE * manager.capacity),
-                f"{len(alone)} chunks are on the device alone, and {len(can_go)} of {manager.capacity} slots could be theirs",
-            )
 
 
 class FrozenWorld(VllmWorld):

@@ -196,15 +196,9 @@ def keeps_nothing_of_frozen_requests(patch: Patch) -> None:
     patch.setattr(PooledStores, "pause", lambda self, states: None)
 
 
-@frozen_mutant(workload="sleep", connector="exclusive", first_seed=50)
-def saves_nothing_but_what_is_frozen(patch: Patch) -> None:
-    pause = PooledStores.pause
-    patch.setattr(PooledStores, "pause", lambda self, states: pause(self, states) if (states := list(states)) else None)
-
-
 @frozen_mutant(workload="sleep", connector="exclusive")
 def is_busy_as_long_as_requests_are_frozen(patch: Patch) -> None:
-    patch.setattr(PooledStores, "has_pending_work", property(lambda self: self._num_paused_tokens >= 0))
+    patch.setattr(PooledStores, "has_pending_work", property(lambda self: self._paused is not None))
 
 
 @frozen_mutant(workload="sleep", connector="exclusive", first_seed=161)

@@ -186,7 +186,7 @@ class KVConnectorScheduler(ABC):
         return 0
 
     def on_pause(self, request_ids: Iterable[str]) -> None:  # noqa: B027  # a default, not an omission
-        """Note that the engine is paused, with these requests, and may forget what the device holds before it goes on.
+        """Note that these requests are paused, and that the engine may forget what the device holds before they go on.
 
         May be called again during the same pause. Steps without tokens follow while ``has_pending_work`` is true.
         """

@@ -12,7 +12,7 @@ Only what was seen unchanged at the last look is known for sure to be there stil
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from operator import eq
 
 from cargohold.cache.manager import OffloadKey, offload_key
@@ -59,6 +59,11 @@ class DeviceChunks:
     def blocks_of(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
         """Return which blocks hold those of the chunks that the device holds now."""
         return {key: self._block_of[key] for key, is_held in zip(keys, self.holds(keys), strict=True) if is_held}
+
+    def besides(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return all other chunks that have been noted."""
+        excepted = set(keys)
+        return [key for key in self._block_of if key not in excepted]
 
     def num_held(self, keys: Sequence[OffloadKey], block_ids: Sequence[int]) -> int:
         """Return how many leading chunks these blocks hold now, one each; null blocks count as if they did."""

@@ -65,10 +65,10 @@ class PooledStores(EagerStores):
         self._refused: set[OffloadKey] = set()
         # Requests that are loaded, and do not run yet: the rest of their prompts follows, perhaps long after the load.
         self._loaded: set[str] = set()
-        # What paused requests go on from; their tokens, -1 while nothing is paused; how many chunks may still be saved, and
-        # whether any are.
-        self._paused: Sequence[OffloadKey] = ()
-        self._num_paused_tokens, self._num_to_save, self._is_saving = -1, 0, False
+        # What paused requests go on from, until nothing more of it is to be saved, and how many chunks of it still may be;
+        # ``None`` while nothing is paused.
+        self._paused: Sequence[OffloadKey] | None = None
+        self._num_to_save = self._num_paused_tokens = 0
 
     def use_context(self) -> None:
         """Make the device pool part of the cache, if the manager can."""
@@ -147,7 +147,7 @@ class PooledStores(EagerStores):
     def plan(self, step: StepView) -> list[CopyJob]:
         """Return the stores of what this step completes, and of what is evicted next if there is no time for that later."""
         jobs = super().plan(step)
-        if self._num_paused_tokens >= 0:
+        if self._paused is not None:
             jobs += self._save_paused(step)
         if (device := self._listing) is not None:
             self._num_next, num_ahead = self._num_blocks_next(step), self._num_ahead()
@@ -158,9 +158,9 @@ class PooledStores(EagerStores):
         return jobs
 
     def end_step(self) -> None:
-        """Watch what the engine has given back since the step was planned, as far as it may be evicted for the next one."""
+        """Watch what the engine has given back since the step was planned, if less was free then than the next one may need."""
         if (device := self._listing) is not None:
-            device.watch_more(self._num_next)
+            device.watch(self._num_next)
 
     def end(self, store: Store, outcome: TransferOutcome) -> None:
         """End a store. Blocks that were saved ahead go back to the head of the free queue, where they were."""
@@ -174,19 +174,17 @@ class PooledStores(EagerStores):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether chunks of ended requests are still to be stored, or of what a pause may lose."""
-        return super().has_pending_work or self._is_saving
+        """Whether chunks of ended or paused requests are still to be stored."""
+        return super().has_pending_work or bool(self._paused)
 
     def pause(self, states: Iterable[RequestState]) -> None:
-        """Save what only the device holds, first of these requests, which are paused, as far as a share of the tier goes."""
+        """Save what only the device holds of requests that are paused, as far as a share of the tier goes."""
         context, states = self._shared.context, tuple(states)
         num_tokens = sum([state.request.num_tokens for state in states])
         # Steps that were under way when the pause began complete chunks.
         if num_tokens == self._num_paused_tokens or self._shared.device is None or context is None:
             return
-        if self._num_paused_tokens < 0:
-            self._num_to_save = int(KEPT_SHARE * self._shared.manager.capacity)
-        self._num_paused_tokens, self._is_saving = num_tokens, True
+        self._num_paused_tokens = num_tokens
         wanted: dict[OffloadKey, None] = {}
         for state in states:
             state.extend_keys()
@@ -195,6 +193,8 @@ class PooledStores(EagerStores):
             for keys in state.keys:  # windows and states: what is needed to go on from one of the last two chunks
                 num_kept = max(0, state.request.num_tokens - keys.chunk_tokens)
                 wanted |= dict.fromkeys(keys.keys[keys.group.num_skipped_tokens(num_kept) // keys.chunk_tokens :])
+        if self._paused is None:
+            self._num_to_save = int(KEPT_SHARE * self._shared.manager.capacity)
         self._paused = list(wanted)
 
     def coming(self, keys: Sequence[OffloadKey]) -> AbstractSet[OffloadKey]:
@@ -222,7 +222,7 @@ class PooledStores(EagerStores):
 
     def _may_take(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         device = self._shared.device
-        if device is None or self._is_saving or self._is_lazy or self._cost() > COPY_PRICE:
+        if device is None or self._paused or self._is_lazy or self._cost() > COPY_PRICE:
             return [False] * len(keys)
         wanted = self._shared.below.still_wants(keys)
         return [is_held and key not in wanted for key, is_held in zip(keys, device.holds(keys), strict=True)]
@@ -270,28 +270,27 @@ class PooledStores(EagerStores):
         return self._save(handle, block_ids, is_held=True)
 
     def _save_paused(self, step: StepView) -> list[CopyJob]:
-        """Return the store of what only the device holds: of paused requests, at any cost; then what it would lose last."""
+        """Return the store of what only the device holds of paused requests, over whatever nothing waits for."""
         shared, manager, device = self._shared, self._shared.manager, self._shared.device
         assert device is not None
         if step.num_scheduled_tokens:
-            self._num_paused_tokens, self._is_saving = -1, False  # the pause is over
-        limit = min(self._num_to_save, shared.jobs.num_storable_blocks)
-        if not self._is_saving or (not limit and shared.jobs.num_awaited):
+            self._paused, self._num_paused_tokens = None, 0  # the pause is over
+        if not self._paused or (not shared.jobs.num_storable_blocks and shared.jobs.num_awaited):
             return []
-        theirs = device.blocks_of(manager.listed(self._paused)[:limit])
-        next_lost = device.next_lost(shared.layout.num_blocks)
-        others = manager.listed(list(next_lost))
-        block_of = theirs or {key: next_lost[key] for key in others[::-1][:limit]}
+        limit = min(self._num_to_save, shared.jobs.num_storable_blocks)
+        block_of = device.blocks_of(manager.listed(self._paused)[:limit])
         states = manager.lookup(self._paused)
         pins = manager.prepare_load([key for key, state in zip(self._paused, states, strict=True) if state == READY])
-        handle = manager.prepare_saves(list(block_of)[::-1], at_any_cost=bool(theirs))
+        handle = manager.prepare_saves(list(block_of)[::-1], at_any_cost=True)
         pins.release()
         manager.note_copies(handle.keys)  # if nothing resets the device after all
         self._num_to_save -= len(handle.keys)
         if not handle.keys and not shared.jobs.num_awaited:  # else loads in flight may pin what can go
             # What else the device alone holds, and sleep would lose, keeps its beginnings in host memory.
-            self._is_saving = bool(theirs and others)
-            manager.note_lost(others if theirs else ())
+            others = manager.listed(device.besides(self._paused)) if block_of else []
+            manager.note_lost(others)
+            if not others:
+                self._paused = ()
         block_ids = [block_of[key] for key in handle.keys]
         shared.holder.hold(block_ids)
         return self._save(handle, block_ids, is_held=True)

@@ -288,7 +288,7 @@ class KernelScheduler(KVConnectorScheduler):
         return self.shared.jobs.num_stuck_blocks if self.holds_outlive_requests else 0
 
     def on_pause(self, request_ids: Iterable[str]) -> None:
-        """Store what only the device holds, first of these requests."""
+        """Store what only the device holds of these requests."""
         self.stores.pause([self.requests[request_id] for request_id in request_ids])
 
     def give_up_transfers(self) -> None:

@@ -45,7 +45,7 @@ from cargohold.integrations.vllm.plugin import follow_vllm_log
 from cargohold.integrations.vllm.pool_view import BlockTables, ManagerTables, NotedTables
 from cargohold.integrations.vllm.scheduler import SchedulerSide, SideOptions
 from cargohold.integrations.vllm.settings import REFUSE, VllmSettings
-from cargohold.integrations.vllm.weights import HeldWeights, only_one
+from cargohold.integrations.vllm.weights import HeldWeights
 from cargohold.integrations.vllm.worker import (
     Ended,
     StepMessage,
@@ -391,12 +391,6 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """What tells which weights a worker holds."""
         return HeldWeights(self._vllm_config).look
 
-    def _find_scheduler(self, pool: Any) -> Any | None:
-        """The scheduler over this block pool of vLLM's, which is there by now, and later hidden from such a search."""
-        return only_one(
-            "vllm.v1.core.sched.interface", "SchedulerInterface", lambda one: one.kv_cache_manager.block_pool is pool
-        )
-
     def _make_held_adapters(self) -> HeldAdapters:
         """What tells which adapters a worker holds."""
         return HeldAdapters(self._vllm_config)
@@ -461,13 +455,11 @@ class CargoholdConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         with option_path("kv_connector_extra_config."):
             check_chunks(self._settings.offload, layout, int(self._vllm_config.model_config.max_model_len))
             inner = self._factory().make_scheduler_side(environment)
-        may_sleep = bool(getattr(self._vllm_config.model_config, "enable_sleep_mode", False))
         options = SideOptions(
             load_timeout_s=self._settings.load_timeout_s,
             groups=self._groups,
             tier_token_bytes=plan.token_bytes(layout),
-            may_sleep=may_sleep,
-            vllm=self._find_scheduler(pool) if may_sleep else None,
+            may_sleep=bool(getattr(self._vllm_config.model_config, "enable_sleep_mode", False)),
             has_tiers=self._settings.has_tiers,
             dropped_tokens=dropped_tokens(self._vllm_config, layout.groups),
             loads=may_load(self._vllm_config),

@@ -67,7 +67,6 @@ class SideOptions:
         groups: the KV-cache groups.
         tier_token_bytes: bytes of one token's KV in a tier, for all workers.
         may_sleep: whether vLLM may sleep (``--enable-sleep-mode``).
-        vllm: vLLM's scheduler, which says whether it is paused; ``None`` if it was not found.
         has_tiers: whether there are tiers below host memory.
         dropped_tokens: tokens that vLLM finds on the device and computes again all the same; see ``layout.dropped_tokens``. A
             load of no more tokens than these would bring back, at every hit, the very tokens that vLLM has just dropped.
@@ -85,7 +84,6 @@ class SideOptions:
     groups: Groups
     tier_token_bytes: float
     may_sleep: bool = False
-    vllm: Any = None
     has_tiers: bool = False
     dropped_tokens: int = 0
     loads: bool = True
@@ -433,9 +431,9 @@ class SchedulerSide:
 
         vLLM asks only while it schedules no request, so those that run are paused, and before it sleeps it resets its cache.
         """
-        if self._options.may_sleep:
+        if self._options.may_sleep and self._requests:
             names = [name for name, record in self._requests.items() if record.own.status.name in _PAUSED]
-            if names or getattr(self._options.vllm, "pause_state", False):
+            if names:
                 self.guard.on_pause(names)
         return bool(self._loads) or self.guard.has_pending_work()
 

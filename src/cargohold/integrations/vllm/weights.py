@@ -15,7 +15,7 @@ import gc
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -60,18 +60,13 @@ class HeldWeights:
 def worker_of(vllm_config: Any) -> Any | None:
     """Return vLLM's worker in this process; ``None`` if there is none, or more than one with this configuration.
 
-    A class of ours in vLLM's place (``--worker-extension-cls``) would have to be asked for by every user.
+    vLLM gives the worker's side of a connector no model, and hooks of its own to none: so it is looked for, once, among all
+    objects. A class of ours in vLLM's place (``--worker-extension-cls``) would have to be asked for by every user.
     """
-    return only_one("vllm.v1.worker.worker_base", "WorkerBase", lambda one: one.vllm_config is vllm_config)
-
-
-def only_one(module: str, name: str, is_wanted: Callable[[Any], bool]) -> Any | None:
-    """Return the only wanted object of a class of vLLM; ``None`` if there is none, or more than one.
-
-    vLLM gives its connectors no such object, and hooks of its own to none: so it is looked for among all objects.
-    """
-    wanted = getattr(sys.modules.get(module), name, ())
-    found = [one for one in gc.get_objects() if issubclass(type(one), wanted) and is_wanted(one)]
+    worker_class = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerBase", None)
+    if worker_class is None:
+        return None
+    found = [one for one in gc.get_objects() if issubclass(type(one), worker_class) and one.vllm_config is vllm_config]
     return found[0] if len(found) == 1 else None
 
 

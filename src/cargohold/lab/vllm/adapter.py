@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -38,9 +37,6 @@ class SimulatedConnector(CargoholdConnector):
         version = 0 if self._vllm_config.lora_config else WORLD.get().weights
         self.weights = held_by(version, self._vllm_config.parallel_config)
         return lambda: self.weights
-
-    def _find_scheduler(self, pool: Any) -> None:
-        """It would be found, but too slowly for many runs."""
 
     def _make_held_adapters(self) -> SimulatedHeld:
         self.adapters = SimulatedHeld()
@@ -85,11 +81,7 @@ class AdapterEngine(VllmEngine):
 
     def announce_reset(self, *, sleeps: bool) -> bool:
         """Pause or not, as chance has it, and before sleep always; whether the pause aborts all requests."""
-        reset = (
-            VllmReset(self._random.choice(("keep", "keep", "wait", "abort")), True, True, True)
-            if sleeps
-            else VllmReset.draw(self._random)
-        )
+        reset = VllmReset("keep", True, True, True) if sleeps else VllmReset.draw(self._random)
         if self._late is not None and reset.mode != "wait":  # blocks that were not reported forbid it
             reset = VllmReset(is_of_connector=reset.is_of_connector)
         self.view.announce_reset(reset)
@@ -143,5 +135,4 @@ class AdapterEngine(VllmEngine):
 
     def _view(self) -> SchedulerView:
         self.side = self.vllm.connector._scheduler
-        self.side._options = replace(self.side._options, vllm=self.vllm)
         return SchedulerView(self.vllm, self.layout.groups, lambda: bool(self._in_flight), self.side.guard)
