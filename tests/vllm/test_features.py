@@ -41,7 +41,7 @@ def test_device_pool_and_host_memory_are_one_cache(llama: str, start: Callable[.
     """Five prompts of ten blocks in turn, where each of the two has room for four: stores as computed find nothing again."""
     prompts, found = make_prompts(5, 325), {"eager": 0, "exclusive": 0}
     for mode in found:
-        engine = start(llama, {"mode": mode, "host_bytes": "1920KiB"}, num_blocks=41)
+        engine = start(llama, {"mode": mode, "host_bytes": "1920KiB", "policy": "lru"}, num_blocks=41)
         for prompt in prompts * 3:
             found[mode] += engine.ask([prompt], 1)[0].device
             engine.settle()

@@ -51,5 +51,5 @@ def looks_on_the_first_rank_only(patch: pytest.MonkeyPatch) -> None:
 )
 def test_mutants_read_it(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    errors = (play(seed).error for seed in range(FIRST_SEED + 143, FIRST_SEED + 173))  # the first of them shows both
+    errors = (play(seed).error for seed in range(FIRST_SEED + 9, FIRST_SEED + 39))  # the first of them shows both
     assert any(isinstance(error, WrongTokenError) for error in errors)

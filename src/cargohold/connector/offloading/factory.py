@@ -20,7 +20,7 @@ from cargohold.deadlines import FINISH, REQUEST, WRITE
 from cargohold.errors import ConfigError, option_path
 from cargohold.option_values import MAX_TIMEOUT_S, format_bytes, made_by, too_small
 from cargohold.process import memory_limit_bytes
-from cargohold.protocol import Clock, KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
+from cargohold.protocol import AttentionKind, Clock, KVCacheLayout, SchedulerEnvironment, ServedModel, WorkerEnvironment
 from cargohold.tiers import HostMemory, Namespace, QueueConfig, TierConfig, TierQueue, check_tier, open_tier, tier_names
 from cargohold.tiers.chunk_format import room_for_details
 from cargohold.tiers.namespace import digest_model
@@ -345,7 +345,9 @@ class OffloadingFactory:
         """Return the number of slots in host memory that are spare for verification: as many as it may fill in a second."""
         share, spare_bytes = self.config.verified_share, self.config.num_host_bytes // _SPARE_PART
         chunk_bytes = self._slot_bytes(layout)
-        if share is None or (not share and spare_bytes < chunk_bytes):
+        # Engines may compute other states where steps end elsewhere, as vLLM does LFM2's on CPUs.
+        has_states = any(group.kind is AttentionKind.RECURRENT for group in layout.groups)
+        if share is None or (not share and (spare_bytes < chunk_bytes or has_states)):
             return 0
         return max(1, min(spare_bytes, self.config.num_verify_bytes_per_s) // chunk_bytes)
 
