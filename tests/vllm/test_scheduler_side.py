@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+from cargohold.integrations.vllm.adapters import Adapters
 from cargohold.integrations.vllm.groups import Groups
 from cargohold.integrations.vllm.loads import LoadRoom
 from cargohold.integrations.vllm.pool_view import NotedTables, PoolContext
@@ -161,3 +162,14 @@ def test_a_block_whose_prefix_ends_inside_it_holds_no_whole_block(
     pool = SimpleNamespace(blocks=[None, block], hash_block_size=2)
     context = PoolContext(pool, GROUPS, NotedTables(1), tuple)
     assert context.prefixes_of(context.contents([1])) == [(b"h" * 32, 0) if is_whole else None]
+
+
+def test_what_waits_over_a_reset_is_not_looked_up_by_its_adapters_weights_of_before() -> None:
+    """Found by seed 95572: a reset was noticed at the end of a step only, after look-ups of requests that waited."""
+    pool = SimpleNamespace(blocks=[None] * 4, cached_block_hash_to_block=object(), hash_block_size=4)
+    adapters = Adapters(pool, num_workers=1, max_looks=1)
+    adapter = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/a")
+    seen = adapters.seen(SimpleNamespace(request_id="r", lora_request=adapter))
+    assert not adapters.why_not(seen)
+    pool.cached_block_hash_to_block = object()
+    assert "prefix cache was reset" in adapters.why_not(seen)

@@ -224,7 +224,10 @@ class Adapters:
 
     def why_not(self, seen: SeenRequest) -> str:
         """Why nothing is offloaded of a request, as a part of a sentence; empty if there is no reason."""
-        return seen.weights.why_not if isinstance(seen, RekeyedRequest) else ""
+        if not isinstance(seen, RekeyedRequest):
+            return ""
+        self._notice_reset()  # since then, a request that waits may have been given other weights
+        return seen.weights.why_not
 
     def is_named(self, seen: SeenRequest) -> bool:
         """Whether a request has pictures or sounds that its client has named."""
