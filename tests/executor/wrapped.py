@@ -30,7 +30,8 @@ class WrapsTransfersOnRank:
         if environment.rank != self.rank:
             return self.inner.make_worker_side(environment)
         layout = environment.layout
-        num_rows = self.inner.num_slots(layout) * self.inner.config.blocks_per_chunk
+        num_slots = self.inner.num_slots(layout) + self.inner.num_spare(layout)
+        num_rows = num_slots * self.inner.config.blocks_per_chunk
         memory = HostMemory(num_rows, layout.block_bytes, environment.exchange)
         return OffloadingWorker(
             lambda kv_caches: self.wrap(make_transfer_worker(kv_caches[0], memory, environment.clock))

@@ -705,7 +705,7 @@ def waits_although_there_is_nothing_worth_waiting_for(patch: Patch) -> None:
     patch.setattr(Waiting, "go", lambda self, event: None if event is Event.NOTHING else go(self, event))
 
 
-@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=35)
+@mutant(connector="tiered", workload="endurance", faults="hangs", first_seed=83)
 def never_leaves_a_tier_that_hangs_alone(patch: Patch) -> None:
     patch.setattr(CircuitBreaker, "note_failure", lambda self: False)
 
@@ -1008,7 +1008,7 @@ def writes_chunks_down_without_their_leases(patch: Patch) -> None:
     patch.setattr(TaskTable, "_notes", unclaimed)
 
 
-@mutant("tiered", "shared-beginnings", first_seed=5)
+@mutant("tiered", "shared-beginnings", first_seed=23)
 def goes_on_announcing_what_a_disk_has_evicted(patch: Patch) -> None:
     patch.setattr(TierState, "note_lost", lambda self, keys: None)
 
