@@ -22,7 +22,7 @@ from cargohold.engine.model.info import locate_model
 
 sys.path.append(str(Path(__file__).parents[1]))  # vllm_server is beside this directory
 
-from vllm_server import free_port, serving
+from vllm_server import free_port, reserved_port, serving
 
 HANDBOOK = "".join(f"Antwerp, berth {n}: ships of up to {40 + n} metres.\n" for n in range(70))
 NAME = "the-model"
@@ -126,19 +126,20 @@ def engine(kind: str, model: str, url: str, role: str, directory: Path) -> Itera
         with serving(model, log, transfer_config=connector, options=options) as address:
             yield address.removesuffix("/v1")
         return
-    port = free_port()
-    command = [sys.executable, "-m", "cargohold", "serve", model, "--port", str(port), "--served-model-name", NAME]
-    command += ["--dtype", "float32", "--num-device-blocks", "150", "--host-bytes", "512MiB", "--shared-url", url]
-    with process(command, f"http://127.0.0.1:{port}/health"):
+    command = [sys.executable, "-m", "cargohold", "serve", model, "--served-model-name", NAME, "--dtype", "float32"]
+    command += ["--num-device-blocks", "150", "--host-bytes", "512MiB", "--shared-url", url]
+    with (
+        reserved_port() as port,
+        process([*command, "--port", str(port)], f"http://127.0.0.1:{port}/health"),
+    ):
         yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
 def proxy(prefill: str, decode: str) -> Iterator[str]:
     """The proxy, as a process of its own; yields its address."""
-    port = free_port()
-    command = [sys.executable, str(Path(__file__).with_name("proxy.py")), prefill, decode, str(port)]
-    with process(command, f"http://127.0.0.1:{port}/v1/models"):
+    command = [sys.executable, str(Path(__file__).with_name("proxy.py")), prefill, decode]
+    with reserved_port() as port, process([*command, str(port)], f"http://127.0.0.1:{port}/v1/models"):
         yield f"http://127.0.0.1:{port}"
 
 

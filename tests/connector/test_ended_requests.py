@@ -95,7 +95,7 @@ def test_chunks_of_an_ended_request_are_known_though_they_were_never_looked_up()
     request = engine.requests["r"]
     state = RequestState.create(request, chunk_keys(engine.scheduler.kv.layout, 2))
     state.extend_keys()  # as the kernel does when a request ends
-    pending = PendingStore.of(state, engine.scheduler.kv.block_ids(request), 17, context)
+    pending = PendingStore.of(state, engine.scheduler.kv.block_ids("r"), 17, context)
     assert pending is not None and pending.unstored(2, context, limit=8)[0].end == 2
     engine.run()
 
@@ -106,7 +106,7 @@ def test_chunks_of_an_ended_request_are_stored_up_to_the_first_block_that_was_re
     engine.step()
     kv, request = engine.scheduler.kv, engine.requests["r"]
     context = EngineContext(kv, SortedRequests(lambda _: (0, 0)))
-    table = tuple(kv.block_ids(request)[0])
+    table = tuple(kv.block_ids("r")[0])
     pool = kv.pool
 
     def left() -> PendingStore | None:

@@ -25,9 +25,10 @@ class DeviceChunks:
     Args:
         context: the engine's block pool.
         num_groups: number of KV-cache groups.
+        namespace: the namespace of the chunks' keys.
     """
 
-    def __init__(self, context: SchedulerContext, num_groups: int) -> None:
+    def __init__(self, context: SchedulerContext, num_groups: int, namespace: int = 0) -> None:
         self._context = context
         self._block_of: dict[OffloadKey, int] = {}
         self._key_in: dict[int, OffloadKey] = {}
@@ -35,7 +36,7 @@ class DeviceChunks:
         self._watched: dict[int, Hashable] = {}
         self._num_groups = num_groups
         self._suffixes: Sequence[bytes] = ()
-        self.clear(0)
+        self.clear(namespace)
 
     def __contains__(self, key: object) -> bool:
         return key in self._block_of

@@ -76,8 +76,7 @@ class PooledStores(EagerStores):
         may_pool = shared.config.blocks_per_chunk == 1 and shared.prefix_caching and shared.context is not None
         if may_pool and shared.manager.pool_with_device(shared.layout.num_blocks, self._may_take):
             assert shared.context is not None
-            shared.device = DeviceChunks(shared.context, len(shared.layout.groups))
-            shared.device.clear(shared.namespace)
+            shared.device = DeviceChunks(shared.context, len(shared.layout.groups), shared.namespace)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -132,9 +131,8 @@ class PooledStores(EagerStores):
 
     def plan_saves(self) -> tuple[CopyJob, ...]:
         """Return the stores of what was evicted since the last step, as far as it is worth a slot."""
-        device = (
-            self._shared.device
-        )  # even if nothing is listed by now: what was watched must not be taken for new later
+        # Even if nothing is listed by now: what was watched must not be taken for new later.
+        device = self._shared.device
         if device is None or not (lost := device.take_lost()):
             return ()
         self._peak = max(0.9 * self._peak, len(lost))

@@ -153,9 +153,9 @@ class KVCacheManager:
         self._events: list[KVEvent] = []
         self._tables: dict[str, tuple[BlockTable, ...]] = {}
 
-    def block_ids(self, request: Request) -> BlockIds:
+    def block_ids(self, request_id: str) -> BlockIds:
         """The request's block tables as ids; the manager's own lists, to be read at once or copied."""
-        return tuple([table.ids for table in self.tables(request.request_id)])
+        return tuple([table.ids for table in self.tables(request_id)])
 
     def tables(self, request_id: str) -> tuple[BlockTable, ...]:
         """The request's block tables; empty ones if it holds no blocks."""

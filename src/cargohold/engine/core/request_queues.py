@@ -392,7 +392,7 @@ class QueueAdmission:
         request.num_computed_tokens = num_computed
         if not self._tell_connector(request, num_external):
             return Verdict.DEFERRED
-        plan.add(request, num_new, self._kv.block_ids(request), loads_in_step=num_external > 0)
+        plan.add(request, num_new, self._kv.block_ids(request.request_id), loads_in_step=num_external > 0)
         self._queues.run(request)
         return Verdict.RUNS
 
@@ -412,7 +412,7 @@ class QueueAdmission:
         if not self._kv.allocate_more(request, request.num_computed_tokens + num_new, num_spare):
             return Verdict.NO_ROOM
         self._tell_connector(request, 0)
-        plan.add(request, num_new, self._kv.block_ids(request))
+        plan.add(request, num_new, self._kv.block_ids(request.request_id))
         self._queues.run(request)
         return Verdict.RUNS
 
@@ -425,7 +425,7 @@ class QueueAdmission:
 
     def _tell_connector(self, request: Request, num_external: int) -> bool:
         """Tell the connector of the allocation. If it breaks and so will not load, take the blocks back; return ``False``."""
-        self._connector.update_state_after_alloc(request, self._kv.block_ids(request), num_external)
+        self._connector.update_state_after_alloc(request, self._kv.block_ids(request.request_id), num_external)
         if num_external == 0 or self._connector.broken is None:
             return True
         self._kv.free(request)

@@ -13,7 +13,6 @@ from cargohold.engine.core.request import FinishReason, Request, RequestStatus, 
 from cargohold.engine.core.request_queues import QueueAdmission, RequestQueues, SchedulerConfig, SortedRequests, Verdict
 from cargohold.errors import RequestError
 from cargohold.protocol import (
-    BlockIds,
     CacheReport,
     Clock,
     ConnectorGuard,
@@ -33,15 +32,10 @@ class EngineContext:
     """The device pool and the requests that use it; see ``cargohold.protocol.SchedulerContext``."""
 
     def __init__(self, kv: KVCacheManager, waiting: SortedRequests) -> None:
-        self._kv = kv
         self._waiting = waiting
-        pool = kv.pool
+        self.get_request_blocks, pool = kv.block_ids, kv.pool
         self.touch_ids, self.free_ids, self.next_victims = pool.touch_ids, pool.free_ids, pool.next_victims
         self.contents, self.prefixes_of = pool.contents, pool.prefixes_of
-
-    def get_request_blocks(self, request_id: str) -> BlockIds:
-        """The request's block table per group."""
-        return tuple([table.ids for table in self._kv.tables(request_id)])
 
     def waiting_requests(self) -> Iterable[Request]:
         """Requests not running yet, in the order in which they will be tried."""
@@ -152,7 +146,7 @@ class Scheduler:
         request.turn_end = self._turn_end(request, reason)
         request.times.finished = self._clock()
         request.times.end_loading(request.times.finished)
-        keeps_blocks, params = self.connector.request_finished(request, self.kv.block_ids(request))
+        keeps_blocks, params = self.connector.request_finished(request, self.kv.block_ids(request.request_id))
         report = self.connector.explain(request_id)
         if keeps_blocks:
             self._queues.transfers.start_send(request)
@@ -283,7 +277,7 @@ class Scheduler:
                 there_was_room = False
                 if not self._make_room(request, num_tokens):
                     break
-            plan.add(request, num_new, self.kv.block_ids(request))
+            plan.add(request, num_new, self.kv.block_ids(request.request_id))
         return there_was_room
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
